@@ -1,0 +1,42 @@
+# Two commands for a fresh clone on a machine with Python alone: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+# `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types layers fast heavy clean
+
+demo: .venv/demo.stamp
+	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
+
+test: lint types layers fast heavy
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test.stamp
+	$(BIN)/mypy
+
+layers: .venv/test.stamp
+	$(BIN)/lint-imports
+
+fast: .venv/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy"
+
+heavy: .venv/test.stamp
+	$(BIN)/pytest -q -m heavy
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo.stamp: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demos]'
+	touch $@
+
+.venv/test.stamp: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv mezzo-compare* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,63 @@
+"""Mezzo: mixed precision training, switched on without a change to the script, measured, and judged.
+
+`import mezzo` imports no framework: each public name below is fetched from its room when it is first asked for,
+so that tools which only read records or policies start in milliseconds and need no PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Public name -> (module, attribute); an empty attribute means the module itself.
+_PUBLIC = {
+    "autocast": ("mezzo.pytorch.autocast", "autocast"),
+    "GradScaler": ("mezzo.pytorch.scaler", "GradScaler"),
+    "MixedPrecision": ("mezzo.pytorch.training", "MixedPrecision"),
+    "Policy": ("mezzo.core.policy", "Policy"),
+    "policy": ("mezzo.core.policy", "policy"),
+    "StaticLossScale": ("mezzo.core.loss_scale", "StaticLossScale"),
+    "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
+    "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
+    "formats": ("mezzo.core.formats", ""),
+    "explain": ("mezzo.pytorch.explain", "explain"),
+}
+
+__all__ = [  # noqa: PLE0604  (the names are literals, for type checkers; a test holds them equal to _PUBLIC)
+    "DynamicLossScale",
+    "GradScaler",
+    "MixedPrecision",
+    "NoLossScale",
+    "Policy",
+    "StaticLossScale",
+    "autocast",
+    "explain",
+    "formats",
+    "policy",
+]
+
+if TYPE_CHECKING:
+    from mezzo.core import formats
+    from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from mezzo.core.policy import Policy, policy
+    from mezzo.pytorch.autocast import autocast
+    from mezzo.pytorch.explain import explain
+    from mezzo.pytorch.scaler import GradScaler
+    from mezzo.pytorch.training import MixedPrecision
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'mezzo' has no attribute {name!r}") from None
+    found = importlib.import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,81 @@
+"""`mezzo VERB ...`: find the verb's file, parse, call, and turn every error into one line and an exit status.
+
+Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage (130 after an interrupt). A verb is a module of this
+package with `SUMMARY`, `configure(parser)` and `run(arguments) -> int`; it is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from mezzo import __version__
+from mezzo.core.errors import MezzoError, unknown_name
+
+VERBS = {
+    "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
+    "run": "run a script in mixed precision, unchanged",
+    "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
+    "formats": "the number formats, and any number's bits in each of them",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the returned number is the process's exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"mezzo {__version__}")
+        return 0
+    verb = words[0]
+    try:
+        if verb not in VERBS:
+            raise unknown_name("command", verb, VERBS)
+        return _run(verb, words[1:])
+    except MezzoError as error:
+        print(f"mezzo {verb}: {error}" if verb in VERBS else f"mezzo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"mezzo {verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _run(verb: str, words: list[str]) -> int:
+    module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
+    parser = argparse.ArgumentParser(
+        prog=f"mezzo {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.configure(parser)
+    try:
+        arguments = parser.parse_args(words)
+    except SystemExit as stop:  # argparse has printed its usage or its help
+        return int(stop.code or 0)
+    status: int = module.run(arguments)
+    return status
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in VERBS.items())
+    return (
+        "mezzo: mixed precision training, measured and judged\n\n"
+        f"usage: mezzo COMMAND [...]\n\n{verbs}\n\n"
+        "Start with:\n"
+        "  mezzo compare --demo digits              what Mezzo does, on real data, in a few minutes\n"
+        "  mezzo compare train.py -- --epochs 3     the same for a script of yours, unchanged\n\n"
+        "`mezzo COMMAND --help` explains a command."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

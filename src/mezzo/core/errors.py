@@ -1,0 +1,56 @@
+"""The errors Mezzo raises for a user's mistake or a run's fate, and the sentence that goes with a wrong name.
+
+Every message says what, what was received, what is allowed, and how to mend it. A class here exists only where a
+caller would catch it apart from the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MezzoError(Exception):
+    """Base of every error that Mezzo raises on purpose."""
+
+
+class UsageError(MezzoError, ValueError):
+    """The call, the policy or the command line is wrong; the message says how to mend it (CLI exit status 2)."""
+
+
+class UnknownNameError(UsageError, LookupError):
+    """A name (format, precision, op, demo, module pattern) that is not in its table."""
+
+
+class UnsupportedPrecisionError(MezzoError, RuntimeError):
+    """A precision that no path on this machine can run."""
+
+
+class BannedOpError(MezzoError, RuntimeError):
+    """An op that the policy bans in the compute format; the message says what to use in its place."""
+
+
+class LossScaleCollapseError(MezzoError, RuntimeError):
+    """The loss scale fell to its floor and steps are still skipped after the patience ran out."""
+
+
+class ScriptError(MezzoError, RuntimeError):
+    """The user's script failed under its FP32 baseline, so there is nothing to compare with."""
+
+
+def unknown_name(kind: str, received: str, allowed: Iterable[str], *, where: str = "") -> UnknownNameError:
+    """Build the error for a wrong name: what was received, all that is allowed, and the nearest right one.
+
+    Args:
+        kind: the noun, for instance ``"format"``.
+        received: what the user wrote.
+        allowed: the right names, taken from the table that decides.
+        where: the surrounding text of the user's own, for instance ``"policy 'compute=f15': "``.
+
+    >>> print(unknown_name("format", "f15", ["bf16", "fp16", "fp32"], where="policy 'compute=f15': "))
+    policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
+    """
+    names = sorted(allowed)
+    near = difflib.get_close_matches(received, names, n=1, cutoff=0.4)
+    mend = f" Did you mean {near[0]!r}?" if near else ""
+    return UnknownNameError(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{mend}")

@@ -1,0 +1,193 @@
+"""Typed run records: what one training run did, as JSON lines that a person can read and a report can be made from.
+
+One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss`` and
+``update`` records as training goes on, at most one ``memory`` and one ``ops`` (gathered in steps that are not
+timed), and one ``end``. A run that was killed has no ``end``: a reader can tell a finished run from a broken one.
+Times are seconds since the first line, on one monotonic clock, so differences are durations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import IO, Any, ClassVar, Union
+
+from mezzo.core.errors import UsageError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """What is being run, under which policy, with which seed, on which machine."""
+
+    kind: ClassVar[str] = "run"
+    script: str
+    argv: list[str]
+    policy: str
+    seed_offset: int
+    nudged: bool
+    machine: dict[str, Any]
+    started: str
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class LossRecord:
+    """One outermost ``backward()``: the unscaled loss it was called on."""
+
+    kind: ClassVar[str] = "loss"
+    index: int
+    loss: float
+    at: float
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One call of an optimizer's step, whether it moved the parameters or was vetoed.
+
+    ``optimizer`` numbers the optimizers in the order in which they first stepped. ``observed`` is True for the steps
+    in which memory and formats were watched: those are slower than the others, and no timing may use them.
+    """
+
+    kind: ClassVar[str] = "update"
+    index: int
+    optimizer: int
+    moved: bool
+    skipped: bool
+    loss_scale: float
+    at: float
+    reason: str = ""
+    observed: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """Peak memory of a training step, in bytes, and how it was measured (``tensor bytes`` or ``cuda allocator``)."""
+
+    kind: ClassVar[str] = "memory"
+    peak_bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class OpFormats:
+    """How one op ran: the rule that the policy gives it, the formats planned and seen, and the casts around it.
+
+    ``planned`` and ``observed`` are format names joined as ``"bf16 -> bf16"`` (floating inputs -> floating outputs).
+    """
+
+    op: str
+    rule: str
+    planned: str
+    observed: str
+    calls: int
+    casts: int
+    reason: str
+    module: str = ""
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the formats seen are the formats planned; an op without a plan cannot depart from it."""
+        return not self.planned or self.planned == self.observed
+
+
+@dataclass(frozen=True)
+class OpsRecord:
+    """The formats observed in one step, op by op."""
+
+    kind: ClassVar[str] = "ops"
+    ops: list[OpFormats] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run's end: its exit status, its length in seconds, and notes that the user should read."""
+
+    kind: ClassVar[str] = "end"
+    status: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+
+Record = Union[RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded]
+_KINDS: dict[str, type[Any]] = {
+    cls.kind: cls for cls in (RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded)
+}
+
+
+def to_line(record: Record) -> str:
+    """One record as one line of strict JSON: NaN and infinities are written as the strings ``"nan"``, ``"inf"``."""
+    return json.dumps({"kind": record.kind, **_strict(asdict(record))}, allow_nan=False)
+
+
+def from_line(line: str) -> Record:
+    """The record that `to_line` wrote. Unknown fields (a newer writer's) are passed over.
+
+    Raises:
+        UsageError: the line is no record.
+    """
+    try:
+        data = json.loads(line)
+        cls = _KINDS[data.pop("kind")]
+        names = {f.name: f for f in fields(cls)}
+        kept = {name: value for name, value in data.items() if name in names}
+        for name, value in kept.items():
+            if names[name].type == "float":
+                kept[name] = float(value)
+        if cls is OpsRecord:
+            kept["ops"] = [OpFormats(**op) for op in kept["ops"]]
+        record: Record = cls(**kept)
+        return record
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(f"not a run record: {line[:80]!r} ({error})") from error
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
+
+
+class RecordWriter:
+    """Appends records to a file, a line each; every line is complete on disk before the next step begins.
+
+    A child made by ``fork`` (a DataLoader worker) writes nothing: the run belongs to the process that opened it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+        self._pid = os.getpid()
+
+    def write(self, record: Record) -> None:
+        """Append one record."""
+        if os.getpid() == self._pid and not self._file.closed:
+            self._file.write(to_line(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file; later writes are dropped."""
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file, in order. A last line cut short by a kill is passed over; any other bad line raises.
+
+    Raises:
+        UsageError: a line that is no record, with its number.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith("\n"):
+            return
+        try:
+            yield from_line(line)
+        except UsageError as error:
+            raise UsageError(f"{path}:{number}: {error}") from error

@@ -1,0 +1,1 @@
+"""Ordinary FP32 training scripts that know nothing of Mezzo."""

@@ -1,0 +1,1 @@
+"""What this hardware can do, measured."""

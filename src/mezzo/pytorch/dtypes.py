@@ -1,0 +1,38 @@
+"""Format names and the torch dtypes that store them: the one place where the two vocabularies meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from mezzo.core.errors import unknown_name
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "fp64": torch.float64,
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "e4m3fn": torch.float8_e4m3fn,
+        "e5m2": torch.float8_e5m2,
+    }
+)
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype that stores a format, for instance ``"bf16"`` -> ``torch.bfloat16``.
+
+    Raises:
+        UnknownNameError: torch has no dtype for it (tf32 is a way of computing, not of storing).
+    """
+    if name not in DTYPES:
+        raise unknown_name("storage format", name, DTYPES)
+    return DTYPES[name]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The format name of a torch dtype; torch's own name where Mezzo has none (``torch.int64`` -> ``"int64"``)."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

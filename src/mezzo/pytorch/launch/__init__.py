@@ -1,0 +1,1 @@
+"""Scripts that know nothing of Mezzo, run under a policy."""

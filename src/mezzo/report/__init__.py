@@ -1,0 +1,1 @@
+"""Records in, one HTML file out. Imports core only."""

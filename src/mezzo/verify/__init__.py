@@ -1,0 +1,1 @@
+"""Runs in pairs, and what they prove."""
