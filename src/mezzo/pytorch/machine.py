@@ -1,0 +1,232 @@
+"""What this machine is, and which 16-bit formats its devices train in at full speed.
+
+Nothing is asked of a device at import, and asking must not change the process either: a CUDA context made
+here would break a script that forks afterwards or sets ``CUDA_VISIBLE_DEVICES`` itself. So an NVIDIA GPU is
+read from its driver's own tool while the process has no context yet, and from PyTorch once it has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mezzo import __version__
+from mezzo.core.errors import unknown_name
+
+ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
+"""Environment variable that overrides `native_formats` for every device: ``""`` for none, or
+``"bf16,fp16"``."""
+
+SIXTEEN_BITS = ("bf16", "fp16")
+
+# First compute capability whose tensor cores take the format: CUDA C++ Programming Guide, table "Feature
+# Support per Compute Capability" and section "Element Types and Matrix Sizes" (fp16: 7.0; bf16 and TF32:
+# 8.0).
+CUDA_NATIVE_FROM: Mapping[str, tuple[int, int]] = {"fp16": (7, 0), "bf16": (8, 0)}
+
+# CPU instruction sets, any one of which multiplies bf16 pairs into FP32. Converting is not enough
+# (avx_ne_convert).
+CPU_BF16_BY = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+# Of the many names that cpuinfo knows, those that bear on floating-point speed.
+ISA_SHOWN = (
+    *("f16c", "fma3", "avx", "avx2", "avx_vnni", "avx_ne_convert", "avx512_f", "avx512_bw", "avx512_vl"),
+    *("avx512_vnni", "avx512_bf16", "avx512_fp16", "avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16"),
+    *("amx_fp16", "neon", "fp16_arith", "bf16", "i8mm", "dot", "sve", "sve2", "sve_bf16", "sme", "sme2"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that PyTorch would use first; ``capability`` is CUDA's, and None on a device that has no such
+    number."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory_bytes: int
+    count: int
+    kind: str = "cuda"
+
+
+def describe() -> dict[str, Any]:
+    """Everything about this machine that a record of a run needs, as plain JSON values.
+
+    Keys: ``os``, ``python``, ``torch``, ``mezzo``, ``cpu`` (name), ``isa`` (list of str), ``cores``
+    (physical), ``logical_cores``, ``usable_cores`` (what this process may use), ``threads`` (PyTorch's),
+    ``memory_bytes`` (None where unknown), ``gpu`` (None, or ``name``, ``capability`` such as ``"8.0"`` or
+    None, ``memory_bytes``, ``count``, ``kind``). No CUDA context is made.
+    """
+    cpu = capabilities()
+    device = gpu()
+    logical = os.cpu_count() or 1
+    return {
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mezzo": __version__,
+        "cpu": cpu_name(),
+        "isa": [name for name in ISA_SHOWN if cpu.get(name) is True],
+        "cores": int(cpu.get("num_physical_cores") or logical),
+        "logical_cores": logical,
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "gpu": None
+        if device is None
+        else {
+            "name": device.name,
+            "capability": None if device.capability is None else "{}.{}".format(*device.capability),
+            "memory_bytes": device.memory_bytes,
+            "count": device.count,
+            "kind": device.kind,
+        },
+    }
+
+
+def native_formats(device_type: str) -> frozenset[str]:
+    """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
+
+    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, and never fp16: where AVX512-FP16
+    makes fp16 matmul fast, a convolution's backward still took 80 times as long as in bf16 (torch 2.13),
+    and ``nn.LSTM`` raises. A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device
+    that is absent, or of a type that nothing is known about, has none. The environment's
+    ``MEZZO_ASSUME_NATIVE`` overrides all of this.
+
+    Raises:
+        UnknownNameError: ``MEZZO_ASSUME_NATIVE`` names something other than bf16 and fp16.
+    """
+    assumed = os.environ.get(ASSUME_NATIVE)
+    if assumed is not None:
+        return _parse(assumed)
+    if device_type == "cpu":
+        return frozenset({"bf16"}) if cpu_has_bf16(capabilities()) else frozenset()
+    device = gpu()
+    if device is None or device.kind != device_type:
+        return frozenset()
+    if device.capability is not None:
+        return cuda_formats(device.capability)
+    return frozenset(SIXTEEN_BITS)
+
+
+def cpu_has_bf16(cpu: Mapping[str, Any]) -> bool:
+    """Whether a CPU with these capabilities multiplies bf16 itself (through oneDNN, which must be there to
+    do it)."""
+    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return onednn and any(cpu.get(name) is True for name in CPU_BF16_BY)
+
+
+def cuda_formats(capability: tuple[int, int]) -> frozenset[str]:
+    """The 16-bit formats whose matrix products run on tensor cores at this compute capability.
+
+    >>> sorted(cuda_formats((7, 5))), sorted(cuda_formats((9, 0)))
+    (['fp16'], ['bf16', 'fp16'])
+    """
+    return frozenset(name for name, first in CUDA_NATIVE_FROM.items() if capability >= first)
+
+
+def _parse(assumed: str) -> frozenset[str]:
+    names = frozenset(filter(None, (word.strip() for word in assumed.split(","))))
+    for name in sorted(names):
+        if name not in SIXTEEN_BITS:
+            raise unknown_name("16-bit format", name, SIXTEEN_BITS, where=f"{ASSUME_NATIVE}={assumed!r}: ")
+    return names
+
+
+@functools.lru_cache(maxsize=1)
+def capabilities() -> Mapping[str, Any]:
+    """PyTorch's own table of this CPU's capabilities; empty in a release that does not tell."""
+    ask = getattr(torch.cpu, "get_capabilities", None)
+    return {} if ask is None else dict(ask())
+
+
+@functools.lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """The CPU's name as its maker gives it, or the architecture where the system does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    if platform.system() == "Darwin":
+        told = _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+        if told:
+            return told
+    return str(capabilities().get("cpu_name") or platform.processor() or platform.machine())
+
+
+def gpu() -> Gpu | None:
+    """The GPU that PyTorch would use first, or None. Makes no CUDA context; asks at each call, since one
+    can appear."""
+    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if torch.version.cuda is not None and not has_context:
+        listing = _nvidia_smi()
+        if listing is not None:
+            return visible_gpu(listing, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        # AMD's numbers look like NVIDIA's and mean something else, so they decide nothing here.
+        capability = None if torch.version.hip else (properties.major, properties.minor)
+        return Gpu(properties.name, capability, properties.total_memory, torch.cuda.device_count())
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        xpu = torch.xpu.get_device_properties(torch.xpu.current_device())
+        return Gpu(xpu.name, None, xpu.total_memory, torch.xpu.device_count(), kind="xpu")
+    if torch.backends.mps.is_available():
+        return Gpu(cpu_name(), None, _memory_bytes() or 0, 1, kind="mps")
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _nvidia_smi() -> str | None:
+    query = ["--query-gpu=index,uuid,compute_cap,memory.total,name", "--format=csv,noheader,nounits"]
+    return _output(["nvidia-smi", *query])
+
+
+def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
+    """The first GPU of an ``nvidia-smi`` listing that ``CUDA_VISIBLE_DEVICES`` lets a process see, or None.
+
+    ``listing`` has one line a GPU: ``index, uuid, compute capability, memory in MiB, name``. ``visible`` is
+    None where the variable is unset; as CUDA does, reading stops at the first entry that names no GPU.
+    """
+    rows = [
+        [cell.strip() for cell in line.split(",", 4)] for line in listing.splitlines() if line.count(",") >= 4
+    ]
+    if visible is not None:
+        chosen = []
+        for entry in (word.strip() for word in visible.split(",")):
+            match = [row for row in rows if entry and (row[0] == entry or row[1].startswith(entry))]
+            if not match:
+                break
+            chosen.append(match[0])
+        rows = chosen
+    if not rows:
+        return None
+    _, _, capability, memory, name = rows[0]
+    major, _, minor = capability.partition(".")
+    return Gpu(name, (int(major), int(minor or 0)), int(memory) << 20, len(rows))
+
+
+def _output(command: list[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
