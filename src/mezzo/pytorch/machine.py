@@ -120,7 +120,7 @@ def native_formats(device_type: str) -> frozenset[str]:
 def cpu_has_bf16(cpu: Mapping[str, Any]) -> bool:
     """Whether a CPU with these capabilities multiplies bf16 itself (through oneDNN, which must be there to
     do it)."""
-    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
     return onednn and any(cpu.get(name) is True for name in CPU_BF16_BY)
 
 
@@ -167,7 +167,7 @@ def cpu_name() -> str:
 def gpu() -> Gpu | None:
     """The GPU that PyTorch would use first, or None. Makes no CUDA context; asks at each call, since one
     can appear."""
-    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
     if torch.version.cuda is not None and not has_context:
         listing = _nvidia_smi()
         if listing is not None:
