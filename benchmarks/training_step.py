@@ -1,0 +1,190 @@
+"""One training step in FP32, under torch.amp and under Mezzo: time and peak tensor bytes, interleaved in one process.
+
+    python benchmarks/training_step.py                     # every workload, writes benchmarks/results/training_step.json
+    python benchmarks/training_step.py --only gpt --rounds 10
+
+Every round runs each contender's step once, in an order that rotates from round to round, so that a machine whose
+speed drifts drifts for all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds. Memory is
+measured in a step of its own. Contenders: `fp32`; `amp-*`: torch.autocast (and torch.amp.GradScaler for fp16);
+`mezzo-*`: mezzo.autocast (and mezzo.GradScaler) in the very same loop; `short-*`: mezzo.MixedPrecision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import WORKLOADS, Workload
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mezzo
+from mezzo.pytorch.machine import describe
+from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.verify.measure import ratio_of_medians
+
+Step = Callable[[], float]
+
+
+def _optimizer(work: Workload) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(work.model.parameters(), lr=1e-4, fused=True)
+
+
+def fp32(work: Workload) -> Step:
+    optimizer = _optimizer(work)
+
+    def step() -> float:
+        loss = work.loss()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _loop(region: Callable[[], Any], scaler: Any) -> Callable[[Workload], Step]:
+    """The loop of torch.amp's own documentation, with whichever region and scaler it is given."""
+
+    def build(work: Workload) -> Step:
+        optimizer = _optimizer(work)
+        scaling = scaler()
+
+        def step() -> float:
+            with region():
+                loss = work.loss()
+            if scaling is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaling.scale(loss).backward()
+                scaling.step(optimizer)
+                scaling.update()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    return build
+
+
+def short(precision: str) -> Callable[[Workload], Step]:
+    def build(work: Workload) -> Step:
+        mp = mezzo.MixedPrecision(work.model, _optimizer(work), precision=precision)
+
+        def step() -> float:
+            with mp.autocast():
+                loss = work.loss()
+            result = mp.step(loss)
+            return float(result.loss)
+
+        return step
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[Workload], Step]] = {
+    "fp32": fp32,
+    "amp-bf16": _loop(lambda: torch.autocast("cpu", torch.bfloat16), lambda: None),
+    "mezzo-bf16": _loop(lambda: mezzo.autocast("bf16", "cpu"), lambda: None),
+    "short-bf16": short("bf16"),
+    "mezzo-fp16": _loop(lambda: mezzo.autocast("fp16", "cpu"), lambda: mezzo.GradScaler("cpu")),
+    "short-fp16": short("fp16"),
+    "amp-fp16": _loop(lambda: torch.autocast("cpu", torch.float16), lambda: torch.amp.GradScaler("cpu")),
+}
+# A ratio a row of the figures: (time of) the first over (time of) the second.
+RATIOS = (
+    ("fp32", "mezzo-bf16"),
+    ("mezzo-bf16", "amp-bf16"),
+    ("short-bf16", "amp-bf16"),
+    ("mezzo-fp16", "fp32"),
+    ("short-fp16", "fp32"),
+    ("amp-fp16", "mezzo-fp16"),
+)
+# Rounds in which a contender takes part, where that is fewer than --rounds: one step of it takes many seconds.
+SLOW = {"amp-fp16": 3}
+
+
+def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
+    steps: dict[str, Step] = {}
+    failed: dict[str, str] = {}
+    losses: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    for contender, build in CONTENDERS.items():
+        try:
+            step = build(WORKLOADS[name]())
+            step()
+            gc.collect()
+            watch = PeakTensorBytes()
+            watch.start()
+            losses[contender] = step()
+            peaks[contender] = watch.stop().peak_bytes
+            steps[contender] = step
+        except RuntimeError as error:
+            failed[contender] = str(error).splitlines()[0]
+    seconds: dict[str, list[float]] = {contender: [] for contender in steps}
+    order = list(steps)
+    for number in track(range(rounds), description=f"{name}: rounds", console=console):
+        turn = number % len(order)
+        for contender in order[turn:] + order[:turn]:
+            if number >= SLOW.get(contender, rounds):
+                continue
+            begun = time.perf_counter()
+            steps[contender]()
+            seconds[contender].append(time.perf_counter() - begun)
+    ratios = {}
+    for above, below in RATIOS:
+        if above in seconds and below in seconds:
+            n = min(len(seconds[above]), len(seconds[below]))
+            found = ratio_of_medians(seconds[above][:n], seconds[below][:n])
+            ratios[f"{above} / {below}"] = {"ratio": found.value, "interval": [found.low, found.high], "rounds": n}
+    return {
+        "summary": WORKLOADS[name]().summary,
+        "median_seconds": {key: statistics.median(values) for key, values in seconds.items()},
+        "seconds": seconds,
+        "ratios": ratios,
+        "loss_after_2_steps": losses,
+        # Parameters of the other contenders are alive too: only differences between contenders mean anything.
+        "peak_bytes": peaks,
+        "raised": failed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="this workload (may be repeated)")
+    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contender (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "training_step.json")
+    arguments = parser.parse_args()
+    console = Console()
+    results = {"machine": describe(), "workloads": {}}
+    for name in arguments.only or WORKLOADS:
+        results["workloads"][name] = found = measure(name, arguments.rounds, console)
+        table = Table(title=found["summary"])
+        for column in ("contender", "median step"):
+            table.add_column(column)
+        for contender, median in found["median_seconds"].items():
+            table.add_row(contender, f"{median:.4f} s")
+        for contender, why in found["raised"].items():
+            table.add_row(contender, f"raised: {why}")
+        console.print(table)
+        for row, value in found["ratios"].items():
+            console.print(
+                f"  {row}: {value['ratio']:.3f}  [{value['interval'][0]:.3f}, {value['interval'][1]:.3f}]"
+                f"  ({value['rounds']} rounds)"
+            )
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
