@@ -1,7 +1,7 @@
-"""The workloads of the benchmarks: one training step's model, data and loss, each with the sizes in its name's row.
+"""The workloads of the benchmarks: one training step's model, data and loss, with its sizes in `summary`.
 
-`WORKLOADS[name]()` -> `Workload(model, batch, loss)`, the same weights and data at every call: a benchmark makes one
-for each contender, so that none of them sees another's gradients or optimizer state.
+`WORKLOADS[name]()` -> `Workload`, the same weights and data at every call: a benchmark makes one for each
+contender, so that none of them sees another's gradients or optimizer state.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def gpt() -> Workload:
     torch.manual_seed(0)
     model = GPT(layers=6, width=384, heads=6, context=256, vocabulary=8192)
     tokens = torch.randint(8192, (8, 257))
-    return Workload(model, tokens[:, :-1], tokens[:, 1:], "GPT, 6 layers, width 384, 2048 tokens, vocabulary 8192")
+    return Workload(
+        model, tokens[:, :-1], tokens[:, 1:], "GPT, 6 layers, width 384, 2048 tokens, vocabulary 8192"
+    )
 
 
 def cnn() -> Workload:

@@ -1,12 +1,13 @@
-"""One training step in FP32, under torch.amp and under Mezzo: time and peak tensor bytes, interleaved in one process.
+"""One training step in FP32, under torch.amp and under Mezzo: time and peak tensor bytes, interleaved.
 
-    python benchmarks/training_step.py                     # every workload, writes benchmarks/results/training_step.json
+    python benchmarks/training_step.py                    # writes benchmarks/results/training_step.json
     python benchmarks/training_step.py --only gpt --rounds 10
 
-Every round runs each contender's step once, in an order that rotates from round to round, so that a machine whose
-speed drifts drifts for all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds. Memory is
-measured in a step of its own. Contenders: `fp32`; `amp-*`: torch.autocast (and torch.amp.GradScaler for fp16);
-`mezzo-*`: mezzo.autocast (and mezzo.GradScaler) in the very same loop; `short-*`: mezzo.MixedPrecision.
+Every round runs each contender's step once, in an order that rotates from round to round, so that a machine
+whose speed drifts drifts for all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds.
+Memory is measured in a step of its own. Contenders: `fp32`; `amp-*`: torch.autocast (and torch.amp.GradScaler
+for fp16); `mezzo-*`: mezzo.autocast (and mezzo.GradScaler) in the very same loop; `short-*`:
+mezzo.MixedPrecision.
 """
 
 from __future__ import annotations
@@ -109,8 +110,18 @@ RATIOS = (
     ("short-fp16", "fp32"),
     ("amp-fp16", "mezzo-fp16"),
 )
-# Rounds in which a contender takes part, where that is fewer than --rounds: one step of it takes many seconds.
+# Rounds of a contender, where that is fewer than --rounds: one step of it takes many seconds.
 SLOW = {"amp-fp16": 3}
+
+
+def _second_step(step: Step) -> tuple[float, int]:
+    """The loss and the peak tensor bytes of a step that finds the optimizer's state made."""
+    step()
+    gc.collect()
+    watch = PeakTensorBytes()
+    watch.start()
+    loss = step()
+    return loss, watch.stop().peak_bytes
 
 
 def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
@@ -120,16 +131,12 @@ def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
     peaks: dict[str, int] = {}
     for contender, build in CONTENDERS.items():
         try:
-            step = build(WORKLOADS[name]())
-            step()
-            gc.collect()
-            watch = PeakTensorBytes()
-            watch.start()
-            losses[contender] = step()
-            peaks[contender] = watch.stop().peak_bytes
-            steps[contender] = step
+            losses[contender], peaks[contender] = _second_step(build(WORKLOADS[name]()))
         except RuntimeError as error:
             failed[contender] = str(error).splitlines()[0]
+    for contender in losses:  # only now: a contender kept alive would count in the others' bytes
+        steps[contender] = CONTENDERS[contender](WORKLOADS[name]())
+        steps[contender]()
     seconds: dict[str, list[float]] = {contender: [] for contender in steps}
     order = list(steps)
     for number in track(range(rounds), description=f"{name}: rounds", console=console):
@@ -145,23 +152,32 @@ def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
         if above in seconds and below in seconds:
             n = min(len(seconds[above]), len(seconds[below]))
             found = ratio_of_medians(seconds[above][:n], seconds[below][:n])
-            ratios[f"{above} / {below}"] = {"ratio": found.value, "interval": [found.low, found.high], "rounds": n}
+            ratios[f"{above} / {below}"] = {
+                "ratio": found.value,
+                "interval": [found.low, found.high],
+                "rounds": n,
+            }
     return {
         "summary": WORKLOADS[name]().summary,
         "median_seconds": {key: statistics.median(values) for key, values in seconds.items()},
         "seconds": seconds,
         "ratios": ratios,
         "loss_after_2_steps": losses,
-        # Parameters of the other contenders are alive too: only differences between contenders mean anything.
         "peak_bytes": peaks,
         "raised": failed,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="this workload (may be repeated)")
-    parser.add_argument("--rounds", type=int, default=60, help="timed steps of each contender (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=sorted(WORKLOADS), action="append", help="this workload (may be repeated)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="timed steps of each contender (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "training_step.json")
     arguments = parser.parse_args()
     console = Console()
