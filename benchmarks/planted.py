@@ -3,8 +3,8 @@
     python benchmarks/planted.py HARM SIZE SCRIPT [ARGS...]
 
 Run by `benchmarks/harms.py` under `mezzo compare` to learn from which size on each harm is called divergent.
-The four harms here live in the training loop; the fifth (fp16 with too small a loss scale) is a policy and needs
-no code.
+The four harms here live in the training loop; the fifth (fp16 with too small a loss scale) is a policy and
+needs no code.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def frozen_copy(size: float) -> None:
 def fp16_norm(size: float) -> None:
     """Normalisation statistics taken in fp16 by E[x^2] - E[x]^2, over inputs multiplied by `size`.
 
-    In exact arithmetic the factor changes nothing: a normalisation divides it out again, and eps grows with it.
+    In exact arithmetic the factor changes nothing: a normalisation divides it out, and eps grows with it.
     """
 
     def normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
