@@ -30,6 +30,10 @@ class BannedOpError(MezzoError, RuntimeError):
     """An op that the policy bans in the compute format; the message says what to use in its place."""
 
 
+class CallOrderError(UsageError, RuntimeError):
+    """The right call at the wrong time: a step before backward, gradients unscaled twice."""
+
+
 class LossScaleCollapseError(MezzoError, RuntimeError):
     """The loss scale fell to its floor and steps are still skipped after the patience ran out."""
 
