@@ -15,6 +15,7 @@ numpy the format.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -105,7 +106,7 @@ class Format:
         """Exponent of `epsneg`."""
         return -self.nmant - 1
 
-    @property
+    @functools.cached_property
     def exact_max(self) -> Fraction:
         """The largest finite value, as a Fraction."""
         below_two = Fraction(2) - Fraction(1 if self.has_infinity else 2, 1 << self.nmant)
@@ -193,7 +194,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _T
 
 OVERFLOW: Mapping[str, str] = MappingProxyType(
     {
-        "infinity": "beyond max: infinite, NaN in a format without infinities (IEEE 754; OFP8 non-saturating)",
+        "infinity": "beyond max: infinity, or NaN where there is none (IEEE 754, and OFP8 non-saturating)",
         "saturate": "beyond max, infinities included: max (OFP8 saturating)",
     }
 )

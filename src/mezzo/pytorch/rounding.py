@@ -23,7 +23,7 @@ _HELD_IN: dict[torch.dtype, tuple[Format, torch.dtype]] = {
 }
 _SIGN = {torch.int32: -(1 << 31), torch.int64: -(1 << 63)}
 _TO_FP32 = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-_TO_FP64 = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+_TO_FP64 = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 
 
 def round_tensor(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
@@ -39,7 +39,7 @@ def round_tensor(x: torch.Tensor, form: Format, overflow: str) -> torch.Tensor:
         return values.clone()
     plan = BitPlan.of(form, storage, overflow)
     if values.requires_grad:
-        rounded: torch.Tensor = _Straight.apply(values, plan, word)
+        rounded: torch.Tensor = _Straight.apply(values, plan, word)  # type: ignore[no-untyped-call,unused-ignore]
         return rounded
     return _round(values, plan, word)
 
