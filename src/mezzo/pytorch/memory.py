@@ -1,0 +1,276 @@
+"""Peak memory of training steps: a GPU's allocator says it; on a CPU, the tensor bytes alive at the peak.
+
+A CPU process's resident memory says little: imports, thread pools and the C library's caches hide the
+tensors, and freed pages come back late. So on a CPU bytes are counted where tensors are made. A storage is
+counted once, however many views share it, from the op that makes it until C++ lets it go: parameters,
+gradients, optimizer state and what autograd saved for backward alike. What this leaves out: a kernel's
+scratch space inside one op (oneDNN's, im2col's), which never becomes a tensor.
+
+Code made by `torch.compile` allocates behind the dispatcher's back. Once a graph has been compiled, the
+counter reads the CPU allocator's event stream instead, through the profiler's hook; that one sees scratch
+space too. The record's `how` tells the two apart, and a comparison uses the same one on both sides: both
+run the same script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from mezzo.core.records import MemoryRecord
+
+
+class _Counter(Protocol):
+    how: str
+
+    def start(self) -> None: ...
+
+    def stop(self) -> int: ...
+
+
+class PeakTensorBytes:
+    """The most bytes that tensors of one device occupied at once between `start` and `stop`.
+
+    On a CPU this equals, if one could stop the world at every op::
+
+        max(sum(s.nbytes() for s in {t.untyped_storage() for t in every tensor alive}) at each op)
+
+    On CUDA it is `torch.cuda.max_memory_allocated` after `reset_peak_memory_stats`, on the current device.
+
+    `start` and `stop` may be called from different functions (hooks of an optimizer, say) of one thread.
+    Watching costs a few microseconds an op and a scan of Python's objects at `start`: never time a step
+    that is watched. What is alive before `start` is counted if Python knows it, or as soon as an op reads
+    it; so start before a forward pass.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        RuntimeError: started twice, or stopped without a start.
+
+    >>> peak = PeakTensorBytes("cpu")
+    >>> peak.start()
+    >>> a = torch.ones(1000)
+    >>> b = a.view(10, 100)  # no bytes of its own
+    >>> peak.stop().how
+    'tensor bytes'
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._device_type = device_type
+        self._counter: _Counter | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether `start` was called and `stop` was not."""
+        return self._counter is not None
+
+    def start(self) -> None:
+        """Begin to count."""
+        if self._counter is not None:
+            raise RuntimeError("PeakTensorBytes is already counting. Call stop() first.")
+        if self._device_type == "cuda":
+            counter: _Counter = _CudaCounter()
+        elif self._device_type == "cpu":
+            counter = _StorageCounter()
+            if _something_is_compiled():
+                allocator = _AllocatorCounter()
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the script profiles itself: leave its profiler alone
+                    allocator.start()
+                    self._counter = allocator
+                    return
+        else:
+            raise RuntimeError(f"peak memory is measured on cpu and cuda, not on {self._device_type!r}.")
+        counter.start()
+        self._counter = counter
+
+    def stop(self) -> MemoryRecord:
+        """Stop counting; the peak in bytes, and how it was measured."""
+        if self._counter is None:
+            raise RuntimeError("PeakTensorBytes is not counting. Call start() first.")
+        counter, self._counter = self._counter, None
+        return MemoryRecord(peak_bytes=counter.stop(), how=counter.how)
+
+
+class _CudaCounter:
+    how = "cuda allocator"
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def stop(self) -> int:
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated())
+
+
+class _StorageCounter(TorchDispatchMode):
+    """Counts each CPU storage from the op that made it until its Python object dies, which C++'s keeps
+    alive."""
+
+    how = "tensor bytes"
+    supports_higher_order_operators = True  # else torch.cond and its like raise in the user's script
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._bytes = 0
+        self._peak = 0
+        self._counting = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: otherwise Dynamo would give up on every frame it meets while we watch, and for good."""
+        return True
+
+    def start(self) -> None:
+        for tensor in _tensors_alive():
+            self._see(tensor)
+        self._counting = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> int:
+        self._counting = False
+        stack = _get_current_dispatch_mode_stack()
+        if any(mode is self for mode in stack):
+            _leave(self, stack)
+        self._alive.clear()
+        return self._peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._counting:
+            for tensor in _tensors_in((args, kwargs, out)):
+                self._see(tensor)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = _storage_of(tensor)
+        if storage is None:
+            return
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None and known[0]() is storage:
+            if known[1] != size:  # resize_ in place
+                self._alive[key] = (known[0], size)
+                self._add(size - known[1])
+            return
+
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            held = self._alive.get(key)
+            if held is not None and held[0] is reference:
+                del self._alive[key]
+                self._bytes -= held[1]
+
+        if known is not None:  # the address was used again before the callback came
+            self._bytes -= known[1]
+        self._alive[key] = (weakref.ref(storage, forget), size)
+        self._add(size)
+
+    def _add(self, size: int) -> None:
+        self._bytes += size
+        self._peak = max(self._peak, self._bytes)
+
+
+class _AllocatorCounter:
+    """Counts the CPU allocator's events, on top of the tensors that are alive at the start.
+
+    The allocator reports no event when a block made before the profiler was on is freed. So each storage
+    alive at the start leaves a mark in the same stream when it dies.
+    """
+
+    how = "tensor bytes (allocator events)"
+    _MARK = "mezzo: freed "
+
+    def start(self) -> None:
+        profiler = torch._C._profiler
+        config = profiler.ProfilerConfig(
+            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
+        )
+        torch._C._autograd._enable_profiler_legacy(config)
+        storages = {s._cdata: s for s in map(_storage_of, _tensors_alive()) if s is not None}
+        self._before = sum(s.nbytes() for s in storages.values())
+        self._watched = [weakref.ref(s, _mark(f"{self._MARK}{s.nbytes()}")) for s in storages.values()]
+
+    def stop(self) -> int:
+        self._watched.clear()
+        total = peak = self._before
+        freed = (
+            0  # bytes of a marked storage, until the next event shows whether the allocator reported it too
+        )
+        for event in (e for thread in torch._C._autograd._disable_profiler_legacy() for e in thread):
+            if str(event.kind()) == "memory_alloc":
+                change = int(event.cpu_memory_usage())
+                total += change - (freed if change != -freed else 0)
+                peak = max(peak, total)
+                freed = 0
+            elif event.name().startswith(self._MARK) and str(event.kind()) == "push":
+                total -= freed
+                freed = int(event.name()[len(self._MARK) :])
+        return peak
+
+
+def _mark(name: str) -> Callable[[object], None]:
+    def leave(_: object) -> None:
+        with torch.autograd.profiler.record_function(name):
+            pass
+
+    return leave
+
+
+def _something_is_compiled() -> bool:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["stats"].get("unique_graphs", 0))
+
+
+def _leave(mode: _StorageCounter, stack: list[TorchDispatchMode]) -> None:
+    """Take `mode` off the stack, wherever in it: the user's code may have entered a mode of its own since."""
+    above = stack[next(i for i, other in enumerate(stack) if other is mode) + 1 :]
+    for _ in above:
+        torch._C._pop_torch_dispatch_stack(None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    for other in above:
+        torch._C._push_on_torch_dispatch_stack(other)
+
+
+def _tensors_alive() -> Iterator[torch.Tensor]:
+    """Every tensor that Python's collector knows, and the gradients of the leaves among them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                yield thing
+                gradient = thing.grad if thing.is_leaf else None
+                if gradient is not None:  # made in C++, perhaps never yet seen from Python
+                    yield gradient
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage in the CPU's memory; None for other devices, fakes and wrappers without one."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage if storage.device.type == "cpu" else None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)

@@ -1,0 +1,266 @@
+"""Peak tensor bytes against sizes worked out by hand, and against the CPU allocator's own events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.pytorch.memory import PeakTensorBytes, _AllocatorCounter
+
+KB = 1024
+
+
+def peak_above_start(work: Callable[[], object]) -> int:
+    """The peak less what was alive before: other tests' tensors may live in this process."""
+    still = PeakTensorBytes("cpu")
+    still.start()
+    before = still.stop().peak_bytes
+    peak = PeakTensorBytes("cpu")
+    peak.start()
+    kept = work()
+    found = peak.stop().peak_bytes - before
+    del kept
+    return found
+
+
+def one_tensor() -> object:
+    return torch.ones(256)  # 1 KB
+
+
+def views_count_once() -> object:
+    a = torch.ones(256)
+    return [a.view(16, 16), a[:10], a.t(), a.detach()]
+
+
+def freed_before_the_next() -> object:
+    for _ in range(5):
+        a = torch.ones(256)
+        del a
+    return None
+
+
+def alive_together() -> object:
+    return [torch.ones(256) for _ in range(5)]
+
+
+def sixteen_bits() -> object:
+    return torch.ones(256, dtype=torch.bfloat16)
+
+
+def cast_holds_both() -> object:
+    a = torch.ones(256)
+    return a, a.to(torch.bfloat16)
+
+
+def in_place_adds_nothing() -> object:
+    return torch.ones(256).mul_(2).add_(1)
+
+
+def resized() -> object:
+    a = torch.ones(256)
+    a.resize_(1024)
+    return a.add_(1)
+
+
+def foreach_makes_a_list() -> object:
+    return torch._foreach_add([torch.ones(256), torch.ones(256)], 1.0)
+
+
+def saved_for_backward() -> object:
+    # x (kept), exp's result (saved by autograd and held by nothing else), sin's result: 1 KB each; the sum.
+    x = torch.ones(256, requires_grad=True)
+    return x.exp().sin().sum(), x
+
+
+def from_numpy_is_seen_when_read() -> object:
+    import numpy
+
+    a = torch.from_numpy(numpy.ones(256, dtype=numpy.float32))
+    return a.view(16, 16), a
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (one_tensor, KB),
+        (views_count_once, KB),
+        (freed_before_the_next, KB),
+        (alive_together, 5 * KB),
+        (sixteen_bits, KB // 2),
+        (cast_holds_both, KB + KB // 2),
+        (in_place_adds_nothing, KB),
+        (resized, 4 * KB),
+        (foreach_makes_a_list, 4 * KB),
+        (saved_for_backward, 3 * KB + 4),
+        (from_numpy_is_seen_when_read, KB),
+    ],
+)
+def test_known_sizes(work: Callable[[], object], expected: int) -> None:
+    assert peak_above_start(work) == expected
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
+def test_a_step_of_an_mlp_by_hand(dtype: torch.dtype, size: int) -> None:
+    """Two linear layers, no bias, a ReLU between, B rows of width W: the peak is in the 1st one's dW."""
+    B, W = 8, 64
+    first, second = (torch.nn.Linear(W, W, bias=False, dtype=dtype) for _ in range(2))
+    x = torch.randn(B, W, dtype=dtype)
+
+    def step() -> object:
+        h = first(x).relu_()  # saved for the second layer and for ReLU: one storage
+        y = second(h)
+        y.backward(torch.ones_like(y))
+        return None
+
+    weight, activation = W * W * size, B * W * size
+    # Both weights and x were alive before. In backward's last op there are h and y (named by `step`), the
+    # gradient handed to backward (autograd holds it), h's gradient after the ReLU, and both weights'
+    # gradients.
+    assert peak_above_start(step) == 2 * weight + 4 * activation
+
+
+def test_optimizer_state_and_gradients_that_were_there_before_the_start() -> None:
+    weight = torch.nn.Parameter(torch.ones(1024))  # 4 KB
+    optimizer = torch.optim.Adam([weight])
+    empty = PeakTensorBytes()
+    empty.start()
+    before = empty.stop().peak_bytes
+    weight.sum().backward()
+    optimizer.step()
+    peak = PeakTensorBytes()
+    peak.start()
+    after = peak.stop().peak_bytes
+    assert after - before == 3 * 4 * KB + 4  # gradient, two moments; Adam's step count is one float
+
+
+def network(bias: bool = True) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 200, bias=bias),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(200),
+        torch.nn.Linear(200, 10),
+    )
+    return model, torch.randn(32, 100)
+
+
+def test_the_allocator_agrees() -> None:
+    """Two independent counts of the same step: storages by weak reference, and the allocator's events."""
+    model, x = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    storages, allocator = PeakTensorBytes(), _AllocatorCounter()
+    storages.start()
+    step()
+    by_storage = storages.stop().peak_bytes
+    allocator.start()
+    step()
+    by_event = allocator.stop()
+    assert by_event == pytest.approx(by_storage, rel=0.02)  # it alone sees scratch inside an op
+
+
+def test_the_allocators_count_knows_of_blocks_freed_that_it_never_saw_made() -> None:
+    held = [torch.ones(1024 * 1024)]  # 4 MB
+    allocator, storages = _AllocatorCounter(), PeakTensorBytes()
+    storages.start()
+    before = storages.stop().peak_bytes
+    allocator.start()
+    held.clear()
+    held.append(torch.ones(1024 * 1024))
+    assert allocator.stop() == before
+    allocator.start()
+    held.clear()  # this block was made while the allocator looked on
+    held.append(torch.ones(1024 * 1024))
+    assert allocator.stop() == before
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("dynamo")
+def test_watching_does_not_keep_dynamo_from_compiling_and_compiled_code_is_counted() -> None:
+    @torch.compile(backend="eager")
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    x = torch.ones(1024)
+    peak = PeakTensorBytes()
+    peak.start()
+    f(x)
+    assert peak.stop().how == "tensor bytes"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    peak.start()
+    before = torch.ones(1)  # 4 bytes
+    first = peak.stop()
+    assert first.how == "tensor bytes (allocator events)"
+    peak.start()
+    f(x)
+    assert peak.stop().peak_bytes == first.peak_bytes + 2 * 4 * KB
+    del before
+
+
+def test_sixteen_bit_activations_save_bytes() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
+    x = torch.randn(4096, 64)
+
+    def step(enabled: bool) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            model(x).float().sum().backward()
+        model.zero_grad()
+
+    assert peak_above_start(lambda: step(True)) < 0.65 * peak_above_start(lambda: step(False))
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+def test_stop_inside_a_mode_of_the_users_leaves_it_in_force() -> None:
+    peak = PeakTensorBytes()
+    peak.start()
+    with Passing() as theirs:
+        peak.stop()
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is theirs
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_start_and_stop_in_pairs_alone() -> None:
+    peak = PeakTensorBytes()
+    with pytest.raises(RuntimeError, match=r"not counting\. Call start\(\)"):
+        peak.stop()
+    peak.start()
+    assert peak.running
+    with pytest.raises(RuntimeError, match=r"already counting\. Call stop\(\)"):
+        peak.start()
+    peak.stop()
+    assert not peak.running
+    with pytest.raises(RuntimeError, match="not on 'tpu'"):
+        PeakTensorBytes("tpu").start()
+
+
+def test_higher_order_ops_still_run() -> None:
+    peak = PeakTensorBytes()
+    peak.start()
+    try:
+        out = torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(3),))
+    finally:
+        peak.stop()
+    assert torch.equal(out, torch.ones(3).sin())
