@@ -1,0 +1,74 @@
+"""Activation checkpointing keeps the policy: both variants recompute under the label of their forward.
+
+`torch.utils.checkpoint` restores autocast's switch and dtype for the device and the CPU before it recomputes,
+and not those of the backends that carry the label. So the label is taken when the forward is checkpointed and
+rebound around the recomputation, at the one place that each variant has: the frame that holds the recomputing
+function (``use_reentrant=False``; also FSDP's and `torch.distributed`'s wrappers), and the autograd Function
+(``use_reentrant=True``). Outside Mezzo's regions both do what they always did.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+
+from mezzo.pytorch import identity
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install(*_: object) -> None:
+    """Wrap both variants, once a process: called when the first policy gets its label."""
+    global _installed
+    with _lock:
+        if not _installed:
+            _wrap_frame()
+            _wrap_function()
+            _installed = True
+
+
+def _wrap_frame() -> None:
+    frame = torch_checkpoint._CheckpointFrame
+    original = frame.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        code = identity.label()
+        if code:
+            recompute_fn = _under(code, recompute_fn)
+        original(self, recompute_fn, *args, **kwargs)
+
+    frame.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _wrap_function() -> None:
+    function = torch_checkpoint.CheckpointFunction
+    forward, backward = function.forward, function.backward
+
+    @functools.wraps(forward)
+    def forward_noting_label(ctx: Any, *args: Any) -> Any:
+        ctx.mezzo_label = identity.label()
+        return forward(ctx, *args)
+
+    @functools.wraps(backward)
+    def backward_under_label(ctx: Any, *args: Any) -> Any:
+        if not ctx.mezzo_label:
+            return backward(ctx, *args)
+        with identity.rebound(ctx.mezzo_label):
+            return backward(ctx, *args)
+
+    function.forward = staticmethod(forward_noting_label)  # type: ignore[method-assign,assignment]
+    function.backward = staticmethod(backward_under_label)  # type: ignore[method-assign,assignment]
+
+
+def _under(code: int, function: Any) -> Any:
+    @functools.wraps(function)
+    def under_label(*args: Any, **kwargs: Any) -> Any:
+        with identity.rebound(code):
+            return function(*args, **kwargs)
+
+    return under_label

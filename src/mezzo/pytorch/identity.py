@@ -1,0 +1,226 @@
+"""Which policy is in force here: a label that travels with autocast's own thread state.
+
+A thread-local of ours would be lost where it matters: in the recomputation of a checkpoint, in the guards of
+a compiled function, in the key of a compile cache. Autocast's state is carried through all of them, so the
+label is written there: as the autocast switch and dtype of backends that this machine does not have. No
+tensor lives on such a backend, so no op is touched; Dynamo compares the switch and the dtype of *every*
+device type before it reuses a graph, and AOTAutograd puts them into its cache key.
+
+A label is a number written in base 3, one digit a device: off, bfloat16, float16 (the dtypes that
+`torch.autocast` takes without complaint, which matters where Dynamo replays it). The first device's digit is
+never zero, so "no label" costs one question. Most processes know one or two policies and use one digit. A
+label stands for one *binding*: the policy in force on each device type. It is never given to another binding,
+since a compiled graph may still be guarded by it.
+
+Nothing else in Mezzo reads or writes the label. Where it can't be carried (a thread that enters
+`torch.autocast` itself, `torch.amp.custom_bwd`, DataParallel's replicas), no policy is in force and PyTorch's
+own table applies; `state` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mezzo.core.errors import UnsupportedPrecisionError
+from mezzo.core.policy import Policy
+
+Binding = tuple[tuple[str, Policy], ...]
+
+# In the order in which they are used; what this machine really has is left out.
+_CANDIDATES = ("maia", "ipu", "hpu", "mtia", "xpu", "mps")
+_DTYPES = (None, torch.bfloat16, torch.float16)
+
+_lock = threading.RLock()
+_bindings: dict[int, Binding] = {0: ()}
+_labels: dict[Binding, int] = {(): 0}
+_successors: dict[tuple[int, str, Policy | None], int] = {}
+_listeners: list[Callable[[int, str, Policy], None]] = []
+_devices: tuple[str, ...] = ()
+_digits = 1
+_user_tag: str | None = None
+_own_tag: str | None = None
+
+_is_enabled = torch.is_autocast_enabled
+_get_dtype = torch.get_autocast_dtype
+_set_enabled = torch.set_autocast_enabled
+_set_dtype = torch.set_autocast_dtype
+
+
+def label_devices() -> tuple[str, ...]:
+    """The absent backends that carry the label, most significant use first. Asked once, at the first
+    region."""
+    global _devices
+    if not _devices:
+        accelerator = torch.accelerator.current_accelerator()
+        present = {"" if accelerator is None else accelerator.type}
+        known = set(torch._C._autocast_supported_devices())
+        _devices = tuple(name for name in _CANDIDATES if name in known and name not in present)
+    return _devices
+
+
+def label() -> int:
+    """The label in force in this thread; 0 for none."""
+    if not _devices or not _is_enabled(_devices[0]):
+        return 0
+    code = 1 if _get_dtype(_devices[0]) is torch.bfloat16 else 2
+    if _digits > 1:
+        weight = 3
+        for device in _devices[1:_digits]:
+            if _is_enabled(device):
+                code += weight * (1 if _get_dtype(device) is torch.bfloat16 else 2)
+            weight *= 3
+    return code
+
+
+def set_label(code: int) -> None:
+    """Write a label into this thread's autocast state, as it was read by `label`."""
+    for device, dtype in label_state(code):
+        if dtype is None:
+            _set_enabled(device, False)
+        else:
+            _set_enabled(device, True)
+            _set_dtype(device, dtype)
+
+
+def label_state(code: int) -> list[tuple[str, torch.dtype | None]]:
+    """The label as autocast settings: for each device that any label so far uses, its dtype, or None for
+    off."""
+    state = []
+    for device in _devices[:_digits]:
+        code, digit = divmod(code, 3)
+        state.append((device, _DTYPES[digit]))
+    return state
+
+
+def binding_of(code: int) -> Binding:
+    """The binding for which a label stands; () for 0 and for a label that is not ours."""
+    return _bindings.get(code, ())
+
+
+def current_policy(device_type: str = "cpu") -> Policy | None:
+    """The policy in force in this thread for ops on `device_type`, or None.
+
+    A region that `torch.autocast` opened inside Mezzo's with another dtype is a region without a policy:
+    there PyTorch's own table applies.
+    """
+    for device, policy in binding_of(label()):
+        if device == device_type:
+            return policy if _dtype_agrees(policy, device_type) else None
+    return None
+
+
+def state(device_type: str = "cpu") -> str:
+    """In a word: ``policy`` (one of Mezzo's is in force), ``torch`` (autocast is on with PyTorch's own
+    table), ``off``.
+
+    ``torch`` inside what should be Mezzo's region means that the policy's identity was not carried there.
+    """
+    if current_policy(device_type) is not None:
+        return "policy"
+    return "torch" if _is_enabled(device_type) else "off"
+
+
+def successor(code: int, device_type: str, policy: Policy | None) -> int:
+    """The label after `policy` (None: no policy) is bound to `device_type` in a region whose label is
+    `code`."""
+    key = (code, device_type, policy)
+    found = _successors.get(key)
+    if found is None:
+        rest = tuple(pair for pair in binding_of(code) if pair[0] != device_type)
+        binding = tuple(
+            sorted((*rest, *(((device_type, policy),) if policy else ())), key=lambda pair: pair[0])
+        )
+        found = _label_for(binding)
+        _successors[key] = found
+    return found
+
+
+@contextmanager
+def rebound(code: int) -> Iterator[None]:
+    """A region in which the label is `code`: for recomputation, which must see what the forward saw."""
+    before = label()
+    set_label(code)
+    try:
+        yield
+    finally:
+        set_label(before)
+
+
+def on_new_label(listener: Callable[[int, str, Policy], None]) -> None:
+    """Call `listener(label, device_type, policy)` for each policy of each binding before its label is first
+    used."""
+    with _lock:
+        _listeners.append(listener)
+        for code, binding in _bindings.items():
+            for device_type, policy in binding:
+                listener(code, device_type, policy)
+
+
+def _dtype_agrees(policy: Policy, device_type: str) -> bool:
+    if policy.compute == "fp32" or not _is_enabled(device_type):
+        return not _is_enabled(device_type) and policy.compute == "fp32"
+    from mezzo.pytorch.dtypes import dtype_of
+
+    return _get_dtype(device_type) is dtype_of(policy.compute)
+
+
+def _label_for(binding: Binding) -> int:
+    global _digits
+    with _lock:
+        found = _labels.get(binding)
+        if found is not None:
+            return found
+        devices = label_devices()
+        code = max(_bindings) + 1
+        if code % 3 == 0:
+            code += 1
+        if code >= 3 ** len(devices):
+            raise UnsupportedPrecisionError(
+                f"mezzo.autocast: this process has used {len(_labels) - 1} different policies, and "
+                f"{len(devices)} absent autocast backends can tell no more apart ({', '.join(devices)}). Reuse policy "
+                "values, or run further policies in a new process."
+            )
+        for device_type, policy in binding:
+            for listener in _listeners:
+                listener(code, device_type, policy)
+        _labels[binding] = code
+        _bindings[code] = binding
+        while 3**_digits <= code:
+            _digits += 1
+        _tag_compile_caches()
+        return code
+
+
+def _tag_compile_caches() -> None:
+    """Make the tag of torch's compile caches say which policy each label stands for in this process.
+
+    The tag is one for the process while several policies live in it, and a graph's cache key already holds
+    the label (AOTAutograd's holds every device's autocast dtype). What a key lacks is what the labels *mean*,
+    which depends on the order of their making; so the tag is a hash of all of them in order. Two processes
+    share compiled code only if each label that either knows means the same policy, under the same op table.
+    """
+    global _user_tag, _own_tag
+    import torch.compiler.config as config
+
+    if _user_tag is None or config.cache_key_tag != _own_tag:
+        _user_tag = config.cache_key_tag
+    content = "|".join(
+        f"{code}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
+        for code, binding in sorted(_bindings.items())
+    )
+    content += "|" + ",".join(_devices) + "|" + _environment()
+    _own_tag = f"{_user_tag}mezzo:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    config.cache_key_tag = _own_tag
+
+
+def _environment() -> str:
+    from mezzo import __version__
+    from mezzo.pytorch.machine import native_formats
+
+    native = "".join(f"{name}:{sorted(native_formats(name))};" for name in ("cpu", "cuda"))
+    return f"{__version__}|{native}"

@@ -1,0 +1,273 @@
+"""The dispatch plan: for each op, what this policy does on this kind of device, decided before anything runs.
+
+`plan(policy, device_type)` is a value that can be printed. It sets three things side by side, op by op: the
+policy's rule, PyTorch's own autocast table, and what the device has natively. Only where the first differs
+from what the second already does is a kernel registered (`mezzo.pytorch.dispatch`); everything else keeps
+PyTorch's C++ path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from mezzo.core.errors import UsageError
+from mezzo.core.policy import Decision, Policy
+from mezzo.core.rules import NATIVE_FP32_ACCUMULATION, RULES, Rule
+from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
+
+# Composite ops that are no entries of a device's own list, but whose parts are, with the outcome that the
+# rule asks for: a kernel over the whole would only add casts (einsum ends in bmm, cross entropy in
+# log_softmax and nll_loss).
+_BY_PARTS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"lstm", "nll_loss_nd", "embedding_bag"}),
+    "cuda": frozenset(
+        {"lstm", "gru", "rnn_tanh", "rnn_relu", "cross_entropy_loss", "nll_loss_nd", "embedding_bag"}
+    ),
+}
+
+# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise.
+_PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where"})
+
+# Copies for which the CPU has no 16-bit kernel: computed in FP32 and handed back in the format that came,
+# exactly.
+_NO_16_BIT_COPY: Mapping[str, frozenset[str]] = {"cpu": frozenset()}
+
+WIDEST = "widest input"
+FIRST = "first input's"
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """What one op does under a policy on a kind of device.
+
+    Args:
+        op: the op's name as in `mezzo.core.rules`.
+        rule: the policy's rule.
+        formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
+            ``first input's`` (as they come).
+        format_out: format of the floating outputs, in the same words. how: ``pytorch`` (its own table or
+        kernel does this already; nothing is registered), ``native`` (a registered
+            kernel casts, the device's own kernel computes), ``emulated`` (stored in the format, computed in
+            FP32), ``fp32``, ``promote``, ``copy`` (FP32 inside, the format that came outside), ``banned``,
+            ``absent``.
+        reason: the rule's reason, then why it is done so here.
+        overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
+        remedy: for a banned op, what to use in its place.
+    """
+
+    op: str
+    rule: str
+    formats_in: str
+    format_out: str
+    how: str
+    reason: str
+    overloads: tuple[str, ...] = ()
+    remedy: str = ""
+
+    def output(self, inputs: Sequence[str]) -> str:
+        """The planned output format when the floating inputs arrive in these formats (names, in order)."""
+        if not inputs or "fp64" in inputs:
+            return WIDEST
+        if self.format_out == FIRST:
+            return inputs[0]
+        if self.format_out == WIDEST:
+            return inputs[0] if len(set(inputs)) == 1 else "fp32"
+        return self.format_out
+
+    def __str__(self) -> str:
+        return f"{self.op:<36} {self.rule:<14} {self.formats_in} -> {self.format_out:<14} {self.how:<9} {self.reason}"
+
+
+def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
+    """The plan of every op that the table or the policy names, keyed by op.
+
+    Raises:
+        UsageError: the policy's compute format is still ``auto``, autocast does not know the device type, or
+        the
+            policy gives a rule to another library's op that is not loaded.
+    """
+    if policy.compute == "auto":
+        raise UsageError("plan: compute=auto has no plan. Resolve it first: policy.resolved('bf16').")
+    if device_type not in AUTOCAST_KEYS:
+        raise UsageError(
+            f"plan: unknown device type {device_type!r}. Use one of {', '.join(sorted(AUTOCAST_KEYS))}."
+        )
+    return _plan(policy, device_type, native_formats(device_type))
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[str, OpPlan]:
+    plans = {}
+    for op in [*RULES, *(name for name, _ in policy.ops if name not in RULES)]:
+        decision = policy.rule_for(op)
+        if decision is not None:
+            plans[op] = _plan_op(op, decision, policy.compute, device_type, policy.compute in native)
+    return MappingProxyType(plans)
+
+
+def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native: bool) -> OpPlan:
+    rule = decision.rule
+
+    def planned(inside: str, out: str, how: str, why: str, overloads: tuple[str, ...] = ()) -> OpPlan:
+        reason = f"{decision.reason}; {why}" if why else decision.reason
+        return OpPlan(op, rule.value, inside, out, how, reason, overloads, decision.remedy)
+
+    names = overloads_of(op, device_type)
+    if not names:
+        return planned("", "", "absent", "this build of PyTorch has no such op on this device")
+    own = own_table(device_type)
+    categories = {name: own.get(name, "") for name in names}
+    if rule is Rule.LOWER and compute == "fp32":
+        rule_here = Rule.PROMOTE
+    else:
+        rule_here = rule
+    by_parts = op in _BY_PARTS.get(device_type, frozenset()) and decision.source == "table"
+
+    if rule_here is Rule.LOWER:
+        if not native:
+            return planned(
+                compute, compute, "emulated", "this device computes it in FP32 between casts", names
+            )
+        rest = tuple(name for name in names if categories[name] != "lower")
+        if by_parts or not rest:
+            return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
+        return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
+
+    if rule_here is Rule.FP32 or (
+        rule_here is Rule.INTERNAL_FP32 and (device_type, compute, op) not in NATIVE_FP32_ACCUMULATION
+    ):
+        why = (
+            ""
+            if rule_here is Rule.FP32
+            else "no evidence yet that the 16-bit kernel here accumulates in FP32"
+        )
+        rest = tuple(name for name in names if categories[name] not in ("fp32", "fp32_dtype"))
+        if by_parts or not rest:
+            return planned("fp32", "fp32", "pytorch", why)
+        return planned("fp32", "fp32", "fp32", why, rest)
+
+    if rule_here is Rule.INTERNAL_FP32:
+        rest = tuple(name for name in names if categories[name])
+        if rest:
+            return planned(
+                FIRST, FIRST, "native", "the 16-bit kernel here accumulates in FP32 (tested)", rest
+            )
+        return planned(FIRST, FIRST, "pytorch", "the 16-bit kernel here accumulates in FP32 (tested)")
+
+    if rule_here is Rule.PROMOTE:
+        return planned(WIDEST, WIDEST, *_promotion(op, names, categories, device_type, by_parts))
+
+    return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
+
+
+def _promotion(
+    op: str, names: tuple[str, ...], categories: Mapping[str, str], device_type: str, by_parts: bool
+) -> tuple[str, str, tuple[str, ...]]:
+    """(how, why, overloads) of an op under `promote`."""
+    if op in _NO_16_BIT_COPY.get(device_type, frozenset()):
+        return "copy", "this device has no 16-bit kernel for it", names
+    listed = tuple(name for name in names if categories[name])
+    mixed = tuple(name for name in names if not categories[name] and not _promotes_by_itself(op, name))
+    if by_parts or not (listed or mixed):
+        return "pytorch", "it does so by itself", ()
+    return "promote", "", tuple(name for name in names if name in listed or name in mixed)
+
+
+def _promotes_by_itself(op: str, name: str) -> bool:
+    if op in _PROMOTE_BY_THEMSELVES:
+        return True
+    overload = overload_named(name)
+    tensors = [argument for argument in overload._schema.arguments if "Tensor" in str(argument.type)]
+    alone = len(tensors) == 1 and "[]" not in str(tensors[0].type) and "List" not in str(tensors[0].type)
+    return alone or torch.Tag.pointwise in overload.tags
+
+
+@functools.cache
+def own_table(device_type: str) -> Mapping[str, str]:
+    """PyTorch's own autocast table on this kind of device: overload -> category, as it was before any
+    registration.
+
+    XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op for
+    which it has no kernel is not on the list, and a kernel that the lists do not name has the category
+    ``unknown``.
+    """
+    lists = TORCH_TABLE.get(device_type, TORCH_TABLE["cuda"])
+    table = {}
+    for op in RULES:
+        for name in overloads_of(op, device_type):
+            if has_kernel(name, device_type):
+                table[name] = lists.get(name, "unknown")
+    return MappingProxyType(table)
+
+
+@functools.cache
+def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
+    """The overloads of an op that a rule can serve: functional ones (no `out=`, nothing in place) that take
+    tensors.
+
+    Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return.
+
+    Raises:
+        UsageError: an op of another library that is not loaded.
+    """
+    namespace, _, name = op.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
+    if packet is None:
+        if namespace:
+            raise UsageError(
+                f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before the "
+                "region is entered."
+            )
+        return ()
+    return tuple(_functional_overloads(packet, device_type))
+
+
+def _functional_overloads(packet: torch._ops.OpOverloadPacket, device_type: str) -> Iterator[str]:
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        schema = overload._schema
+        types = [str(argument.type) for argument in schema.arguments]
+        returns = [str(value.type) for value in schema.returns]
+        required_dtype = any(a.name == "dtype" and "Optional" not in str(a.type) for a in schema.arguments)
+        if (
+            schema.is_mutable
+            or required_dtype
+            or not any("Tensor" in kind for kind in types)
+            or not any("Tensor" in kind for kind in returns)
+            or any("Dimname" in kind for kind in types)
+            or not _implemented(overload.name(), device_type)
+        ):
+            continue
+        full = overload.name().removeprefix("aten::")
+        yield full.removesuffix(".default")
+
+
+def _implemented(name: str, device_type: str) -> bool:
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    if device_type != "cpu":
+        return True  # a build without this device has no kernels for it to be asked about
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in (
+            "CPU",
+            "CompositeImplicitAutograd",
+            "CompositeExplicitAutograd",
+            "CompositeExplicitAutogradNonFunctional",
+        )
+    )
+
+
+def overload_named(name: str) -> torch._ops.OpOverload:
+    """The overload by the name that `overloads_of` gives it: ``softmax.int``, ``exp``, ``mylib::fused``."""
+    namespace, _, rest = name.rpartition("::")
+    op, _, overload = rest.partition(".")
+    found: torch._ops.OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace or "aten"), op), overload or "default"
+    )
+    return found
