@@ -175,6 +175,53 @@ def _resolve(policy: str | os.PathLike[str] | Policy, device_type: str) -> Polic
 def _traced(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None
 ) -> Iterator[None]:
-    """The region as Dynamo traces it: genuine `torch.autocast` objects, nested."""
-    with torch.autocast("cpu"):
+    """The region as Dynamo traces it: genuine `torch.autocast` objects, one inside the other.
+
+    What the policy means is worked out once, while tracing, by functions whose results Dynamo takes as constants. A
+    `Policy` is handed to them field by field, so that the graph is guarded by what the policy says.
+    """
+    if isinstance(policy, Policy):
+        policy = (
+            policy.compute,
+            policy.params,
+            policy.output,
+            policy.loss_scale,
+            policy.ops,
+            policy.modules,
+        )
+    with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield
+
+
+@contextmanager
+def _nested(settings: tuple[tuple[str, torch.dtype, bool, bool | None], ...]) -> Iterator[None]:
+    if settings:
+        device_type, dtype, enabled, cache_enabled = settings[0]
+        with torch.autocast(device_type, dtype, enabled, cache_enabled), _nested(settings[1:]):
+            yield
+    else:
+        yield
+
+
+def _label_now() -> int:
+    return identity.label()
+
+
+def _settings(
+    policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None, before: int
+) -> tuple[tuple[str, torch.dtype, bool, bool | None], ...]:
+    """The region as settings of `torch.autocast`: (device type, dtype, enabled, cache_enabled) of each object."""
+    region = Region(Policy(*policy) if isinstance(policy, tuple) else policy, device_type, enabled, cache_enabled)
+    code = identity.successor(before, region.device_type, region.policy)
+    dtype = region._dtype or torch.get_autocast_dtype(region.device_type)
+    label = (
+        (device, digit or torch.bfloat16, digit is not None, cache_enabled)
+        for device, digit in identity.label_state(code)
+    )
+    return ((region.device_type, dtype, region._enabled, cache_enabled), *label)
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler. The arguments are constants that
+# Dynamo guards, and so is the autocast state from which the label is read.
+_label_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_settings._dynamo_marked_constant = True  # type: ignore[attr-defined]
