@@ -1,0 +1,66 @@
+"""Backward into one optimizer's parameters and no others'.
+
+A discriminator's loss reaches the generator too, and a plain `loss.backward()` leaves gradients there which
+the generator's next step then adds to its own. `torch.autograd.backward(inputs=...)` computes only what leads
+to the parameters that are named, so that nothing is left elsewhere, and parts of the graph that lead nowhere
+cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# Its backward runs a backward of its own, and refuses to when only some inputs are asked for.
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+def backward_into(
+    loss: Tensor, seed: Tensor | None, params: list[Tensor], *, retain_graph: bool = False
+) -> None:
+    """Accumulate d(loss)/d(p) * seed into `p.grad` of each p of `params`, and of no other leaf.
+
+    Args:
+        loss: one element.
+        seed: the gradient of the loss, of its dtype and shape; None for 1.
+        params: leaves that require gradients; those that the loss does not depend on keep what they have.
+        retain_graph: keep the graph for another backward.
+    """
+    torch.autograd.backward(loss, seed, retain_graph=retain_graph, inputs=params)
+
+
+def backward_around(
+    loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool = False
+) -> None:
+    """The same for a graph with reentrant checkpoints: a whole backward, after which `others` have what they
+    had.
+
+    It computes every gradient there is. Leaves that are not among `others` get theirs.
+    """
+    before = [(other, other.grad) for other in others]
+    for other, _ in before:
+        other.grad = None
+    try:
+        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+    finally:
+        for other, grad in before:
+            other.grad = grad
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Whether the graph of a loss holds a `torch.utils.checkpoint` with `use_reentrant=True`. Walks every
+    node.
+    """
+    seen = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == _REENTRANT:
+            return True
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+    return False

@@ -1,0 +1,77 @@
+"""StepResult: what one step did, kept as tensors on the device until someone reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class StepResult:
+    """What `MixedPrecision.step` did. Reading any of it may wait for the device; making it does not.
+
+    Nothing here holds on to a graph or to gradients: the result of a step is a few 0-dim tensors, and can be
+    kept.
+
+    Args:
+        updated: whether the call ended a window, so that the optimizer's turn came.
+        found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None if nobody looked, since
+            without a loss scale a step is never skipped.
+        loss_tensor: 0-dim, detached, as it was handed in (not divided, not scaled); None for a flush.
+        grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window.
+        scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
+        note: why nothing happened, where nothing did.
+    """
+
+    updated: bool
+    found_inf: Tensor | bool | None = None
+    loss_tensor: Tensor | None = None
+    grad_norm_tensor: Tensor | None = None
+    scale_tensor: Tensor | None = None
+    note: str = ""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer's turn came and was passed over because a gradient was NaN or infinite."""
+        return self.updated and bool(self.found_inf)
+
+    @property
+    def moved(self) -> bool:
+        """Whether the optimizer moved the parameters: step a scheduler of your own, and count steps, by this."""
+        return self.updated and not self.skipped
+
+    @property
+    def reason(self) -> str:
+        """Why the optimizer did not move, in a sentence; empty if it did."""
+        if self.skipped:
+            return (
+                f"a gradient was NaN or infinite at loss scale {self.loss_scale:g}; parameters and optimizer "
+                "are as before"
+            )
+        return self.note
+
+    @property
+    def loss(self) -> float:
+        """The loss as it was handed to `step`; NaN for the result of a flush, which has none of its own."""
+        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradients' total 2-norm, unscaled and before clipping; None where the optimizer's turn did not
+        come.
+
+        NaN or infinite if a gradient is.
+        """
+        return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale that was used; 1.0 without one."""
+        return 1.0 if self.scale_tensor is None else float(self.scale_tensor)
+
+    def __repr__(self) -> str:
+        return (
+            f"StepResult(moved={self.moved}, skipped={self.skipped}, reason={self.reason!r}, "
+            f"loss={self.loss:g}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g})"
+        )

@@ -1,0 +1,423 @@
+"""MixedPrecision: a model, its optimizer and a policy; `step(loss)` does everything between the loss and the
+next one.
+
+The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, unscale, look for NaN
+and infinity, clip, step or skip, scheduler and average only if the optimizer moved, next scale, clear the
+gradients.
+
+What it leaves out: it does not wrap the model's call (`mp.autocast()` is where mixed precision begins and
+ends, and what leaves it has the format that its last op gave it), it does not save model and optimizer, and
+it knows nothing of more than one process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.core.loss_scale import LossScale, StaticLossScale
+from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
+from mezzo.core.trial import PrecisionTrial, TrialDecision
+from mezzo.pytorch import auto, gradients, training_checks, training_state
+from mezzo.pytorch.autocast import Region, autocast
+from mezzo.pytorch.backward import backward_around, backward_into, has_reentrant_checkpoint
+from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
+from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.result import StepResult
+from mezzo.pytorch.running_statistics import RunningStatistics
+
+# Who owns which parameters: two would unscale, clip and clear each other's gradients.
+_ALIVE: WeakSet[Any] = WeakSet()
+
+# The largest seed of a backward that an fp16 loss can hold.
+_FP16_SEED = 2.0**15
+
+
+@dataclass
+class Window:
+    """The losses between two turns of the optimizer.
+
+    Args:
+        seen: how many of them have been accumulated.
+        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
+    """
+
+    seen: int = 0
+    scale: Tensor | None = None
+
+
+class MixedPrecision:
+    """Trains a model in a policy's formats, with FP32 parameters and FP32 gradients.
+
+    ::
+
+        mp = mezzo.MixedPrecision(model, optimizer, precision="auto", clip_norm=1.0, accumulate=4)
+        for x, y in loader:
+            with mp.autocast():
+                loss = loss_fn(model(x), y)
+            result = mp.step(loss)
+        mp.flush()
+
+    Naive code, for fp16 with `accumulate=1`::
+
+        scale = DynamicLossScale()
+        with mezzo.autocast("fp16"):
+            loss = loss_fn(model(x), y)
+        (loss.float() * scale.scale).backward(inputs=params_of(optimizer))
+        grads = [p.grad.div_(scale.scale) for p in params_of(optimizer) if p.grad is not None]
+        found_inf = not all(g.isfinite().all() for g in grads)
+        torch.nn.utils.clip_grad_norm_(params_of(optimizer), clip_norm)
+        if not found_inf:
+            optimizer.step()
+            scheduler.step()
+            ema.update_parameters(model)
+        scale = scale.next(Observation(found_inf))
+        optimizer.zero_grad()
+
+    Without a loss scale (bf16, fp32) nothing looks for NaN: a step is then what the plain loop does, NaN and
+    all.
+
+    Args:
+        model: holds the parameters that are trained; FP32.
+        optimizer: over parameters of the model. One MixedPrecision an optimizer, each with its own loss
+            scale. One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
+        precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes what the hardware has,
+            times the first steps against FP32, and keeps the faster; `decision` says which, and why.
+        clip_norm: largest total 2-norm of the unscaled gradients.
+        clip_value: largest magnitude of an element; with `clip_norm` too, it comes first.
+        accumulate: losses in a window. Each is divided by this number, so that four quarters of a batch move
+            the parameters as the batch would if the loss is a mean over the batch.
+        scheduler: a scheduler that is stepped once each time the optimizer has moved (not once an epoch).
+        ema: an average of the model, updated after each move: something with `update_parameters(model)`, such
+            as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
+        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a
+            number.
+        device_type: of the region; by default that of the model's first parameter.
+        records: where losses and updates are written, one record a step. Each is read for it: one wait a
+            step.
+
+    Raises:
+        UsageError: a model without parameters, an optimizer of another model, parameters that another
+            MixedPrecision owns or that aren't FP32, a number out of range.
+        UnknownNameError: an unknown precision.
+        UnsupportedPrecisionError: parameters in 16 bits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: str | os.PathLike[str] | Policy = "auto",
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        scheduler: Any = None,
+        ema: Any = None,
+        loss_scale: LossScale | float | None = None,
+        device_type: str | None = None,
+        records: RecordWriter | None = None,
+    ) -> None:
+        asked = training_checks.policy(policy_of(precision))
+        training_checks.model_and_optimizer(model, optimizer, _ALIVE)
+        training_checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
+        training_checks.scheduler(scheduler)
+        self.model = model
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.accumulate = accumulate
+        self.scheduler = scheduler
+        self._average = training_checks.averager(ema)
+        self._asked = asked
+        self._asked_scale = (
+            StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
+        )
+        self._records = records
+        self._started = time.monotonic()
+        self._losses = self._updates = self._unchecked = 0
+        self._device = next(model.parameters()).device
+        self._device_type = device_type or self._device.type
+        self._window = Window()
+        self._reentrant: bool | None = None
+        self._statistics = RunningStatistics(model)
+        self._overrides: Any = None
+        self._trial: auto.TimedTrial | None = None
+        self._decision: TrialDecision | None = None
+        resolved, reason = auto.resolve(asked, self._device_type)
+        if asked.compute == "auto" and resolved.compute != "fp32":
+            self._trial = auto.TimedTrial(PrecisionTrial(resolved.compute), self._device_type)
+        else:
+            self._decision = TrialDecision(resolved.compute, math.nan, reason)
+        self._adopt(resolved)
+        _ALIVE.add(self)
+
+    def _adopt(self, policy: Policy) -> None:
+        """Put a policy without `auto` into force, with its loss scale at its first state."""
+        self._policy = policy
+        self._regions = {
+            name: autocast(chosen, self._device_type)
+            for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
+        }
+        self._machine: DeviceLossScale | None = None
+        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
+        self._machine = on_device(scale, self._device)
+        if self._overrides is not None:
+            self._overrides.remove()
+            self._overrides = None
+        if policy.modules:
+            from mezzo.pytorch.autocast import apply_module_overrides  # type: ignore[attr-defined,unused-ignore]
+
+            self._overrides = apply_module_overrides(self.model, policy)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, with `auto` replaced by the format that is on trial or was decided on."""
+        return self._policy
+
+    @property
+    def precision(self) -> str:
+        """The compute format of the next step."""
+        return self._trial.precision if self._trial is not None else self._policy.compute
+
+    @property
+    def decision(self) -> TrialDecision | None:
+        """Which precision and why; None while `auto` still times the first steps."""
+        return self._decision
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step, 1.0 without one. Waits for the device."""
+        machine = self._scaling()
+        return 1.0 if machine is None else float(machine.scale)
+
+    def _scaling(self) -> DeviceLossScale | None:
+        # The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
+        return None if self._trial is not None and self._trial.precision == "fp32" else self._machine
+
+    @contextmanager
+    def autocast(self) -> Iterator[Region]:
+        """The region of this training's policy, for forward and loss. Enter it as often in a step as you
+        like.
+        """
+        training = self.model.training and torch.is_grad_enabled()
+        if training and self._trial is not None:
+            self._trial.start()
+        if (
+            training
+            and self._window.seen == 0
+            and not self._statistics.remembers
+            and self._scaling() is not None
+        ):
+            self._statistics.remember()
+        with self._regions[self.precision] as region:
+            yield region
+
+    def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
+        """Backward of one loss, and at the end of a window the optimizer's turn.
+
+        Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
+        afterwards. Inside a window `.grad` holds scaled gradients. The host waits for the device only where
+        the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for a
+        `scheduler` or `ema`.
+
+        Args:
+            loss: one element, on the graph; not scaled, not divided.
+            retain_graph: keep the graph for the step of another MixedPrecision (its backward runs again).
+
+        Returns:
+            What happened, to be read when you like.
+
+        Raises:
+            UsageError: a loss that is no scalar, needs no gradient, or depends on no parameter of this
+                optimizer.
+            LossScaleCollapseError: steps are skipped again and again though the scale is at its floor. At
+                once on a CPU or where the host sees the skip, else within `patience` more steps.
+        """
+        training_checks.loss(loss)
+        window = self._window
+        machine = self._scaling()
+        if window.seen == 0 and machine is not None:
+            # A seed of 2**16 is infinite in fp16, and would cost a skipped step before anything was computed.
+            window.scale = (
+                machine.scale.clamp(max=_FP16_SEED) if loss.dtype is torch.float16 else machine.scale
+            )
+        self._backward(loss, retain_graph)
+        window.seen += 1
+        value = loss.detach()
+        if self._records is not None:
+            self._records.write(LossRecord(self._losses, float(value), self._now()))
+        self._losses += 1
+        if window.seen < self.accumulate:
+            if self._trial is not None:
+                self._trial.pause()
+            note = f"{window.seen} of {self.accumulate} losses accumulated"
+            return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
+        return self._end_window(value)
+
+    def flush(self) -> StepResult:
+        """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
+
+        The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses
+        that were really seen, as it does in a full window.
+
+        Raises:
+            CallOrderError: no `step` yet.
+        """
+        if self._window.seen == 0:
+            if self._losses == 0:
+                raise CallOrderError("flush(): nothing has been accumulated. Call mp.step(loss) first.")
+            return StepResult(False, note="nothing accumulated since the last step")
+        return self._end_window(None)
+
+    def _backward(self, loss: Tensor, retain_graph: bool) -> None:
+        seed = None
+        if self._window.scale is not None or self.accumulate > 1:
+            scale = 1.0 if self._window.scale is None else self._window.scale.to(loss.device)
+            share = torch.ones((), dtype=torch.float32, device=loss.device) * scale / self.accumulate
+            seed = share.to(loss.dtype).expand_as(loss)
+        params = [p for p in gradients.parameters(self.optimizer) if p.requires_grad]
+        if not params:
+            raise UsageError("step(): no parameter of the optimizer requires a gradient")
+        if self._reentrant is None:
+            self._reentrant = has_reentrant_checkpoint(loss)
+        if self._reentrant:
+            others = [p for mp in _ALIVE if mp is not self for p in gradients.parameters(mp.optimizer)]
+            backward_around(loss, seed, others, retain_graph=retain_graph)
+        else:
+            backward_into(loss, seed, params, retain_graph=retain_graph)
+
+    def _end_window(self, loss: Tensor | None) -> StepResult:
+        window, self._window = self._window, Window()
+        grads = gradients.values(gradients.parameters(self.optimizer))
+        if not grads:
+            raise UsageError(
+                "step(): the loss depends on no parameter of this optimizer. Is it another model's?"
+            )
+        machine = self._scaling()
+        found: Tensor | None = None
+        if machine is not None and window.scale is not None:
+            inv_scale = inverse(window.scale) * (self.accumulate / window.seen)
+            flags = gradients.unscale_(grads, inv_scale)
+            found = gradients.combined(flags.values(), window.scale.device)
+        elif window.seen < self.accumulate:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, self.accumulate / window.seen)
+        norm = gradients.clip_(grads, self.clip_value, self.clip_norm)
+        skipped = self._update(found)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._statistics.restore(skipped)
+        if skipped is False:
+            if self._average is not None:
+                self._average(self.model)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        result = StepResult(True, skipped if found is not None else None, loss, norm, window.scale)
+        self._observe(machine, found, skipped)
+        self._record(result)
+        self._try_on(result)
+        return result
+
+    def _update(self, found: Tensor | None) -> Tensor | bool:
+        """Step, or skip; whether it was skipped, as a tensor where the host doesn't know."""
+        if found is None:
+            self.optimizer.step()
+            return False
+        follows = self.scheduler is not None or self._average is not None
+        if not follows and not _reading_is_free(found) and can_skip_on_device(self.optimizer):
+            step_on_device(self.optimizer, found)
+            return found
+        skipped = bool(found)
+        if not skipped:
+            self.optimizer.step()
+        return skipped
+
+    def _observe(self, machine: DeviceLossScale | None, found: Tensor | None, skipped: Tensor | bool) -> None:
+        if machine is None or found is None:
+            return
+        self._machine = machine.next(found)
+        self._unchecked += 1
+        if skipped is True or self._unchecked >= machine.pure.patience:
+            self._unchecked = 0
+            self._machine.check()
+
+    def _record(self, result: StepResult) -> None:
+        if self._records is not None:
+            self._records.write(
+                UpdateRecord(
+                    index=self._updates,
+                    optimizer=0,
+                    moved=result.moved,
+                    skipped=result.skipped,
+                    loss_scale=result.loss_scale,
+                    at=self._now(),
+                    reason=result.reason,
+                )
+            )
+        self._updates += 1
+
+    def _try_on(self, result: StepResult) -> None:
+        """Let the trial hear of the step, and settle once it knows."""
+        if self._trial is None:
+            return
+        self._trial.finish(counts=result.moved)
+        if self._trial.decision is not None:
+            self._settle(self._trial.decision)
+
+    def _settle(self, decision: TrialDecision) -> None:
+        self._trial, self._decision = None, decision
+        if decision.precision != self._policy.compute:
+            self._adopt(self._asked.resolved(decision.precision))
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that isn't the model's, the optimizer's, the scheduler's or the average's: save those
+        beside it.
+
+        Plain values and tensors: policy, what `auto` decided, loss scale, and the window that is open with
+        its gradients. Training goes on from it bit by bit as it would have. An undecided trial begins anew.
+        """
+        return training_state.save(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` saved, or the state of a `torch.amp.GradScaler` or `mezzo.GradScaler`.
+
+        The precision that this object was made with stays, except that `auto` takes what was decided. A loss
+        scale is taken over where both sides have one of the same kind.
+
+        Raises:
+            UsageError: something else, or an open window of another `accumulate` or another number of
+                parameters.
+        """
+        training_state.load(self, state)
+
+    def close(self) -> None:
+        """Let go of the parameters and of the model's overrides, so that another MixedPrecision may have
+        them.
+        """
+        _ALIVE.discard(self)
+        if self._overrides is not None:
+            self._overrides.remove()
+            self._overrides = None
+
+
+def _reading_is_free(tensor: Tensor) -> bool:
+    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches
+    nothing.
+    """
+    return tensor.device.type == "cpu"

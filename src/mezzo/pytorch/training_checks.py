@@ -1,0 +1,151 @@
+"""What `MixedPrecision` refuses, each with its mend."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError
+from mezzo.core.policy import Policy
+from mezzo.pytorch import gradients
+from mezzo.pytorch.dtypes import name_of
+
+
+def policy(asked: Policy) -> Policy:
+    """The policy, unless it stores parameters in 16 bits.
+
+    Raises:
+        UnsupportedPrecisionError: it does.
+    """
+    if asked.params != "fp32":
+        raise UnsupportedPrecisionError(
+            f"policy '{asked}': params={asked.params} needs split masters, which this release does not have. "
+            f"Use precision={asked.compute!r}: FP32 parameters, computed in {asked.compute}."
+        )
+    return asked
+
+
+def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
+    """Check that the optimizer trains FP32 parameters of this model, and that nobody else does.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"MixedPrecision: the model is a {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"MixedPrecision: the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer. "
+            "One MixedPrecision an optimizer."
+        )
+    own = {id(p) for p in model.parameters()}
+    if not own:
+        raise UsageError(
+            f"MixedPrecision: {type(model).__name__} has no parameters, so there is nothing to train. A "
+            "lazy module must have seen its first input."
+        )
+    trained = list(gradients.parameters(optimizer))
+    if not any(id(p) in own for p in trained):
+        raise UsageError(
+            f"MixedPrecision: none of the optimizer's parameters belongs to this {type(model).__name__}. "
+            "Make the optimizer from model.parameters(), after the model is on its device."
+        )
+    for param in trained:
+        if param.dtype in (torch.float16, torch.bfloat16):
+            raise UsageError(
+                f"MixedPrecision: a parameter is {name_of(param.dtype)}. Updates smaller than half a unit "
+                "in its last place would be lost: keep the model FP32 (no .half(), no .bfloat16()); "
+                f"precision={name_of(param.dtype)!r} lowers the compute."
+            )
+    mine = {id(p) for p in trained}
+    for other in others:
+        if any(id(p) in mine for p in gradients.parameters(other.optimizer)):
+            raise UsageError(
+                "MixedPrecision: another MixedPrecision already has some of these parameters, and the two "
+                "would unscale and clear each other's gradients. Give both optimizers' parameters to one, "
+                "or call close() on the other (or delete it) first."
+            )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"MixedPrecision: {type(optimizer).__name__} evaluates the loss several times a step and needs "
+            "a closure. Use mezzo.GradScaler: scaler.step(optimizer, closure)."
+        )
+
+
+def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: int) -> None:
+    """Check the numbers' ranges.
+
+    Raises:
+        UsageError: one is out of range.
+    """
+    for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        if bound is not None and not (math.isfinite(bound) and bound > 0):
+            raise UsageError(f"MixedPrecision: {name} is {bound!r}; give a finite number above 0, or None")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
+
+
+def scheduler(given: Any) -> None:
+    """Check that a scheduler can be stepped without arguments.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if isinstance(given, ReduceLROnPlateau):
+        raise UsageError(
+            "MixedPrecision: ReduceLROnPlateau needs a metric at each step. Step it yourself, by "
+            "result.moved."
+        )
+    if given is not None and not callable(getattr(given, "step", None)):
+        raise UsageError(f"MixedPrecision: scheduler is a {type(given).__name__}, which has no step()")
+
+
+def averager(ema: Any) -> Callable[[nn.Module], Any] | None:
+    """What to call with the model after each move.
+
+    Raises:
+        UsageError: nothing can be called.
+    """
+    if ema is None:
+        return None
+    update = getattr(ema, "update_parameters", None)
+    if update is None and not isinstance(ema, nn.Module):
+        update = ema
+    if not callable(update):
+        raise UsageError(
+            f"MixedPrecision: ema is a {type(ema).__name__}; give something with update_parameters(model), "
+            "such as torch.optim.swa_utils.AveragedModel, or a function of the model"
+        )
+    chosen: Callable[[nn.Module], Any] = update
+    return chosen
+
+
+def loss(given: Tensor) -> None:
+    """Check that backward can start from a loss.
+
+    Raises:
+        UsageError: it can't.
+    """
+    if not isinstance(given, Tensor):
+        raise UsageError(
+            f"step(loss): the loss is a {type(given).__name__}; hand in the tensor, without .item()"
+        )
+    if given.numel() != 1:
+        raise UsageError(
+            f"step(loss): the loss has shape {tuple(given.shape)}; reduce it to one number, e.g. loss.mean()"
+        )
+    if not given.requires_grad:
+        raise UsageError(
+            "step(loss): the loss needs no gradient. Was it computed under torch.no_grad(), detached, or "
+            "from a model whose parameters are frozen?"
+        )
+    if not given.is_floating_point():
+        raise UsageError(f"step(loss): the loss is {name_of(given.dtype)}; it must be a real floating number")

@@ -1,0 +1,102 @@
+"""What `MixedPrecision` saves, and how it goes on from it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
+from mezzo.core.trial import TrialDecision
+from mezzo.pytorch import gradients, scaler_state
+from mezzo.pytorch.device_scale import on_device
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.training import MixedPrecision
+
+SCHEMA = 1
+
+
+def save(mp: MixedPrecision) -> dict[str, Any]:
+    """The state as plain values and tensors."""
+    window, decision, machine = mp._window, mp._decision, mp._machine
+    saved_window = None
+    if window.seen:
+        saved_window = {
+            "seen": window.seen,
+            "scale": None if window.scale is None else float(window.scale),
+            "gradients": [_copy(p.grad) for p in gradients.parameters(mp.optimizer)],
+            "statistics": mp._statistics.state(),
+        }
+    return {
+        "schema": SCHEMA,
+        "policy": str(mp._policy),
+        "decision": None if decision is None else [decision.precision, decision.speedup, decision.reason],
+        "loss_scale": None if machine is None else machine.on_host().state_dict(),
+        "accumulate": mp.accumulate,
+        "window": saved_window,
+        "losses": mp._losses,
+        "updates": mp._updates,
+    }
+
+
+def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
+    """Go on from a state; see `MixedPrecision.load_state_dict`."""
+    if not state:
+        return
+    if scaler_state.looks_like(state):
+        _load_scaler(mp, state)
+        return
+    if "schema" not in state or "loss_scale" not in state:
+        raise UsageError(
+            f"this is no state of MixedPrecision or of a GradScaler: it has {', '.join(map(str, state))}"
+        )
+    if state["schema"] > SCHEMA:
+        raise UsageError(
+            f"this state has schema {state['schema']}, and this release of Mezzo reads up to {SCHEMA}: use "
+            "a newer one"
+        )
+    window = state["window"]
+    params = list(gradients.parameters(mp.optimizer))
+    if window is not None and (
+        state["accumulate"] != mp.accumulate or len(window["gradients"]) != len(params)
+    ):
+        raise UsageError(
+            f"the state was saved {window['seen']} losses into a window of {state['accumulate']} over "
+            f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {len(params)}. "
+            "Load it with the same accumulate, or save after flush()."
+        )
+    if mp._asked.compute == "auto" and state["decision"] is not None:
+        mp._settle(TrialDecision(*state["decision"]))
+    machine = mp._machine
+    if machine is not None and state["loss_scale"] is not None:
+        saved = from_state_dict(state["loss_scale"])
+        if type(saved) is type(machine.pure):
+            mp._machine = on_device(saved, mp._device)
+    mp._losses, mp._updates = state["losses"], state["updates"]
+    mp._window.seen, mp._window.scale = 0, None
+    mp._statistics.forget()
+    if window is not None:
+        mp._window.seen = window["seen"]
+        if window["scale"] is not None:
+            mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._device)
+        for param, grad in zip(params, window["gradients"]):
+            param.grad = None if grad is None else grad.to(param.device, copy=True)
+        mp._statistics.load(window["statistics"])
+
+
+def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:
+    machine = mp._machine
+    if machine is None or not isinstance(machine.pure, DynamicLossScale):
+        warnings.warn(
+            f"precision {mp._policy} has no dynamic loss scale, so the GradScaler's state is not used",
+            stacklevel=4,
+        )
+        return
+    mp._machine = on_device(scaler_state.from_state(state, machine.pure), mp._device)
+
+
+def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return None if grad is None else grad.detach().clone()
