@@ -1,29 +1,43 @@
-"""Loss scales as frozen values: `next(observation)` gives the state for the next step. No framework, no clock.
+"""Loss scales as frozen values: `next(observation)` is the state for the next step. No framework, no clock.
 
-fp16 loses gradients under 2^-24. Multiplying the loss by S multiplies every gradient by S; they are divided by S in
-FP32 before the optimizer sees them (Micikevicius et al. 2017, section 3.2). The constant is found by a run's largest
-gradient (`StaticLossScale.from_largest`) or by trial (`DynamicLossScale`): grow after N good steps, back off when a
-gradient is not finite, and skip that step.
+fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S, exactly
+when S is a power of two; they are multiplied by 1/S in FP32 before anything reads them (Micikevicius et al.
+2017, arXiv 1710.03740, section 3.2). S is a constant, best chosen from the largest gradient seen
+(`StaticLossScale.from_largest`), or found by trial (`DynamicLossScale`): grow after N good steps; when a
+gradient is not finite, skip the step and back off.
+
+Every number here is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that
+keeps S in an FP32 tensor goes through the same values. S and 1/S are normal FP32 numbers, always.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Union
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
+from mezzo.core.formats import named
 
 # The inverse of a scale must be a normal FP32 number as well.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
-_FORMAT_MAX = {"fp16": 65504.0, "bf16": (2.0 - 2.0**-7) * 2.0**127}
+
+# A loss up to 2^27 times a constant scale stays finite in FP32.
+_LARGEST_CONSTANT = 100
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one step saw: whether any gradient was NaN or infinite, and the largest finite magnitude if known."""
+    """What one step saw.
+
+    Args:
+        found_inf: whether any gradient was NaN or infinite, after unscaling.
+        largest: the largest finite gradient magnitude, unscaled, where the caller knows it. No machine here
+            needs it; it is what `StaticLossScale.from_largest` is called with.
+    """
 
     found_inf: bool
     largest: float | None = None
@@ -31,7 +45,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """The loss scale that isn't: S = 1, and nothing to learn from a step."""
+    """S = 1 for ever: for bf16 and FP32, whose range is wide enough. It learns nothing and never raises."""
 
     @property
     def scale(self) -> float:
@@ -43,13 +57,23 @@ class NoLossScale:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """The state as plain values, for `from_state_dict`."""
         return {"kind": "none"}
 
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """A constant S. A step whose gradients are not finite is skipped, and S stays."""
+    """A constant S. A step whose gradients are not finite is skipped, and S stays as it is.
+
+    Args:
+        scale: S, between 2^-126 and 2^126; rounded to FP32. Other than powers of two it rounds every gradient
+            once more.
+        patience: skips in a row after which a constant that is too large is an error.
+        skips: state: the skips in a row so far.
+
+    Raises:
+        UsageError: an argument out of range.
+    """
 
     scale: float = 1024.0
     patience: int = 50
@@ -57,42 +81,112 @@ class StaticLossScale:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", _scale("scale", self.scale))
-        _count("patience", self.patience, 1)
-        _count("skips", self.skips, 0)
+        _whole("patience", self.patience, 1)
+        _whole("skips", self.skips, 0)
 
     @classmethod
     def from_largest(
         cls, largest_gradient: float, format: str = "fp16", headroom_bits: int = 1
     ) -> StaticLossScale:
-        """The largest power of two that keeps `largest_gradient * S * 2**headroom_bits` under the format's max."""
-        if format not in _FORMAT_MAX:
-            raise unknown_name("format", format, _FORMAT_MAX)
+        """The largest power of two that leaves the largest gradient room: the rule of the original paper.
+
+        The naive code it equals::
+
+            scale = 2 ** floor(log2(finfo(format).max / largest_gradient) - headroom_bits)
+
+        It is never above 2^100, so that an ordinary loss times S stays finite in FP32.
+
+        Args:
+            largest_gradient: the largest finite magnitude of any *activation* gradient seen in FP32 or
+                unscaled: those overflow before the weights' gradients do.
+            format: the format in which backward computes.
+            headroom_bits: how many doublings the largest gradient may still make in the rest of the run.
+
+        Raises:
+            UsageError: a largest gradient that is zero, negative, NaN or infinite; a negative headroom.
+            UnknownNameError: no such format.
+        """
         if not (math.isfinite(largest_gradient) and largest_gradient > 0):
             raise UsageError(
-                f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above zero"
+                f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above 0"
             )
-        ratio = _FORMAT_MAX[format] / largest_gradient
-        exponent = math.frexp(ratio)[1] - 1 - headroom_bits if math.isfinite(ratio) else 100
-        return cls(2.0 ** max(-100, min(100, exponent)))
+        _whole("headroom_bits", headroom_bits, 0)
+        room = named(format).exact_max / Fraction(largest_gradient)
+        # bit_length gives floor(log2) of a ratio to within one; the comparison settles which.
+        exponent = room.numerator.bit_length() - room.denominator.bit_length()
+        if Fraction(2) ** exponent > room:
+            exponent -= 1
+        return cls(2.0 ** max(-_LARGEST_CONSTANT, min(exponent - headroom_bits, _LARGEST_CONSTANT)))
 
     def next(self, observation: Observation) -> StaticLossScale:
-        """The same scale, and the number of skips in a row."""
+        """The same S, with the skips in a row counted.
+
+        Raises:
+            LossScaleCollapseError: this was the `patience`-th skip in a row.
+        """
         skips = self.skips + 1 if observation.found_inf else 0
         if skips >= self.patience:
             raise LossScaleCollapseError(
-                f"{skips} steps in a row had gradients that are not finite under the constant loss scale "
-                f"{self.scale:g}. Use a smaller constant, or loss_scale='dynamic'."
+                f"{skips} steps in a row were skipped: their gradients are not finite under the constant "
+                f"loss scale {_power(self.scale)}. {_NOT_THE_SCALE} Else use a smaller constant, "
+                "StaticLossScale.from_largest(...), or loss_scale='dynamic'."
             )
         return replace(self, skips=skips)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """The state as plain values, for `from_state_dict`."""
         return {"kind": "static", **asdict(self)}
 
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """S found by trial: times `growth_factor` after `growth_interval` good steps, times `backoff_factor` on overflow."""
+    """S found by trial: it grows after a stretch of good steps, backs off on overflow, and stays in bounds.
+
+    One step, with `bad` = found_inf as 0 or 1 and `fl32` = rounding to FP32, ties to even. It has no branch,
+    so that a device can do the same with tensors while nobody waits for it::
+
+        overflows  = (overflows + 1) * bad
+        stuck      = (stuck + 1) * bad * (scale <= floor)      # the scale that this step had
+        good       = (good_steps + 1) * (1 - bad)
+        grows      = good >= growth_interval
+        backs_off  = overflows >= hysteresis
+        good_steps = where(grows, 0, good)
+        scale      = where(backs_off, max(fl32(scale * backoff_factor), floor),
+                     where(grows,     min(fl32(scale * growth_factor), ceiling), scale))
+        collapsed  = stuck >= patience                         # raised here; a device looks now and then
+
+    ======================================== ========== ========= ===== ========================
+    event (default settings)                 good_steps overflows stuck scale
+    ======================================== ========== ========= ===== ========================
+    good step                                +1         0         0     as it was
+    good step number `growth_interval`       0          0         0     x2, at most the ceiling
+    overflow above the floor                 0          +1        0     x0.5, at least the floor
+    overflow at the floor                    0          +1        +1    the floor
+    the same, `patience` times in a row      (error)
+    ======================================== ========== ========= ===== ========================
+
+    Args:
+        init: the first S. 2^16: most models overflow it once or twice, and thus start at the edge.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: good steps in a row that let S grow; exactly so many, at every growth.
+        floor: S never goes below. 2^-14, fp16's smallest normal number: a loss of 1 times S is still a full
+            fp16 number, and a gradient overflows only above 2^30, which is no matter of scale. Below 1 on
+            purpose: models exist whose fp16 gradients overflow unscaled, and a floor of 1 skips all their
+            steps.
+        ceiling: S never goes above. 2^24: gradients down to 2^-48 are still seen under it, and a loss up to
+            2^103 stays finite in FP32.
+        hysteresis: overflows in a row from which S backs off. 1 backs off at once; 2 forgives a lone bad
+            batch (its step is skipped all the same). Every further one in a row backs off again.
+        patience: skips in a row at the floor after which `LossScaleCollapseError` is raised.
+        scale: state: S for the next step; 0 stands for `init`.
+        good_steps: state: good steps since the last growth or overflow.
+        overflows: state: overflows in a row.
+        stuck: state: overflows in a row at the floor.
+
+    Raises:
+        UsageError: an argument out of range, or bounds that are not in order.
+    """
 
     init: float = 2.0**16
     growth_factor: float = 2.0
@@ -110,73 +204,101 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in ("init", "floor", "ceiling"):
             object.__setattr__(self, name, _scale(name, getattr(self, name)))
-        object.__setattr__(self, "scale", _scale("scale", self.scale or self.init))
+        object.__setattr__(self, "scale", self.init if self.scale == 0 else _scale("scale", self.scale))
         for name in ("growth_factor", "backoff_factor"):
-            object.__setattr__(self, name, _f32(getattr(self, name)))
-        if not (self.growth_factor > 1 and math.isfinite(self.growth_factor)):
-            raise UsageError(f"growth_factor is {self.growth_factor!r}: it must be finite and above 1")
-        if not 0 < self.backoff_factor < 1:
-            raise UsageError(f"backoff_factor is {self.backoff_factor!r}: it must lie between 0 and 1")
-        for name in ("growth_interval", "hysteresis", "patience"):
-            _count(name, getattr(self, name), 1)
-        for name in ("good_steps", "overflows", "stuck"):
-            _count(name, getattr(self, name), 0)
-        if not self.floor <= self.init <= self.ceiling or not self.floor <= self.scale <= self.ceiling:
+            object.__setattr__(self, name, fl32(getattr(self, name)))
+        if not 1 < self.growth_factor < math.inf:
             raise UsageError(
-                f"floor {self.floor:g}, init {self.init:g}, scale {self.scale:g} and ceiling {self.ceiling:g} "
-                "are not in order: init and scale must lie between floor and ceiling"
+                f"growth_factor is {self.growth_factor!r}: it must be finite and above 1 in FP32"
             )
+        if not 0 < self.backoff_factor < 1:
+            raise UsageError(
+                f"backoff_factor is {self.backoff_factor!r}: it must lie between 0 and 1 in FP32"
+            )
+        for name in ("growth_interval", "hysteresis", "patience"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("good_steps", "overflows", "stuck"):
+            _whole(name, getattr(self, name), 0)
+        for name in ("init", "scale"):
+            value = getattr(self, name)
+            if not self.floor <= value <= self.ceiling:
+                raise UsageError(
+                    f"{name} is {_power(value)}: it must lie between the floor {_power(self.floor)} and the "
+                    f"ceiling {_power(self.ceiling)}"
+                )
 
     def next(self, observation: Observation) -> DynamicLossScale:
-        """The state after one step."""
+        """The state after one step.
+
+        Raises:
+            LossScaleCollapseError: this was the `patience`-th skip in a row at the floor.
+        """
         if not observation.found_inf:
-            good = self.good_steps + 1
-            if good < self.growth_interval:
-                return replace(self, good_steps=good, overflows=0, stuck=0)
-            grown = min(_f32(self.scale * self.growth_factor), self.ceiling)
-            return replace(self, scale=grown, good_steps=0, overflows=0, stuck=0)
+            good_steps, scale = self.good_steps + 1, self.scale
+            if good_steps >= self.growth_interval:
+                good_steps, scale = 0, min(fl32(scale * self.growth_factor), self.ceiling)
+            return replace(self, scale=scale, good_steps=good_steps, overflows=0, stuck=0)
+
         overflows = self.overflows + 1
         stuck = self.stuck + 1 if self.scale <= self.floor else 0
         if stuck >= self.patience:
             raise LossScaleCollapseError(
-                f"the loss scale is at its floor {self.floor:g} and {stuck} steps in a row were skipped."
+                f"the loss scale is at its floor {_power(self.floor)} and the last {stuck} steps were "
+                f"skipped. {_NOT_THE_SCALE} Else train in bf16, or keep the module that overflows in FP32: "
+                "fp16,module.PATTERN=fp32."
             )
         scale = self.scale
         if overflows >= self.hysteresis:
-            scale = max(_f32(self.scale * self.backoff_factor), self.floor)
+            scale = max(fl32(scale * self.backoff_factor), self.floor)
         return replace(self, scale=scale, good_steps=0, overflows=overflows, stuck=stuck)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain values."""
+        """Everything, settings and state, as plain values for `from_state_dict`."""
         return {"kind": "dynamic", **asdict(self)}
 
 
-LossScale = Union[NoLossScale, StaticLossScale, DynamicLossScale]
+_NOT_THE_SCALE = (
+    "If the loss itself is NaN or infinite no scale can help: run the step in FP32 and look at the data, the "
+    "learning rate and the initialisation."
+)
+
+LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 _KINDS: dict[str, type[Any]] = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
-    """The loss scale that `state_dict` saved."""
-    kind = state.get("kind", "")
+    """The loss scale that `state_dict` saved. Keys that it does not know (a newer writer's) are passed over.
+
+    Raises:
+        UsageError: no such kind, or values out of range.
+    """
+    kind = str(state.get("kind", ""))
     if kind not in _KINDS:
-        raise unknown_name("loss scale kind", str(kind), _KINDS)
+        raise unknown_name("loss scale kind", kind, _KINDS)
     cls = _KINDS[kind]
     names = {field.name for field in fields(cls)}
     loaded: LossScale = cls(**{name: value for name, value in state.items() if name in names})
     return loaded
 
 
-def _f32(value: float) -> float:
-    with np.errstate(over="ignore"):
+def fl32(value: float) -> float:
+    """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""
+    with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
 
 
-def _scale(name: str, value: float) -> float:
-    if not (math.isfinite(value) and _SMALLEST <= value <= _LARGEST):
-        raise UsageError(f"{name} is {value!r}: a loss scale lies between 2**-126 and 2**126")
-    return _f32(value)
+def _scale(name: str, value: object) -> float:
+    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+    if not number or not _SMALLEST <= float(value) <= _LARGEST:  # type: ignore[arg-type]
+        raise UsageError(f"{name} is {value!r}: a loss scale is a number between 2**-126 and 2**126")
+    return fl32(float(value))  # type: ignore[arg-type]
 
 
-def _count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UsageError(f"{name} is {value!r}: it must be a whole number of at least {least}")
+
+
+def _power(value: float) -> str:
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

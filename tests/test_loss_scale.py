@@ -1,0 +1,332 @@
+"""The loss-scale machines: event tables, peers' faults, bounds for any history, the tensor form."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.core.errors import LossScaleCollapseError, UnknownNameError, UsageError
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    Observation,
+    StaticLossScale,
+    from_state_dict,
+)
+
+GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
+
+
+def after(state: LossScale, events: str) -> Any:
+    """The state after a string of events: `.` a good step, `x` an overflow."""
+    for event in events:
+        state = state.next(GOOD if event == "." else BAD)
+    return state
+
+
+TABLE = [
+    # settings, events, scale, good_steps, overflows, stuck
+    ({}, "", 2.0**16, 0, 0, 0),
+    ({}, "...", 2.0**16, 3, 0, 0),
+    ({}, "x", 2.0**15, 0, 1, 0),
+    ({}, "..x.", 2.0**15, 1, 0, 0),
+    ({}, "xxx", 2.0**13, 0, 3, 0),
+    ({"growth_interval": 3}, "..", 2.0**16, 2, 0, 0),
+    ({"growth_interval": 3}, "...", 2.0**17, 0, 0, 0),
+    ({"growth_interval": 3}, "......", 2.0**18, 0, 0, 0),
+    ({"growth_interval": 3}, "..x...", 2.0**16, 0, 0, 0),
+    ({"growth_interval": 1, "ceiling": 2.0**17}, "....", 2.0**17, 0, 0, 0),
+    ({"growth_interval": 1, "init": 3.0, "ceiling": 4.0}, ".", 4.0, 0, 0, 0),
+    ({"hysteresis": 2}, "x", 2.0**16, 0, 1, 0),
+    ({"hysteresis": 2}, "x.x.x.", 2.0**16, 1, 0, 0),
+    ({"hysteresis": 2}, "xx", 2.0**15, 0, 2, 0),
+    ({"hysteresis": 2}, "xxx", 2.0**14, 0, 3, 0),
+    ({"hysteresis": 2, "growth_interval": 2}, ".x.", 2.0**16, 1, 0, 0),
+    ({"init": 2.0, "floor": 1.0}, "x", 1.0, 0, 1, 0),
+    ({"init": 2.0, "floor": 1.0}, "xxx", 1.0, 0, 3, 2),
+    ({"init": 2.0, "floor": 1.0}, "xxx.", 1.0, 1, 0, 0),
+    ({"init": 3.0, "floor": 2.0}, "x", 2.0, 0, 1, 0),
+    ({"init": 1.0, "growth_factor": 1.5, "growth_interval": 1}, "..", 2.25, 0, 0, 0),
+    ({"init": 1.0, "backoff_factor": 0.25}, "x", 0.25, 0, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("settings", "events", "scale", "good", "overflows", "stuck"), TABLE)
+def test_event_by_event(
+    settings: dict[str, Any], events: str, scale: float, good: int, overflows: int, stuck: int
+) -> None:
+    state = after(DynamicLossScale(**settings), events)
+    assert (state.scale, state.good_steps, state.overflows, state.stuck) == (scale, good, overflows, stuck)
+
+
+# What peers do wrong (NUMERICS: each was run). A test each.
+
+
+def test_torch_floor_less_collapse_after_144_and_166_overflows() -> None:
+    state = DynamicLossScale(patience=10**6)
+    for count in range(1, 301):
+        state = state.next(BAD)
+        if count in (144, 166, 300):
+            assert state.scale == 2.0**-14
+            assert np.isfinite(np.float32(1) / np.float32(state.scale))
+
+
+def test_keras_zero_then_infinite_and_never_back() -> None:
+    state = DynamicLossScale(growth_interval=1, patience=10**6)
+    for _ in range(200):
+        state = state.next(GOOD)
+    assert state.scale == 2.0**24
+    assert after(state, "x").scale == 2.0**23
+    assert after(after(state, "x" * 200), ".").scale == 2.0**-13
+
+
+def test_flax_growth_comes_every_interval_not_interval_plus_one() -> None:
+    state, grown_at = DynamicLossScale(growth_interval=7), []
+    for step in range(1, 50):
+        before, state = state, state.next(GOOD)
+        if state.scale > before.scale:
+            grown_at.append(step)
+    assert grown_at == [7, 14, 21, 28, 35, 42, 49]
+
+
+def test_tensorflow_stuck_at_a_floor_of_one() -> None:
+    """A model whose scaled gradients overflow down to S = 2^-5: the default floor lets it train."""
+    state, moved = DynamicLossScale(), 0
+    for _ in range(100):
+        overflow = state.scale > 2.0**-5
+        moved += not overflow
+        state = state.next(BAD if overflow else GOOD)
+    assert state.scale == 2.0**-5
+    assert moved == 100 - 21
+
+
+def test_arithmetic_is_fp32() -> None:
+    """0.1 and 1/3 are no FP32 numbers: the scale follows numpy's float32, not Python's double."""
+    state = DynamicLossScale(init=0.1, backoff_factor=1 / 3, growth_factor=1.7, growth_interval=1)
+    scale = np.float32(0.1)
+    for event in "xx....x..x.......":
+        scale = scale * np.float32(1.7 if event == "." else 1 / 3)
+        state = after(state, event)
+        assert state.scale == float(scale)
+    assert state.scale != pytest.approx(0.1 * 1.7**13 / 81, rel=1e-12)
+
+
+def test_growth_never_reaches_infinity() -> None:
+    state = DynamicLossScale(init=2.0**126, ceiling=2.0**126, growth_factor=2.0**120, growth_interval=1)
+    assert after(state, "...").scale == 2.0**126
+
+
+def test_jmp_the_floor_is_the_one_asked_for() -> None:
+    assert after(DynamicLossScale(init=8.0, floor=4.0), "xxx").scale == 4.0
+
+
+# Patience.
+
+
+def test_patience_runs_out_at_the_floor_only() -> None:
+    state = DynamicLossScale(init=4.0, floor=1.0, patience=3)
+    assert after(state, "xxxx").stuck == 2
+    with pytest.raises(LossScaleCollapseError, match=r"floor 2\^0 and the last 3 steps .* bf16") as caught:
+        after(state, "xxxxx")
+    assert "NaN" in str(caught.value)
+    assert after(state, "xxxx.xx.xx").stuck == 2  # a good step forgives
+
+
+def test_patience_default_tolerates_49_skips_at_the_floor() -> None:
+    state = after(DynamicLossScale(), "x" * (30 + 49))
+    assert (state.scale, state.stuck) == (2.0**-14, 49)
+    with pytest.raises(LossScaleCollapseError):
+        state.next(BAD)
+
+
+def test_a_static_scale_stays_and_loses_patience() -> None:
+    state = after(StaticLossScale(8.0, patience=3), "xx.xx")
+    assert (state.scale, state.skips) == (8.0, 2)
+    with pytest.raises(LossScaleCollapseError, match=r"constant loss scale 2\^3.*from_largest"):
+        state.next(BAD)
+
+
+def test_no_loss_scale_learns_nothing() -> None:
+    assert after(NoLossScale(), "x." * 100) == NoLossScale()
+    assert NoLossScale().scale == 1.0
+
+
+# The constant from the largest gradient.
+
+FROM_LARGEST = [
+    # largest, format, headroom, scale
+    (1.0, "fp16", 0, 2.0**15),
+    (1.0, "fp16", 1, 2.0**14),
+    (65504.0, "fp16", 0, 1.0),
+    (65504.0, "fp16", 1, 0.5),
+    (65504.0 / 8, "fp16", 0, 8.0),
+    (math.nextafter(65504.0 / 8, math.inf), "fp16", 0, 4.0),
+    (65536.0, "fp16", 0, 0.5),
+    (1e-7, "fp16", 1, 2.0**38),
+    (1e-300, "fp16", 1, 2.0**100),
+    (1.0, "bf16", 0, 2.0**100),
+    (448.0, "e4m3fn", 0, 1.0),
+    (2.0**127, "bf16", 2, 0.25),
+]
+
+
+@pytest.mark.parametrize(("largest", "form", "headroom", "scale"), FROM_LARGEST)
+def test_from_largest(largest: float, form: str, headroom: int, scale: float) -> None:
+    assert StaticLossScale.from_largest(largest, form, headroom).scale == scale
+
+
+@given(st.floats(2.0**-40, 2.0**40), st.integers(0, 8))
+def test_from_largest_is_the_largest_that_fits(largest: float, headroom: int) -> None:
+    scale = StaticLossScale.from_largest(largest, "fp16", headroom).scale
+    assert math.frexp(scale)[0] == 0.5
+    assert largest * scale * 2.0**headroom <= 65504 < largest * scale * 2.0 ** (headroom + 1)
+
+
+# Bounds and identity for any history.
+
+events = st.text(alphabet=".x", max_size=300)
+powers = st.integers(-20, 30)
+
+
+@st.composite
+def machines(draw: st.DrawFn, any_factor: bool = True) -> DynamicLossScale:
+    low, init, high = sorted(draw(st.tuples(powers, powers, powers)))
+    factor = st.floats(1.0625, 64.0, width=32) if any_factor else st.sampled_from([2.0, 4.0])
+    backoff = st.floats(0.0625, 0.9375, width=32) if any_factor else st.sampled_from([0.5, 0.25])
+    return DynamicLossScale(
+        init=2.0**init,
+        floor=2.0**low,
+        ceiling=2.0**high,
+        growth_factor=draw(factor),
+        backoff_factor=draw(backoff),
+        growth_interval=draw(st.integers(1, 5)),
+        hysteresis=draw(st.integers(1, 4)),
+        patience=10**6,
+    )
+
+
+@given(machines(), events)
+def test_bounds_hold_for_any_history(machine: DynamicLossScale, history: str) -> None:
+    for event in history:
+        before, machine = machine, after(machine, event)
+        assert machine.floor <= machine.scale <= machine.ceiling
+        assert float(np.float32(machine.scale)) == machine.scale
+        assert np.isfinite(np.float32(1) / np.float32(machine.scale))
+        assert machine.scale <= before.scale if event == "x" else machine.scale >= before.scale
+        assert 0 <= machine.good_steps < machine.growth_interval
+        assert (machine.overflows > 0) == (event == "x")
+        assert machine.stuck <= machine.overflows
+
+
+@given(machines(any_factor=False), events)
+def test_powers_of_two_stay_powers_of_two(machine: DynamicLossScale, history: str) -> None:
+    assert math.frexp(after(machine, history).scale)[0] == 0.5
+
+
+@given(machines(), events, events)
+def test_save_and_load_is_identity(machine: DynamicLossScale, before: str, later: str) -> None:
+    saved = after(machine, before)
+    loaded = from_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert loaded == saved
+    assert after(loaded, later) == after(saved, later)
+
+
+@pytest.mark.parametrize("state", [NoLossScale(), after(StaticLossScale(3.5), "xx"), DynamicLossScale()])
+def test_every_kind_saves_and_loads(state: LossScale) -> None:
+    assert from_state_dict(state.state_dict()) == state
+
+
+def test_a_newer_writers_keys_are_passed_over() -> None:
+    assert from_state_dict({**DynamicLossScale().state_dict(), "colour": "red"}) == DynamicLossScale()
+
+
+# The branch-free form that the docstring gives, on tensors.
+
+
+def branch_free(machine: DynamicLossScale, tensors: dict[str, torch.Tensor], bad: torch.Tensor) -> None:
+    """One step of the docstring's arithmetic, in place; nothing is read on the host."""
+    scale = tensors["scale"]
+    overflows = (tensors["overflows"] + 1) * bad
+    stuck = (tensors["stuck"] + 1) * bad * (scale <= machine.floor)
+    good = (tensors["good_steps"] + 1) * (1 - bad)
+    grows = good >= machine.growth_interval
+    backs_off = overflows >= machine.hysteresis
+    lower = (scale * machine.backoff_factor).clamp(min=machine.floor)
+    higher = (scale * machine.growth_factor).clamp(max=machine.ceiling)
+    tensors["good_steps"] = torch.where(grows, 0, good)
+    tensors["scale"] = torch.where(backs_off, lower, torch.where(grows, higher, scale))
+    tensors["overflows"], tensors["stuck"] = overflows, stuck
+
+
+@given(machines(), events)
+def test_the_documented_tensor_form_is_the_machine(machine: DynamicLossScale, history: str) -> None:
+    names = ("scale", "good_steps", "overflows", "stuck")
+    tensors = {
+        name: torch.tensor(getattr(machine, name), dtype=torch.float32 if name == "scale" else torch.int32)
+        for name in names
+    }
+    for event in history:
+        machine = after(machine, event)
+        branch_free(machine, tensors, torch.tensor(event == "x", dtype=torch.int32))
+        assert {name: tensors[name].item() for name in names} == {
+            name: getattr(machine, name) for name in names
+        }
+
+
+# Wrong arguments.
+
+WRONG: list[tuple[Any, dict[str, Any], str]] = [
+    (DynamicLossScale, {"init": 0.5, "floor": 1.0}, r"init is 2\^-1: it must lie between the floor 2\^0"),
+    (DynamicLossScale, {"init": 2.0**25}, r"init is 2\^25.*ceiling 2\^24"),
+    (DynamicLossScale, {"scale": 2.0**30}, r"scale is 2\^30"),
+    (DynamicLossScale, {"floor": 0.0}, "floor is 0.0"),
+    (DynamicLossScale, {"floor": 2.0**-127}, "2[*][*]-126 and 2[*][*]126"),
+    (DynamicLossScale, {"ceiling": math.inf}, "ceiling is inf"),
+    (DynamicLossScale, {"init": math.nan}, "init is nan"),
+    (DynamicLossScale, {"growth_factor": 1.0}, "growth_factor is 1.0"),
+    (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "above 1 in FP32"),
+    (DynamicLossScale, {"growth_factor": math.inf}, "growth_factor is inf"),
+    (DynamicLossScale, {"growth_factor": math.nan}, "growth_factor is nan"),
+    (DynamicLossScale, {"backoff_factor": 0.0}, "backoff_factor is 0.0"),
+    (DynamicLossScale, {"backoff_factor": 1.0}, "between 0 and 1"),
+    (DynamicLossScale, {"growth_interval": 0}, "whole number of at least 1"),
+    (DynamicLossScale, {"growth_interval": 2.5}, "growth_interval is 2.5"),
+    (DynamicLossScale, {"hysteresis": 0}, "hysteresis is 0"),
+    (DynamicLossScale, {"patience": True}, "patience is True"),
+    (DynamicLossScale, {"good_steps": -1}, "good_steps is -1"),
+    (StaticLossScale, {"scale": 0.0}, "scale is 0.0"),
+    (StaticLossScale, {"scale": "1024"}, "scale is '1024'"),
+    (StaticLossScale, {"patience": 0}, "patience is 0"),
+    (StaticLossScale.from_largest, {"largest_gradient": 0.0}, "above 0"),
+    (StaticLossScale.from_largest, {"largest_gradient": math.inf}, "finite"),
+    (StaticLossScale.from_largest, {"largest_gradient": 1.0, "headroom_bits": -1}, "headroom_bits is -1"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "words"), WRONG)
+def test_wrong_arguments_say_what_is_allowed(make: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make(**arguments)
+
+
+def test_unknown_names_have_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'fp16'"):
+        StaticLossScale.from_largest(1.0, "f16")
+    with pytest.raises(UnknownNameError, match="Did you mean 'dynamic'"):
+        from_state_dict({"kind": "dynamik"})
+
+
+def test_states_are_frozen_and_hashable() -> None:
+    state = DynamicLossScale()
+    with pytest.raises(AttributeError):
+        state.scale = 1.0  # type: ignore[misc]
+    assert hash(after(state, "x.")) == hash(replace(after(state, "x."), stuck=0))
