@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,7 +31,18 @@ __all__ = ["Region", "autocast"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_parsed: dict[tuple[Any, str], Policy] = {}
+
+@dataclass
+class _Meaning:
+    """What a policy asks for on a kind of device, worked out once: see `_meaning_of`."""
+
+    policy: Policy | None  # the policy in force; None for a region without one
+    enabled: bool  # whether autocast itself is on
+    dtype: torch.dtype | None
+    labels: dict[int, int] = field(default_factory=dict)  # label outside -> label inside
+
+
+_meanings: dict[tuple[Any, str, bool], _Meaning] = {}
 
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
@@ -75,12 +87,11 @@ def autocast(
 class Region:
     """What `autocast` returns: enter it with ``with``, or put it above a function with ``@``.
 
-    Attributes:
-        policy: the policy, with ``auto`` resolved; None where the region is disabled.
-        device_type: the device type whose ops it rules.
+    ``device_type`` is the device type whose ops it rules. Make it inside a function that is compiled, not
+    outside: Dynamo can't enter an object that it did not see made, and breaks the graph there.
     """
 
-    __slots__ = ("_cache_enabled", "_dtype", "_enabled", "_entered", "device_type", "policy")
+    __slots__ = ("_cache_enabled", "_entered", "_meaning", "device_type")
 
     def __init__(
         self,
@@ -90,31 +101,39 @@ class Region:
         cache_enabled: bool | None = None,
     ) -> None:
         self.device_type = default_device_type() if device_type is None else device_type
-        resolved = _resolve(policy, self.device_type)
-        self.policy = resolved if enabled and not resolved.is_fp32 else None
-        self._enabled = self.policy is not None and resolved.compute != "fp32"
-        self._dtype = dtype_of(resolved.compute) if self._enabled else None
+        self._meaning = _meaning_of(policy, self.device_type, enabled)
         self._cache_enabled = cache_enabled
         self._entered: list[tuple[int, int, torch.autocast]] = []
 
+    @property
+    def policy(self) -> Policy | None:
+        """The policy, with ``auto`` resolved; None where the region is disabled."""
+        return self._meaning.policy
+
     def __enter__(self) -> Region:
-        inner = torch.autocast(self.device_type, self._dtype, self._enabled, self._cache_enabled)
+        meaning = self._meaning
+        inner = torch.autocast(self.device_type, meaning.dtype, meaning.enabled, self._cache_enabled)
         before = identity.label()
-        # torch.autocast disables itself, with a warning, where the device is absent; then there is no policy
-        # either.
-        policy = self.policy if inner._enabled or not self._enabled else None
-        code = identity.successor(before, self.device_type, policy)
+        code = meaning.labels.get(before)
+        if code is None:
+            code = meaning.labels[before] = identity.successor(before, self.device_type, meaning.policy)
+        if meaning.enabled and not inner._enabled:
+            # torch has said why (the device is absent). Without autocast there is no policy either.
+            code = identity.successor(before, self.device_type, None)
         inner.__enter__()
         if code != before:
             identity.set_label(code)
         self._entered.append((threading.get_ident(), before, inner))
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         thread = threading.get_ident()
-        index = next(i for i in range(len(self._entered) - 1, -1, -1) if self._entered[i][0] == thread)
+        for index in range(len(self._entered) - 1, -1, -1):
+            if self._entered[index][0] == thread:
+                break
         _, before, inner = self._entered.pop(index)
-        identity.set_label(before)
+        if identity.label() != before:
+            identity.set_label(before)
         inner.__exit__(None, None, None)
 
     def __call__(self, function: _Function) -> _Function:
@@ -150,25 +169,34 @@ def default_device_type() -> str:
     return "cpu"
 
 
-def _resolve(policy: str | os.PathLike[str] | Policy, device_type: str) -> Policy:
-    """The policy as a value, `auto` replaced. Strings are parsed once; a file may change, so it is read each
-    time."""
-    key = (policy, device_type)
-    found = _parsed.get(key) if type(policy) in (str, Policy) else None
+def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
+    """The policy resolved for a device. Worked out once a policy or string; a file may change, so it is read
+    anew."""
+    key = (policy, device_type, enabled)
+    found = _meanings.get(key)
     if found is None:
-        if not torch.amp.is_autocast_available(device_type):
-            known = ", ".join(torch._C._autocast_supported_devices())
-            raise UsageError(
-                f"mezzo.autocast: autocast knows no device type {device_type!r}. Use one of {known}."
-            )
-        found = policy_of(policy)
-        if found.compute == "auto":
-            from mezzo.pytorch.auto import resolve
-
-            found = resolve(found, device_type)[0]
-        if type(policy) is Policy or (type(policy) is str and not policy.endswith(".toml")):
-            _parsed[key] = found
+        found = _work_out(policy, device_type, enabled)
+        if isinstance(policy, Policy) or (isinstance(policy, str) and not policy.endswith(".toml")):
+            _meanings[key] = found
     return found
+
+
+def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
+    if not torch.amp.is_autocast_available(device_type):
+        known = ", ".join(torch._C._autocast_supported_devices())
+        raise UsageError(
+            f"mezzo.autocast: autocast knows no device type {device_type!r}. Use one of {known}."
+        )
+    resolved = policy_of(policy)
+    if resolved.compute == "auto":
+        from mezzo.pytorch.auto import resolve
+
+        resolved = resolve(resolved, device_type)[0]
+    if not enabled or resolved.is_fp32:
+        return _Meaning(None, False, None)
+    if resolved.compute == "fp32":
+        return _Meaning(resolved, False, None)
+    return _Meaning(resolved, True, dtype_of(resolved.compute))
 
 
 @contextmanager
@@ -177,8 +205,9 @@ def _traced(
 ) -> Iterator[None]:
     """The region as Dynamo traces it: genuine `torch.autocast` objects, one inside the other.
 
-    What the policy means is worked out once, while tracing, by functions whose results Dynamo takes as constants. A
-    `Policy` is handed to them field by field, so that the graph is guarded by what the policy says.
+    What the policy means is worked out once, while tracing, by functions whose results Dynamo takes as
+    constants. A `Policy` is handed to them field by field, so that the graph is guarded by what the policy
+    says.
     """
     if isinstance(policy, Policy):
         policy = (
@@ -210,18 +239,22 @@ def _label_now() -> int:
 def _settings(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None, before: int
 ) -> tuple[tuple[str, torch.dtype, bool, bool | None], ...]:
-    """The region as settings of `torch.autocast`: (device type, dtype, enabled, cache_enabled) of each object."""
-    region = Region(Policy(*policy) if isinstance(policy, tuple) else policy, device_type, enabled, cache_enabled)
-    code = identity.successor(before, region.device_type, region.policy)
-    dtype = region._dtype or torch.get_autocast_dtype(region.device_type)
+    """The region as settings of `torch.autocast`: (device type, dtype, enabled, cache_enabled) of each
+    object."""
+    region = Region(
+        Policy(*policy) if isinstance(policy, tuple) else policy, device_type, enabled, cache_enabled
+    )
+    meaning = region._meaning
+    code = identity.successor(before, region.device_type, meaning.policy)
+    dtype = meaning.dtype or torch.get_autocast_dtype(region.device_type)
     label = (
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)
         for device, digit in identity.label_state(code)
     )
-    return ((region.device_type, dtype, region._enabled, cache_enabled), *label)
+    return ((region.device_type, dtype, meaning.enabled, cache_enabled), *label)
 
 
-# As torch.compiler.assume_constant_result does, without importing the compiler. The arguments are constants that
-# Dynamo guards, and so is the autocast state from which the label is read.
+# As torch.compiler.assume_constant_result does, without importing the compiler. The arguments are constants
+# that Dynamo guards, and so is the autocast state from which the label is read.
 _label_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _settings._dynamo_marked_constant = True  # type: ignore[attr-defined]

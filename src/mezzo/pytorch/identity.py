@@ -38,6 +38,7 @@ _DTYPES = (None, torch.bfloat16, torch.float16)
 _lock = threading.RLock()
 _bindings: dict[int, Binding] = {0: ()}
 _labels: dict[Binding, int] = {(): 0}
+_states: dict[int, tuple[tuple[str, torch.dtype | None], ...]] = {}
 _successors: dict[tuple[int, str, Policy | None], int] = {}
 _listeners: list[Callable[[int, str, Policy], None]] = []
 _devices: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ def label() -> int:
 
 def set_label(code: int) -> None:
     """Write a label into this thread's autocast state, as it was read by `label`."""
-    for device, dtype in label_state(code):
+    for device, dtype in _states.get(code) or label_state(code):
         if dtype is None:
             _set_enabled(device, False)
         else:
@@ -87,14 +88,16 @@ def set_label(code: int) -> None:
             _set_dtype(device, dtype)
 
 
-def label_state(code: int) -> list[tuple[str, torch.dtype | None]]:
+def label_state(code: int) -> tuple[tuple[str, torch.dtype | None], ...]:
     """The label as autocast settings: for each device that any label so far uses, its dtype, or None for
     off."""
     state = []
+    rest = code
     for device in _devices[:_digits]:
-        code, digit = divmod(code, 3)
+        rest, digit = divmod(rest, 3)
         state.append((device, _DTYPES[digit]))
-    return state
+    _states[code] = tuple(state)
+    return _states[code]
 
 
 def binding_of(code: int) -> Binding:
@@ -192,6 +195,7 @@ def _label_for(binding: Binding) -> int:
         _bindings[code] = binding
         while 3**_digits <= code:
             _digits += 1
+            _states.clear()
         _tag_compile_caches()
         return code
 
