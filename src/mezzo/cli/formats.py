@@ -1,0 +1,185 @@
+"""The number formats that mixed precision chooses from, and any number's bits in each of them.
+
+  mezzo formats                     the table: range and precision of every format
+  mezzo formats show -4.2e9 1/3     what becomes of these numbers in every format
+
+A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
+inf or nan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.fate import Fate, fate
+from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number
+from mezzo.core.numerals import parse, written
+
+_FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
+_WORDS = {
+    "exact": "green",
+    "rounded": "",
+    "subnormal": "yellow",
+    "underflow": "bold red",
+    "overflow": "bold red",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's arguments."""
+    # argparse knows -4.2 for a number, but takes -4.2e9, -1/3, -0x1p3 and -inf for options.
+    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+    parser.add_argument("words", nargs="*", metavar="show NUMBER", help="numbers to show in every format")
+    parser.add_argument(
+        "--overflow", default="infinity", help=f"for what is beyond a format: {', '.join(OVERFLOW)}"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON (numbers that no float holds as strings)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table, or numbers' bits."""
+    words: list[str] = arguments.words
+    if words and words[0] != "show":
+        raise unknown_name("word", words[0], ["show"])
+    if words and not words[1:]:
+        raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
+    fates = {
+        word: [fate(parse(word), name, overflow=arguments.overflow) for name in FORMATS] for word in words[1:]
+    }
+    if arguments.json:
+        shown = (
+            {"numbers": [_number_json(*item) for item in fates.items()]}
+            if fates
+            else {"formats": _table_json()}
+        )
+        print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
+        return 0
+    console = Console(highlight=False)
+    if not fates:
+        _print_table(console)
+    for index, (word, found) in enumerate(fates.items()):
+        _print_number(console, word, found, first=index == 0)
+    return 0
+
+
+def _print_table(console: Console) -> None:
+    rows = [
+        (form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in FORMATS.values()
+    ]
+    heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
+    if console.width >= 79:
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for head in heads:
+            table.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    else:
+        for row, form in zip(rows, FORMATS.values()):
+            console.print(Text(form.name, style="bold"))
+            for head, cell in zip(heads[1:], row[1:]):
+                console.print(f"  {head:<16}{cell}", soft_wrap=True)
+    console.print(
+        "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
+        "\n`mezzo formats show NUMBER` shows what becomes of a number in each."
+    )
+
+
+def _range(form: Format) -> tuple[Number, ...]:
+    return form.max, form.smallest_normal, form.smallest_subnormal, form.eps
+
+
+def _print_number(console: Console, word: str, fates: list[Fate], *, first: bool) -> None:
+    if not first:
+        console.print()
+    console.print(Text.assemble((word, "bold"), " in each format (", *_legend(), ")"))
+    for one in fates:
+        line = Text.assemble((f"{one.bits.format.name:<10}", "bold"), (f"{one.word:<10}", _WORDS[one.word]))
+        line.append(f" {written(one.bits.value, 12)}")
+        if one.absolute_error:
+            line.append(
+                f"   error {written(one.absolute_error, 3)}, relative {written(one.relative_error, 3)}"
+            )
+        console.print(line, soft_wrap=True)
+        console.print(_bits(one, console), soft_wrap=True)
+
+
+def _legend() -> list[Any]:
+    parts: list[Any] = []
+    for field, style in _FIELDS.items():
+        parts += [(field, style), " "]
+    return parts[:-1]
+
+
+def _bits(one: Fate, console: Console) -> Text:
+    digits = Text(" ").join(Text(field, style) for field, style in zip(one.bits.fields, _FIELDS.values()))
+    indent = Text(" " * 10)
+    width = max(console.width - len(indent), 20)
+    if not console.is_terminal or len(digits) <= width:  # a pipe gets each pattern on one line
+        return indent + digits
+    return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
+
+
+def _table_json() -> list[dict[str, Any]]:
+    names = (
+        *(
+            "bits",
+            "nexp",
+            "nmant",
+            "storage_bits",
+            "bias",
+            "minexp",
+            "maxexp",
+            "max",
+            "min",
+            "smallest_normal",
+        ),
+        *("smallest_subnormal", "eps", "epsneg", "precision", "resolution", "has_infinity"),
+    )
+    return [
+        {"name": form.name, "title": form.title, "source": form.source}
+        | {name: _strict(getattr(form, name)) for name in names}
+        for form in FORMATS.values()
+    ]
+
+
+def _number_json(word: str, fates: list[Fate]) -> dict[str, Any]:
+    return {
+        "number": word,
+        "formats": [
+            {
+                "name": one.bits.format.name,
+                **dict(zip(_FIELDS, one.bits.fields)),
+                "code": f"{one.bits.code:#0{2 + (one.bits.format.bits + 3) // 4}x}",
+                "value": _strict(one.bits.value),
+                "absolute_error": _nearest(one.absolute_error),
+                "relative_error": _nearest(one.relative_error),
+                "word": one.word,
+            }
+            for one in fates
+        ],
+    }
+
+
+def _nearest(value: Number) -> Any:
+    """A JSON value for an error, which need not be exact: the nearest float, where that is a normal one."""
+    if isinstance(value, float) or not 1e-300 < abs(value) < 1e300:
+        return _strict(value)
+    return float(value)
+
+
+def _strict(value: Number) -> Any:
+    """A JSON value: a number where a finite float or a small int holds it, else a string of 17 digits."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else str(value)
+    return value if isinstance(value, int) and abs(value) < 2**53 else written(value, 17)

@@ -1,0 +1,106 @@
+"""Numerals: an exact number of any size, read from what a person writes and written so that a person can
+read it.
+
+Python's own conversions stop at float's range (``float("1e-400")`` is 0) or at 4300 digits; the numbers of
+binary256 have exponents of five decimal digits, and must come through unharmed.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+from mezzo.core.errors import UsageError
+from mezzo.core.formats import Number, exactly, power_of_two
+
+# Beyond binary256 on both sides, and still read in no time; 1e999999999 would fill the memory.
+LARGEST_POWER_OF_TEN = 100_000
+LARGEST_POWER_OF_TWO = 400_000
+MOST_DIGITS = 4000
+
+_WRITTEN = (
+    "write a decimal (-4.2e9), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24), inf or nan"
+)
+_DECIMAL = r"(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_FORMS = {
+    "infinity": re.compile(r"inf(?:inity)?"),
+    "nan": re.compile(r"nan"),
+    "decimal": re.compile(_DECIMAL),
+    "hexadecimal": re.compile(r"0x(?P<whole>[0-9a-f]*)\.?(?P<part>[0-9a-f]*)(?:p(?P<power>[+-]?\d+))?"),
+    "fraction": re.compile(rf"(?P<over>{_DECIMAL})/(?P<under>{_DECIMAL})"),
+    "power": re.compile(r"2(?:\^|\*\*)(?P<power>[+-]?\d+)"),
+}
+
+
+def parse(text: str) -> Number:
+    """The number that a text stands for, exactly.
+
+    >>> parse("-4.2e9"), parse("0x1.8p3"), parse("1/3"), parse("2^-3"), parse("-0"), parse("1e-400") > 0
+    (-4200000000.0, 12.0, Fraction(1, 3), 0.125, -0.0, True)
+
+    Raises:
+        UsageError: no number, a division by zero, or one far beyond every format's range.
+    """
+    plain = text.strip().lower().replace("_", "")
+    sign = -1 if plain.startswith("-") else 1
+    digits = plain[1:] if plain[:1] in ("-", "+") else plain
+    if len(digits) > MOST_DIGITS:
+        raise UsageError(
+            f"a number of {len(digits)} characters is more than can be read: use at most {MOST_DIGITS}"
+        )
+    for form, pattern in _FORMS.items():
+        match = pattern.fullmatch(digits)
+        if match is None:
+            continue
+        if form in ("infinity", "nan"):
+            return math.copysign(math.inf if form == "infinity" else math.nan, sign)
+        magnitude = _magnitude(form, digits, match, text)
+        return exactly(sign * magnitude) if magnitude else math.copysign(0.0, sign)
+    raise UsageError(f"{text!r} is no number: {_WRITTEN}")
+
+
+def _magnitude(form: str, digits: str, match: re.Match[str], text: str) -> Fraction:
+    if form == "decimal":
+        return _decimal(digits, text)
+    if form == "fraction":
+        over, under = _decimal(match["over"], text), _decimal(match["under"], text)
+        if not under:
+            raise UsageError(f"{text!r} divides by zero: {_WRITTEN}")
+        return over / under
+    power = int(match["power"] or 0)
+    if abs(power) > LARGEST_POWER_OF_TWO:
+        raise UsageError(f"{text!r} is beyond every format: use powers of two up to {LARGEST_POWER_OF_TWO}")
+    if form == "power":
+        return power_of_two(power)
+    if not match["whole"] and not match["part"]:
+        raise UsageError(f"{text!r} is no number: {_WRITTEN}")
+    units = int(match["whole"] + match["part"], 16)
+    return units * power_of_two(power - 4 * len(match["part"]))
+
+
+def _decimal(digits: str, text: str) -> Fraction:
+    power = int(digits.partition("e")[2] or 0)
+    if abs(power) > LARGEST_POWER_OF_TEN:
+        raise UsageError(f"{text!r} is beyond every format: use powers of ten up to {LARGEST_POWER_OF_TEN}")
+    return Fraction(digits)
+
+
+def written(value: Number, digits: int = 5) -> str:
+    """A number in decimal, to so many significant digits; exactly, where that takes no more than that.
+
+    >>> written(65504.0), written(2.0**-24), written(Fraction(1, 3), 3), written(-0.0), written(2**16383)
+    ('65504', '5.9605e-8', '0.333', '-0', '5.9487e4931')
+    """
+    if isinstance(value, float) and (value == 0 or not math.isfinite(value)):
+        return str(value).removesuffix(".0")
+    exact = Fraction(value)
+    context = decimal.Context(prec=digits, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+    rounded = context.divide(Decimal(exact.numerator), Decimal(exact.denominator)).normalize(context)
+    power = rounded.adjusted()
+    if -5 < power < max(digits, 6):
+        return f"{rounded:f}"
+    shown = f"{rounded.scaleb(-power, context):f}"
+    return f"{shown}e{power}"
