@@ -1,0 +1,119 @@
+"""Training loss: a candidate's curve over the FP32 one, each with its band over seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mezzo.report.charts.axis import Axis, axis_over
+from mezzo.report.charts.frame import Frame, Key
+from mezzo.report.markup import Markup
+from mezzo.report.numbers import counted, significant
+from mezzo.report.reading import Comparison, Run
+from mezzo.report.series import (
+    Array,
+    align,
+    band,
+    first_not_finite,
+    sample,
+    smooth,
+    thin,
+    thin_band,
+    window_for,
+)
+
+# A loss that explodes would squeeze all else into one line: the frame ends so many of FP32's falls above its
+# top.
+CUT = 5.0
+
+
+def loss(comparison: Comparison, candidate: str, series: str) -> Markup | None:
+    """The figure, or None where the candidate recorded no loss."""
+    groups = [
+        ("FP32", "s0", comparison.of(comparison.baseline)),
+        (candidate, series, comparison.of(candidate)),
+    ]
+    rows = [align([run.losses for run in runs if len(run.losses)]) for _, _, runs in groups]
+    steps = max(part.shape[1] for part in rows)
+    if not rows[1].size:
+        return None
+    window = window_for(steps)
+    smoothed = [smooth(part, window) for part in rows]
+    seeds = max(part.shape[0] for part in rows)
+    frame = Frame(
+        title=f"Loss: {candidate} over FP32",
+        described=_described(candidate, smoothed),
+        x=Axis(0.0, float(max(1, steps - 1))),
+        y=_height(rows),
+        x_name="step",
+        y_name=_unit(window, seeds),
+    )
+    if frame.y.log:
+        frame.y_name += " Logarithmic."
+    columns = []
+    picks = sample(steps, 160)
+    for (name, colour, runs), raw, part in zip(groups, rows, smoothed):
+        if not part.size:
+            frame.notes.append(f"{name} recorded no loss: there is nothing to compare with.")
+            continue
+        over = band(part)
+        if window > 1:
+            frame.line(*thin(raw[0]), series=colour, style="raw")
+        if part.shape[0] > 1:
+            frame.band(*thin_band(over.low, over.high), series=colour)
+        frame.line(*thin(over.mean), series=colour, name=name)
+        values = np.full(steps, np.nan)
+        values[: len(over.mean)] = over.mean
+        columns.append((name, colour, values[picks]))
+        frame.notes += _faults(frame, name, colour, runs)
+    if seeds > 1:
+        frame.keys.append(Key("s0", "band", "smallest to largest seed"))
+    if window > 1:
+        frame.keys.append(Key("s0", "raw", "every step of the first seed"))
+    frame.readout(picks.astype(float).tolist(), [(n, c, v.tolist()) for n, c, v in columns])
+    return frame.render()
+
+
+def _unit(window: int, seeds: int) -> str:
+    over = f"mean over {counted(seeds, 'seed')}" if seeds > 1 else "one seed"
+    return f"Loss at each backward(), {over}, " + (
+        f"averaged over {window} steps around." if window > 1 else "not smoothed."
+    )
+
+
+def _height(rows: list[Array]) -> Axis:
+    base = rows[0][np.isfinite(rows[0])]
+    if len(base):
+        top = float(base.max())
+        most = top + CUT * max(top - float(base.min()), abs(top) * 0.1)
+        return axis_over([np.where(part <= most, part, np.nan) for part in rows])
+    return axis_over(rows)
+
+
+def _described(candidate: str, smoothed: list[Array]) -> str:
+    words = []
+    for name, part in zip(("FP32", candidate), smoothed):
+        if part.size and np.isfinite(part).any():
+            mean = band(part).mean
+            good = mean[np.isfinite(mean)]
+            words.append(f"{name} goes from {significant(good[0])} to {significant(good[-1])}")
+    return "; ".join(words) + "." if words else "No finite loss was recorded."
+
+
+def _faults(frame: Frame, name: str, series: str, runs: list[Run]) -> list[str]:
+    """Mark, and tell in words, where a run's loss stopped being finite, or left the frame."""
+    notes = []
+    for run in runs:
+        at = first_not_finite(run.losses)
+        if at is not None:
+            kind = "NaN" if np.isnan(run.losses[at]) else "infinite"
+            text = f"{name}, seed {run.seed}: the loss is {kind} at step {at:,}, for the first time."
+            frame.mark(at, float("inf"), series, text, shape="cross")
+            notes.append(text)
+        good = np.where(np.isfinite(run.losses), run.losses, -np.inf)
+        if len(good) and good.max() > frame.y.high:
+            peak = int(good.argmax())
+            notes.append(
+                f"{name}, seed {run.seed}: leaves the frame; its largest finite loss is "
+                f"{significant(good[peak])}, at step {peak:,}."
+            )
+    return notes

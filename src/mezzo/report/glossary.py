@@ -1,0 +1,87 @@
+"""How to read the page: each word that carries a verdict, in a sentence or two."""
+
+from __future__ import annotations
+
+from mezzo.report.markup import Markup, element
+
+TERMS = (
+    (
+        "equivalent",
+        "Three or more pairs, and the 90 % interval of the gap lies within the margin, for the loss and "
+        "for the metric where there is one (paired TOST). The test set out to show that there is no "
+        "harm larger than the margin, and did.",
+    ),
+    (
+        "consistent",
+        "Harm is not established, and the gap lies within the margin, or within a noise that the card "
+        "names. With one or two pairs this is the best word that there is: absence of harm was not "
+        "shown either.",
+    ),
+    (
+        "inconclusive",
+        "The gap lies beyond the margin and beyond the noise and yet harm is not established, or the "
+        "noise is so large that the runs say nothing. More pairs may decide.",
+    ),
+    (
+        "divergent",
+        "Harm is established: the gap lies beyond the margin by more than chance explains. Or training "
+        "broke: a loss that is not finite, weights that never moved, a quarter of what FP32 learned "
+        "lost, a script that failed.",
+    ),
+    (
+        "pair",
+        "An FP32 run and a candidate's run with the same seed. Run k adds k to every seed that the "
+        "script gives; k = 0 is the script as it is. Comparing within pairs takes out the luck of the "
+        "seed.",
+    ),
+    (
+        "loss gap",
+        "The candidate's final loss minus FP32's, averaged over pairs; the final loss is the mean of "
+        "the last tenth of a run's losses. Below zero the candidate did better.",
+    ),
+    (
+        "margin",
+        "The largest harm that was declared acceptable before the runs. It is an input; the noise seen "
+        "never widens it.",
+    ),
+    (
+        "interval",
+        "Where the true value plausibly lies, given how much the runs differ: of the gap, 90 % by "
+        "Student's t; of the speed, a bootstrap of the ratio of median step times. Narrow is better.",
+    ),
+    (
+        "power",
+        "The chance that this many pairs, this noisy, would earn the word equivalent if there were no "
+        "gap at all. Low power means: add seeds.",
+    ),
+    (
+        "one-ulp twin",
+        "An FP32 run whose initial weights were moved by one unit in the last place. How far it strays "
+        "from FP32 is the noise that any change of rounding makes, harmful or not.",
+    ),
+    (
+        "loss scale",
+        "In fp16 the loss is multiplied by this factor before backward, so that small gradients "
+        "survive, and the gradients are divided by it after. An overflow skips the update and lowers "
+        "the scale.",
+    ),
+    (
+        "skipped step",
+        "An update that did not happen because a scaled gradient overflowed. A few at the start are how "
+        "the scale finds its height; many, or late ones, deserve a look.",
+    ),
+    (
+        "departure",
+        "An op that ran in another format than the policy planned. The curves show what really ran; it "
+        "is the plan that was not kept.",
+    ),
+)
+
+
+def glossary() -> Markup:
+    """The terms and what they mean."""
+    return element(
+        "dl",
+        [element("div", element("dt", term), element("dd", text)) for term, text in TERMS],
+        class_="glossary",
+    )

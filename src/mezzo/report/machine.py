@@ -1,0 +1,35 @@
+"""The machine that the runs were made on, as they recorded it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mezzo.report.markup import Markup, element
+from mezzo.report.reading import Comparison
+
+
+def machine(comparison: Comparison) -> Markup | None:
+    """The machine as the runs recorded it."""
+    found = comparison.verdict.get("machine")
+    if not isinstance(found, dict) or not found:
+        found = next((run.started.machine for run in comparison.runs if run.started), {})
+    if not found:
+        return None
+    rows = [
+        element("div", element("dt", str(key).replace("_", " ")), element("dd", _plain(value)))
+        for key, value in found.items()
+    ]
+    return element("dl", rows, class_="facts")
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == "" or value == [] or value == {}:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(_plain(item) for item in value)
+    return str(value)

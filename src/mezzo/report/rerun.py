@@ -1,0 +1,46 @@
+"""The command that runs the comparison again."""
+
+from __future__ import annotations
+
+import shlex
+
+from mezzo.report.markup import Markup, element
+from mezzo.report.reading import Comparison
+
+
+def rerun(comparison: Comparison) -> Markup:
+    """The command that runs the comparison again, ready to copy."""
+    command = command_line(comparison)
+    copy = element("button", "Copy", type="button", class_="copy", hidden=True)
+    return element("div", element("pre", element("code", command)), copy, class_="command")
+
+
+def command_line(comparison: Comparison) -> str:
+    """``mezzo compare ...`` as it was asked for, quoted for a POSIX shell."""
+    request = comparison.request
+    written = request.get("command") or comparison.verdict.get("command")
+    if isinstance(written, str) and written:
+        return written
+    if isinstance(written, (list, tuple)) and written:
+        return shlex.join(str(word) for word in written)
+    words = ["mezzo", "compare"]
+    started = next((run.started for run in comparison.runs if run.started), None)
+    script = request.get("target") or request.get("script") or (started.script if started else "SCRIPT")
+    if request.get("demo"):
+        words += ["--demo", str(request["demo"])]
+    elif request.get("is_module"):
+        words += ["-m", str(script)]
+    else:
+        words.append(str(script))
+    precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
+    words += [
+        "--precision",
+        precisions if isinstance(precisions, str) else ",".join(str(one) for one in precisions),
+    ]
+    for key in ("seeds", "margin", "metric"):
+        if request.get(key) not in (None, ""):
+            words += [f"--{key}", str(request[key])]
+    arguments = request.get("argv", started.argv if started else [])
+    if isinstance(arguments, (list, tuple)) and arguments:
+        words += ["--", *(str(word) for word in arguments)]
+    return shlex.join(words)
