@@ -1,0 +1,172 @@
+"""One quantity, FP32's against a candidate's, over the pairs of runs: the numbers, and their word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from mezzo.core.curve import Floats
+from mezzo.core.equivalence import paired_interval, pairs_needed, root_mean_square, t_quantile, tost_power
+
+FEWEST_FOR_TOST = 3
+NOISE_WIDTH = 2.0
+"""A run's noise floor is this many times the root mean square of what FP32 does to itself: about 95 %."""
+SINGLE_PAIR_FACTOR = 10.0
+"""With one or two pairs the noise has hardly a degree of freedom: only a gap ten times it is called harm."""
+COARSE = 25.0
+"""A harm of this many margins that can't be excluded is too coarse to call anything consistent."""
+COARSE_SHARE = 0.05
+"""... unless, for the loss, it is under this share of what FP32 learned."""
+
+
+class Parity(str, Enum):
+    """The four words of a verdict, from best to worst."""
+
+    EQUIVALENT = "equivalent"
+    CONSISTENT = "consistent"
+    INCONCLUSIVE = "inconclusive"
+    DIVERGENT = "divergent"
+
+
+ORDER = list(Parity)
+"""From best to worst."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity, FP32's against the candidate's, over the pairs.
+
+    `gap` is candidate - FP32 in the quantity's own units, `interval` its 90 % interval (None with one
+    pair), `margin` the same units. The noise floors are those of a single run: `twin_noise` is what one ulp
+    in the initial weights does to FP32, `seed_noise` what another seed does (None: not measured). `power`
+    is the chance that this many pairs, this noisy, would prove equivalence if there were no gap;
+    `pairs_needed` is how many would have 80 % of it. `resolution` is the harm that the runs cannot exclude.
+    """
+
+    quantity: str
+    baseline: float
+    candidate: float
+    gap: float
+    interval: tuple[float, float] | None
+    margin: float
+    twin_noise: float | None
+    seed_noise: float | None
+    power: float
+    pairs_needed: int | None
+    resolution: float | None
+    parity: Parity
+    why: str
+
+
+def compare(
+    quantity: str,
+    baseline: Floats,
+    candidate: Floats,
+    worse: float,
+    margin: float,
+    twin_gaps: list[float],
+    level: float,
+    coarse: float,
+) -> Comparison:
+    """Judge one quantity.
+
+    Args:
+        quantity: its name, for the sentence.
+        baseline: FP32's values, one a pair.
+        candidate: the candidate's, in the same order.
+        worse: +1 where a higher value is worse, -1 where a lower one is.
+        margin: the largest acceptable harm, in the quantity's units, > 0.
+        twin_gaps: what FP32 does to itself when its initial weights move by one ulp; may be empty.
+        level: of the one-sided bound that establishes harm, for instance 0.95.
+        coarse: a harm this large that can't be excluded makes the comparison inconclusive.
+    """
+    d = candidate - baseline
+    n = len(d)
+    gap = float(d.mean())
+    harm = worse * gap
+    sd = float(d.std(ddof=1)) if n > 1 else None
+    interval = None
+    if n > 1:
+        low, high = paired_interval(d)
+        interval = (float(low), float(high))
+    twin = NOISE_WIDTH * root_mean_square(twin_gaps) if twin_gaps else None
+    # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
+    seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
+    noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)
+    shrink = float(np.sqrt(n))
+    scale = (
+        sd if sd is not None and n >= FEWEST_FOR_TOST else noise / NOISE_WIDTH if noise is not None else None
+    )
+
+    if n >= FEWEST_FOR_TOST and sd is not None and interval is not None:
+        bound = harm - t_quantile(level, n - 1) * sd / shrink
+        harmful = bound > margin and harm > (twin or 0.0) / shrink
+        equivalent = -margin < interval[0] and interval[1] < margin
+        own = min(worse * interval[0], worse * interval[1]) <= 0.0
+        resolution: float | None = max(0.0, worse * interval[0], worse * interval[1])
+    else:
+        harmful = (
+            noise is not None
+            and bool((worse * d > 0).all())
+            and harm > SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH)
+        )
+        equivalent = own = False
+        resolution = max(0.0, harm) + noise / shrink if noise is not None else None
+
+    within = [
+        (harm <= margin, "within the margin" if harm > -margin else "on the better side of FP32"),
+        (
+            twin is not None and harm <= twin / shrink,
+            "within what one ulp in the initial weights does to FP32",
+        ),
+        (own, "no more than the pairs' own spread (its interval holds zero)"),
+        (seeds is not None and harm <= seeds / shrink, "within FP32's own spread between seeds"),
+    ]
+    named = next((text for holds, text in within if holds), "")
+    if harmful:
+        parity, why = Parity.DIVERGENT, "harm is established"
+    elif equivalent:
+        parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
+    elif resolution is not None and resolution > coarse:
+        parity = Parity.INCONCLUSIVE
+        why = f"the noise is too large to tell: a harm of {resolution:.3g} cannot be excluded"
+    elif named:
+        parity, why = Parity.CONSISTENT, f"the gap is {named}"
+    else:
+        parity, why = (
+            Parity.INCONCLUSIVE,
+            "the gap is beyond the margin and beyond the noise, yet not established",
+        )
+    return Comparison(
+        quantity,
+        float(baseline.mean()),
+        float(candidate.mean()),
+        gap,
+        interval,
+        margin,
+        twin,
+        seeds,
+        tost_power(scale, n, margin) if scale is not None and n >= FEWEST_FOR_TOST else 0.0,
+        pairs_needed(scale, margin) if scale is not None else None,
+        resolution,
+        parity,
+        why,
+    )
+
+
+def sentence(part: Comparison) -> str:
+    """The comparison in words: values, gap, interval, margin, finding, and the pairs it would take."""
+    name = part.quantity[0].upper() + part.quantity[1:]
+    values = f"{name} {part.candidate:.5g} against FP32's {part.baseline:.5g}"
+    where = f", 90 % interval {part.interval[0]:+.3g} to {part.interval[1]:+.3g}" if part.interval else ""
+    text = f"{values}: gap {part.gap:+.3g}{where}, margin {part.margin:.3g}: {part.why}."
+    if part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
+        if part.pairs_needed is None and part.twin_noise is None and part.seed_noise is None:
+            text += " How many pairs would prove equivalence is unknown: no noise was measured."
+        elif part.pairs_needed is None:
+            text += " No number of pairs under 10,000 would prove equivalence within this margin."
+        else:
+            text += f" To prove equivalence takes about {part.pairs_needed} pairs (80 % power)."
+    return text

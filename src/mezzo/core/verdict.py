@@ -1,0 +1,323 @@
+"""Parity of a candidate precision with FP32, from paired runs: a word, and every number behind it.
+
+The margin is an input, declared before the runs, and is never widened by the noise that they show. Each
+pair is one FP32 run and one candidate run with the same seeds; *harm* is the difference in the worse
+direction (a higher loss, a lower accuracy). The words:
+
+- **equivalent**: three or more pairs, and the 90 % interval of the mean difference lies within the margin
+(paired
+  TOST), for the loss and for the metric where there is one.
+- **divergent**: harm is established. Three or more pairs: the interval's lower end of harm lies above the
+margin,
+  and the mean above what FP32 does to itself. One or two pairs: the gap is ten times the larger of margin
+  and noise. Any number: a loss that is not finite though its step was not skipped, a candidate whose
+  optimizer never moved, or a run that lost a quarter of what FP32 learned while no FP32 run came near.
+- **consistent**: harm is not established, and the gap lies within the margin, or within a noise that is
+named.
+- **inconclusive**: the gap is beyond both and yet not established, or the noise is so large that it says
+nothing.
+
+`docs/verdict.md` explains the words; tests simulate how often each is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mezzo.core.comparison import COARSE, COARSE_SHARE, ORDER, Comparison, Parity, compare, sentence
+from mezzo.core.curve import Floats, final_loss, start_loss, tail_loss, window_losses
+from mezzo.core.equivalence import CONFIDENCE, paired_interval
+from mezzo.core.errors import ScriptError, UsageError
+
+COLLAPSE_SHARE = 0.25
+COLLAPSE_SPREAD = 4.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one finished run is judged by.
+
+    Args:
+        losses: the recorded losses in order, one for each outermost backward. metric: the script's final
+        metric, if one was asked for and found. moved: optimizer steps that moved the parameters; None where
+        the script steps no optimizer that was seen. skipped: optimizer steps that the loss scale vetoed.
+    """
+
+    losses: Floats
+    metric: float | None = None
+    moved: int | None = None
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Margins:
+    """The largest harm that is acceptable; declared before the runs.
+
+    Args:
+        loss: as a share of FP32's final loss, > 0.
+        metric: in the metric's own units, > 0; or a share of FP32's metric where `metric_relative`.
+        metric_higher: whether a higher metric is better.
+        metric_relative: whether `metric` is a share.
+    """
+
+    loss: float = 0.005
+    metric: float = 0.2
+    metric_higher: bool = True
+    metric_relative: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("loss", self.loss), ("metric", self.metric)):
+            if not 0.0 < value < float("inf"):
+                raise UsageError(
+                    f"the {name}'s margin is {value:g}: give a number above 0, such as 0.005 (0.5 %)"
+                )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The word for one candidate, the sentence behind it, and the comparisons that it rests on.
+
+    `pairs` counts distinct pairs: FP32 runs that came out bit-equal under different seeds are one.
+    `differences` holds, for each pair, its seed's number, candidate - FP32 of the final loss, and both
+    metrics.
+    """
+
+    parity: Parity
+    reason: str
+    pairs: int
+    loss: Comparison | None = None
+    metric: Comparison | None = None
+    differences: tuple[tuple[int, float, float | None, float | None], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def judge(
+    baseline: Mapping[int, RunResult],
+    candidate: Mapping[int, RunResult],
+    twins: Mapping[int, RunResult] | None = None,
+    margins: Margins | None = None,
+) -> Verdict:
+    """The verdict on one candidate.
+
+    Args:
+        baseline: FP32's runs by the number of their seed.
+        candidate: the candidate's runs, by the same numbers.
+        twins: FP32 runs whose initial weights were moved by one ulp, by the same numbers: the noise floor.
+        margins: see `Margins`.
+
+    Raises:
+        ScriptError: an FP32 run recorded no loss, or one that is not finite.
+        UsageError: no pair at all.
+    """
+    margins = margins or Margins()
+    twins = dict(twins or {})
+    _check_baseline({**baseline, **{k: twin for k, twin in twins.items() if k not in baseline}})
+    numbers = sorted(set(baseline) & set(candidate))
+    if not numbers:
+        raise UsageError("no pair of runs to compare: FP32 and the candidate share no seed")
+    broken = _broken(baseline, {k: candidate[k] for k in numbers})
+    notes = _notes(baseline, candidate, numbers)
+    groups = _groups({k: baseline[k] for k in numbers})
+    if len(groups) < len(numbers):
+        notes.append(
+            f"{len(numbers)} seeds gave {len(groups)} distinct FP32 run{'s' * (len(groups) > 1)}: the "
+            "script does not depend on its seeds, so the runs that are equal count once."
+        )
+    if broken:
+        return Verdict(Parity.DIVERGENT, broken, len(groups), notes=tuple(notes))
+    twins = {k: twin for k, twin in twins.items() if k in baseline and not _same(twin, baseline[k])}
+
+    fp32 = {k: final_loss(run.losses) for k, run in baseline.items()}
+    ours = {k: final_loss(candidate[k].losses) for k in numbers}
+    firsts = [group[0] for group in groups]
+    base_end = np.array([fp32[k] for k in firsts])
+    ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
+    learned = float(np.mean([start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
+    has_metric = all(run.metric is not None for k in numbers for run in (baseline[k], candidate[k]))
+    level = 1 - (1 - CONFIDENCE) / 2 / (1 + has_metric)  # two chances of a false alarm share one alarm's rate
+
+    margin = margins.loss * abs(float(base_end.mean()))
+    twin_gaps = [gap for k, twin in twins.items() for gap in _late_gaps(baseline[k], twin)]
+    loss = compare(
+        "final loss",
+        base_end,
+        ends,
+        1.0,
+        margin,
+        twin_gaps,
+        level,
+        max(COARSE * margin, COARSE_SHARE * learned),
+    )
+    metric = None
+    if has_metric:
+        base_metric = np.array([baseline[k].metric for k in firsts], dtype=np.float64)
+        our_metric = np.array(
+            [np.mean([candidate[k].metric for k in group]) for group in groups], dtype=np.float64
+        )
+        size = margins.metric * (abs(float(base_metric.mean())) if margins.metric_relative else 1.0)
+        gaps = [
+            float(twin.metric) - float(other)
+            for k, twin in twins.items()
+            if twin.metric is not None and (other := baseline[k].metric) is not None
+        ]
+        worse = -1.0 if margins.metric_higher else 1.0
+        metric = compare("metric", base_metric, our_metric, worse, size, gaps, level, COARSE * size)
+
+    differences = tuple(
+        (
+            k,
+            ours[k] - fp32[k],
+            candidate[k].metric if has_metric else None,
+            baseline[k].metric if has_metric else None,
+        )
+        for k in numbers
+    )
+    parity, reason = _weigh(loss, metric)
+    collapse = _collapse(baseline, candidate, twins, numbers, learned)
+    if collapse:
+        parity, reason = Parity.DIVERGENT, collapse
+    elif parity is Parity.EQUIVALENT and (where := _departure(baseline, candidate, groups, margins.loss)):
+        parity, reason = Parity.CONSISTENT, where
+    return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes))
+
+
+def _check_baseline(runs: Mapping[int, RunResult]) -> None:
+    for k, run in sorted(runs.items()):
+        losses = np.asarray(run.losses, dtype=np.float64)
+        if not losses.size:
+            raise ScriptError(
+                f"the FP32 run with seed {k} recorded no loss: the script never called backward()"
+            )
+        if not np.isfinite(losses).all():
+            step = int(np.flatnonzero(~np.isfinite(losses))[0])
+            raise ScriptError(
+                f"the FP32 run with seed {k} has a loss of {losses[step]} at step {step}: there is "
+                "nothing sound to compare with. Lower the learning rate, or mend the script, until it trains."
+            )
+
+
+def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult]) -> str:
+    """Why the candidate's training broke outright, in words; empty where it did not."""
+    for k, run in sorted(candidate.items()):
+        losses = np.asarray(run.losses, dtype=np.float64)
+        if not losses.size:
+            return f"With seed {k} it recorded no loss, where FP32 recorded {len(baseline[k].losses)}."
+        bad = np.flatnonzero(~np.isfinite(losses))
+        per_update = 1.0
+        if run.moved is not None:
+            per_update = max(1.0, losses.size / max(1, run.moved + run.skipped))
+        if bad.size > run.skipped * per_update or not np.isfinite(final_loss(losses)):
+            return (
+                f"With seed {k} its loss is {losses[bad[0]]} from step {bad[0]} on "
+                f"({bad.size} of {losses.size} losses)."
+            )
+        if run.moved == 0 and baseline[k].moved:
+            return (
+                f"With seed {k} no optimizer step moved the weights ({run.skipped} were skipped); FP32's did."
+            )
+        if run.metric is not None and not np.isfinite(run.metric):
+            return f"With seed {k} its metric is {run.metric}."
+    return ""
+
+
+def _notes(
+    baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult], numbers: list[int]
+) -> list[str]:
+    notes = []
+    for k in numbers:
+        fp32, ours = len(baseline[k].losses), len(candidate[k].losses)
+        if fp32 != ours:
+            notes.append(
+                f"seed {k}: {ours} losses against FP32's {fp32}; each run's own last tenth was compared."
+            )
+        bad = int(np.count_nonzero(~np.isfinite(candidate[k].losses)))
+        if bad:
+            notes.append(f"seed {k}: {bad} losses were not finite; their steps were skipped.")
+    return notes
+
+
+def _same(one: RunResult, other: RunResult) -> bool:
+    return np.array_equal(one.losses, other.losses) and one.metric == other.metric
+
+
+def _groups(runs: Mapping[int, RunResult]) -> list[list[int]]:
+    """Numbers of runs that are equal to the last bit, together."""
+    groups: list[list[int]] = []
+    for k in sorted(runs):
+        home = next((group for group in groups if _same(runs[group[0]], runs[k])), None)
+        if home is None:
+            groups.append([k])
+        else:
+            home.append(k)
+    return groups
+
+
+def _late_gaps(run: RunResult, twin: RunResult) -> list[float]:
+    """Differences of the two runs' windows in the second half: several draws of the noise from one pair."""
+    n = min(len(run.losses), len(twin.losses))
+    gaps = window_losses(twin.losses[:n]) - window_losses(run.losses[:n])
+    late: list[float] = gaps[len(gaps) // 2 :].tolist()
+    return late
+
+
+def _weigh(loss: Comparison, metric: Comparison | None) -> tuple[Parity, str]:
+    """The worse of the two words, and the sentence."""
+    parts = [loss] if metric is None else [loss, metric]
+    parity = max((part.parity for part in parts), key=ORDER.index)
+    return parity, " ".join(sentence(part) for part in parts)
+
+
+def _collapse(
+    baseline: Mapping[int, RunResult],
+    candidate: Mapping[int, RunResult],
+    twins: Mapping[int, RunResult],
+    numbers: list[int],
+    learned: float,
+) -> str:
+    """A single run that ended far above every FP32 run: a t interval can't call one ruin in three harm."""
+    for what, read in (("last tenth", final_loss), ("very end", tail_loss)):
+        ends = {k: read(run.losses) for k, run in baseline.items()}
+        all_ends = [*ends.values(), *(read(twin.losses) for twin in twins.values())]
+        spread = max(all_ends) - min(all_ends)
+        size = max(learned, 0.1 * abs(float(np.mean(all_ends))))
+        for k in numbers:
+            harm = read(candidate[k].losses) - ends[k]
+            if not harm <= max(COLLAPSE_SHARE * size, COLLAPSE_SPREAD * spread):  # NaN counts as collapse
+                return (
+                    f"With seed {k} its loss in the {what} is {read(candidate[k].losses):.4g} against "
+                    f"FP32's {ends[k]:.4g}: it lost {harm / size:.0%} of what FP32 learned, and FP32's own "
+                    f"runs lie within {spread:.3g}."
+                )
+    return ""
+
+
+def _departure(
+    baseline: Mapping[int, RunResult],
+    candidate: Mapping[int, RunResult],
+    groups: list[list[int]],
+    margin: float,
+) -> str:
+    """Harm established in a window of the second half though the ends agree: it forbids `equivalent`."""
+    rows = []
+    for k in (group[0] for group in groups):
+        n = min(len(baseline[k].losses), len(candidate[k].losses))
+        fp32, ours = window_losses(baseline[k].losses[:n]), window_losses(candidate[k].losses[:n])
+        rows.append(np.stack([fp32, ours - fp32]))
+    count = min(row.shape[1] for row in rows)
+    stack = np.stack([row[:, :count] for row in rows], axis=-1)[:, count // 2 : -1]  # [2, windows, pairs]
+    if not stack.shape[1]:
+        return ""
+    low, _ = paired_interval(stack[1], 1 - (1 - CONFIDENCE) / stack.shape[1])
+    allowed = margin * np.abs(stack[0].mean(axis=-1))
+    over = np.flatnonzero(~(low <= allowed))
+    if not over.size:
+        return ""
+    window = int(over[0]) + count // 2
+    return (
+        f"The ends are equivalent, but between {window / count:.0%} and {(window + 1) / count:.0%} of "
+        f"the run the loss lay above FP32's by {stack[1][over[0]].mean():.3g}, more than the margin: not "
+        "called equivalent."
+    )
