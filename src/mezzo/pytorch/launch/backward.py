@@ -1,0 +1,304 @@
+"""`backward()` and `autograd.grad` of a run: the loss is noted down, and in fp16 scaled without the
+script's knowing.
+
+fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves
+the graph is divided by S in FP32 on its way out: a hook that lives for one backward pass sits on *every*
+leaf that the graph reaches, before the script's own hooks. So `.grad` of parameters and of inputs, what
+`autograd.grad` returns and what hooks on leaves see are true gradients. What hooks on tensors inside the
+graph see is scaled.
+
+Each hook also notes, on the device, whether its gradient was finite; `Veto` asks before a step. A gradient
+that no optimizer owns (a hand-written update, an adversarial input) has nobody to veto its use. A graph
+with such a leaf is run again at S/2 until its gradients are finite or S is 1, and only then are they added
+to `.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from mezzo.pytorch.launch.veto import Found, Veto
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.launch.session import Session
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_CHECKED = (torch.float32, torch.float64)
+
+Backward = Callable[..., Any]
+
+
+def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
+    """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
+
+    @functools.wraps(original)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> Any:
+        rest = (retain_graph, create_graph, grad_variables)
+        if session.left_alone is not None:
+            return original(tensors, grad_tensors, *rest, inputs=inputs)
+        roots = _as_tuple(tensors)
+        if _graph_task() != -1:
+            if not session.scaling:
+                return original(tensors, grad_tensors, *rest, inputs=inputs)
+            return _inside(
+                session, veto, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
+            )
+        seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
+        session.journal.loss(_value(roots, seeds))
+        if not session.scaling or len(seeds) != len(roots):
+            return original(tensors, grad_tensors, *rest, inputs=inputs)
+
+        def run(scale: float, retain: bool | None) -> None:
+            original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
+
+        leaves = list(leaves_of(roots))
+        owned = veto.owned()
+        if all(id(leaf) in owned for leaf in leaves):
+            scale = session.scale.scale
+            with unscaling(leaves, scale) as found:
+                veto.remember(leaves, found)
+                run(scale, retain_graph)
+        else:
+            _carefully(session, veto, leaves, run, create_graph, retain_graph)
+        return None
+
+    return _unseen_by_dynamo(backward)
+
+
+def make_grad(session: Session, original: Backward) -> Backward:
+    """The `torch.autograd.grad` of a run that scales."""
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not session.scaling or _graph_task() != -1:
+            return original(outputs, inputs, grad_outputs, *args, **kwargs)
+        roots = _as_tuple(outputs)
+        seeds = _as_tuple(grad_outputs, len(roots))
+        wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
+        hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
+        by_hook = {id(leaf) for leaf in hooked}
+
+        def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            with unscaling(hooked, scale):
+                found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
+            return tuple(
+                g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
+            )
+
+        results = _until_finite(session, run, args, kwargs)
+        return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
+
+    return _unseen_by_dynamo(grad)
+
+
+def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What `autograd.grad` returns goes where no veto can follow it: so it is finite, if any scale makes it
+    so.
+    """
+    if _in_functorch():  # values can't be looked at
+        return tuple(run(session.scale.scale, *args, **kwargs))
+    retain = args[0] if args else kwargs.get("retain_graph")
+    rest, kwargs = args[1:], {key: value for key, value in kwargs.items() if key != "retain_graph"}
+    scale = session.scale.scale
+    while scale > 1.0:
+        results: tuple[Any, ...] = run(scale, True, *rest, **kwargs)
+        if all(g is None or bool(g.detach().isfinite().all()) for g in results):
+            return results
+        scale = session.overflowed(scale)
+    return tuple(run(scale, retain, *rest, **kwargs))
+
+
+def _carefully(
+    session: Session,
+    veto: Veto,
+    leaves: list[Tensor],
+    run: Callable[[float, bool | None], None],
+    create_graph: bool,
+    retain_graph: bool | None,
+) -> None:
+    """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
+    before = [(leaf.grad, veto.flags(leaf)) for leaf in leaves]
+    scale = session.scale.scale
+    try:
+        while True:
+            for leaf in leaves:
+                leaf.grad = None
+            with unscaling(leaves, scale) as found:
+                veto.remember(leaves, found)
+                run(scale, True if scale > 1.0 else retain_graph)
+            if scale <= 1.0 or not any(found.read()):
+                break
+            scale = session.overflowed(scale)
+    finally:
+        for leaf, (old, flags) in zip(leaves, before):
+            if old is not None:
+                veto.flags(leaf).extend(flags)
+                leaf.grad = old if leaf.grad is None else _sum(old, leaf.grad, in_place=not create_graph)
+    if not session.optimizers:
+        session.observe(found_inf=any(found.read()))
+
+
+def _sum(old: Tensor, new: Tensor, *, in_place: bool) -> Tensor:
+    if not in_place:
+        return old + new
+    with torch.no_grad():
+        return old.add_(new)
+
+
+def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[[], None]) -> None:
+    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled
+    already.
+
+    Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
+    tensors of the outer graph, and their gradients flow on into it: those stay scaled.
+    """
+    owned = veto.owned()
+    leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
+    with unscaling(leaves, session.scale.scale) as found:
+        veto.remember(leaves, found)
+        run()
+
+
+def leaves_of(roots: Iterable[Any]) -> Iterator[Tensor]:
+    """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
+    stack: list[Any] = []
+    for root in roots:
+        if isinstance(root, GradientEdge):
+            stack.append(root.node)
+        elif isinstance(root, Tensor) and root.requires_grad:
+            stack.append(torch.autograd.graph.get_gradient_edge(root).node)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+@contextmanager
+def unscaling(leaves: Sequence[Tensor], scale: float) -> Iterator[Found]:
+    """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other
+    hook.
+    """
+    found = Found([leaf.device for leaf in leaves])
+    inverse = 1.0 / scale
+    inverses = {
+        device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices
+    }
+    handles = []
+    try:
+        for index, leaf in enumerate(leaves):
+            hook = _unscale_hook(inverse, inverses[leaf.device], found.slot(index))
+            handles.append(_register_first(leaf, hook))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> Callable[[Tensor], Tensor]:
+    def unscale(grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # create_graph: the division is part of the graph
+            true = grad * inverse
+            slot.logical_or_(_not_finite(true.detach()))
+            return true
+        if grad.layout is torch.strided and grad.dtype in _CHECKED and type(grad) is Tensor:
+            true = grad.clone()  # another consumer may hold the same tensor
+            torch._amp_foreach_non_finite_check_and_unscale_([true], slot, inverse_on_device)
+            return true
+        true = grad * inverse
+        slot.logical_or_(_not_finite(true))
+        return true
+
+    return unscale
+
+
+def _not_finite(grad: Tensor) -> Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    return values.isfinite().all().logical_not()
+
+
+def _register_first(leaf: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+    """Register a hook that runs before the leaf's other hooks."""
+    handle = leaf.register_hook(hook)
+    hooks = leaf._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        others = [(key, value) for key, value in hooks.items() if key != handle.id]
+        for key, _ in others:
+            del hooks[key]
+        for key, value in others:
+            hooks[key] = value
+    return handle
+
+
+def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
+    """The gradients to start from, times S; where there is none to start from, None, and PyTorch says so."""
+    return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
+
+
+def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
+    if isinstance(seed, Tensor):
+        return seed * scale
+    if isinstance(root, GradientEdge):
+        meta = root.node._input_metadata[root.output_nr]
+        if all(size == 1 for size in meta.shape):
+            return torch.full(torch.Size(meta.shape), scale, dtype=meta.dtype, device=meta.device)
+        return None
+    if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
+        return seed
+    if not root.is_floating_point():
+        return seed
+    return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
+    """The number whose gradient this backward computes: the loss itself where it is one scalar without a
+    seed.
+    """
+    total: Any = None
+    with torch.no_grad():
+        for root, seed in zip(roots, seeds):
+            if not isinstance(root, Tensor):
+                return float("nan")
+            part = root.detach()
+            if seed is not None:
+                part = (part * seed.detach()).sum()
+            if part.numel() != 1:
+                return float("nan")
+            total = part.reshape(()).clone() if total is None else total + part.reshape(())
+    return float("nan") if total is None else total
+
+
+def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
+    if value is None:
+        return (None,) * length
+    if isinstance(value, (Tensor, GradientEdge)):
+        return (value,)
+    return tuple(value)
+
+
+def _in_functorch() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _unseen_by_dynamo(function: Backward) -> Backward:
+    """Dynamo breaks its graph at `backward()` anyway, and must not trace into what we put in its place."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,142 @@
+"""Journal: turns what happens in a run into records, in order, without making a GPU wait at every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mezzo.core.records import (
+    LossRecord,
+    MemoryRecord,
+    OpFormats,
+    OpsRecord,
+    Record,
+    RecordWriter,
+    RunEnded,
+    RunStarted,
+    UpdateRecord,
+)
+
+# Losses of a GPU are read this many at a time: each reading makes the host wait for the device.
+_BATCH = 50
+
+
+class Journal:
+    """Counts and writes down one run.
+
+    The `run` record waits for the first thing that happens, since only then is the device (and with it
+    `auto`'s choice) known. A loss that lies on an accelerator is read some steps later, together with
+    others; on a CPU each record is complete on disk before the next step begins.
+
+    Args:
+        path: file for the records; None counts only.
+        started: makes the first record when it is needed.
+    """
+
+    def __init__(self, path: Path | None, started: Callable[[], RunStarted]) -> None:
+        self._writer = None if path is None else RecordWriter(path)
+        self._make_started: Callable[[], RunStarted] | None = started
+        self._zero = time.perf_counter()
+        self._queue: list[tuple[Record, Any]] = []
+        self._held = False
+        self.losses = 0
+        self.updates: list[UpdateRecord] = []
+        self.memory: MemoryRecord | None = None
+        self.ops: list[OpFormats] = []
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Something that the user should read; said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def loss(self, value: Any) -> None:
+        """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change."""
+        record = LossRecord(index=self.losses, loss=math.nan, at=self._now())
+        self.losses += 1
+        self._put(record, value)
+
+    def update(
+        self,
+        optimizer: int,
+        *,
+        moved: bool,
+        loss_scale: float,
+        reason: str = "",
+        observed: bool = False,
+    ) -> None:
+        """An optimizer's step that moved the parameters, or that was vetoed."""
+        record = UpdateRecord(
+            index=len(self.updates),
+            optimizer=optimizer,
+            moved=moved,
+            skipped=not moved,
+            loss_scale=loss_scale,
+            at=self._now(),
+            reason=reason,
+            observed=observed,
+        )
+        self.updates.append(record)
+        self._put(record, None)
+
+    def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
+        """What the observed step showed."""
+        if memory is not None:
+            self.memory = memory
+            self._put(memory, None)
+        if ops is not None:
+            self.ops = ops
+            self._put(OpsRecord(ops), None)
+
+    def end(self, status: int) -> None:
+        """The script is over: everything that waits is written, then the end."""
+        self._put(RunEnded(status=status, seconds=self._now(), notes=list(self.notes)), None)
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+
+    def flush(self) -> None:
+        """Write what waits; reads losses from the device."""
+        queue, self._queue = self._queue, []
+        self._held = False
+        for record, value in queue:
+            if isinstance(record, LossRecord):
+                record = replace(record, loss=_number(value))
+            if self._writer is not None:
+                self._writer.write(record)
+
+    def _put(self, record: Record, value: Any) -> None:
+        if self._writer is None:
+            return
+        if self._make_started is not None:
+            make, self._make_started = self._make_started, None
+            self._writer.write(make())
+        self._queue.append((record, value))
+        self._held = self._held or _lies_on_device(value)
+        if not self._held or len(self._queue) >= _BATCH:
+            self.flush()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
+
+def now_text() -> str:
+    """The wall clock in ISO 8601, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _lies_on_device(value: Any) -> bool:
+    device = getattr(value, "device", None)
+    return device is not None and device.type != "cpu"
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (RuntimeError, ValueError, TypeError):  # a tensor without storage: meta, fake
+        return math.nan

@@ -1,0 +1,175 @@
+"""Optimizers of a run: each step is written down, and in fp16 one whose gradients are not finite is not
+taken.
+
+A step is vetoed by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data`
+would crash. What is wrapped is each optimizer class's `step`, at the place where PyTorch itself wraps it
+for its profiler (`Optimizer._patch_step_function`, when the first instance is made), so a subclass with its
+own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mezzo.pytorch.launch.veto import Veto
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.launch.session import Session
+    from mezzo.pytorch.launch.watch import StepWatch
+    from mezzo.pytorch.running_statistics import RunningStatistics
+
+Step = Callable[..., Any]
+
+
+class _OverflowError(Exception):
+    """The closure's loss is not finite before the optimizer has changed anything: leave the step."""
+
+
+class Steps:
+    """Stands between the script and its optimizers.
+
+    Args:
+        session: the run.
+        veto: who knows of gradients that are not finite.
+        watch: observes one early step.
+    """
+
+    def __init__(self, session: Session, veto: Veto, watch: StepWatch) -> None:
+        self._session = session
+        self._veto = veto
+        self._watch = watch
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._inside: set[int] = set()
+        self._wrapped: list[tuple[Any, Any]] = []
+        self.statistics: weakref.WeakKeyDictionary[Any, RunningStatistics] = weakref.WeakKeyDictionary()
+
+    def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The `Optimizer._patch_step_function` of a run."""
+
+        @functools.wraps(original)
+        def _patch_step_function(optimizer: Any) -> None:
+            original(optimizer)
+            self._session.optimizers.add(optimizer)
+            kind: Any = type(optimizer)
+            if not hasattr(kind.step, "_mezzo_steps"):
+                before = kind.__dict__.get("step")
+                self._wrapped.append((kind, before))
+                kind.step = self._wrap(kind.step)
+
+        return _patch_step_function
+
+    def make_zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The `Optimizer.zero_grad` of a run that scales."""
+
+        @functools.wraps(original)
+        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._veto.forget(optimizer)
+
+        return zero_grad
+
+    def undo(self) -> None:
+        """Give every optimizer class its own `step` back."""
+        for kind, before in self._wrapped:
+            if before is None:
+                del kind.step
+            else:
+                kind.step = before
+        self._wrapped.clear()
+
+    def _wrap(self, step: Step) -> Step:
+        @functools.wraps(step)
+        def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._session.left_alone is not None or id(optimizer) in self._inside:
+                return step(optimizer, *args, **kwargs)
+            self._inside.add(id(optimizer))
+            try:
+                return self._step(step, optimizer, args, kwargs)
+            finally:
+                self._inside.discard(id(optimizer))
+
+        stepping._mezzo_steps = self  # type: ignore[attr-defined]
+        stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return stepping
+
+    def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        if not session.scaling:
+            result = step(optimizer, *args, **kwargs)
+            self._done(optimizer, moved=True, scale=1.0)
+            return result
+        closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
+        if closure is not None:
+            return self._step_with_closure(step, optimizer, closure, args, kwargs)
+        scale = session.scale.scale
+        if self._veto.forbids(optimizer):
+            session.observe(found_inf=True)
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
+            return None
+        result = step(optimizer, *args, **kwargs)
+        session.observe(found_inf=False)
+        self._done(optimizer, moved=True, scale=scale)
+        return result
+
+    def _step_with_closure(
+        self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A closure whose gradients are not finite is run again at S/2, within the step, until they are."""
+        session = self._session
+        calls = again = 0
+
+        def finite_closure(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            nonlocal calls, again
+            while True:
+                loss = closure(*inner_args, **inner_kwargs)
+                bad = self._veto.forbids(optimizer)
+                if bad and calls == 0 and not _is_finite(loss):
+                    raise _OverflowError  # a smaller scale mends no forward pass
+                calls += 1
+                if not bad or not _is_finite(loss):
+                    return loss
+                again += 1
+                session.reruns += 1
+                calls -= 1
+                session.observe(found_inf=True)
+
+        if args:
+            args = (finite_closure, *args[1:])
+        else:
+            kwargs = {**kwargs, "closure": finite_closure}
+        scale = session.scale.scale
+        try:
+            result = step(optimizer, *args, **kwargs)
+        except _OverflowError:
+            session.observe(found_inf=True)
+            self._done(optimizer, moved=False, scale=scale, reason="the loss was not finite")
+            return None
+        reason = f"closure run again {again} times at a smaller loss scale" if again else ""
+        scale = session.scale.scale
+        session.observe(found_inf=False)
+        self._done(optimizer, moved=True, scale=scale, reason=reason)
+        return result
+
+    def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
+        session = self._session
+        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        for statistics in self.statistics.values():
+            statistics.restore(not moved)
+        if session.trial is not None:
+            session.trial.finish(counts=moved)
+            if session.trial.decision is not None:
+                session.decide(session.trial.decision)
+        observed = self._watch.running
+        session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
+        self._watch.after_update(number, moved=moved)
+
+
+def _is_finite(loss: Any) -> bool:
+    try:
+        return math.isfinite(float(loss))
+    except (TypeError, ValueError, RuntimeError):
+        return True

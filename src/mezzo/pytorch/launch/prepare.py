@@ -1,0 +1,82 @@
+"""What happens once for each module that is called outermost, before its first forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.launch.nudge import nudge
+from mezzo.pytorch.launch.tf32 import switch_off_tf32
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.launch.optimizers import Steps
+    from mezzo.pytorch.launch.session import Session
+
+_LOWERED = (torch.bfloat16, torch.float16)
+
+
+class Preparation:
+    """Finds the device, resolves `auto`, applies the policy's overrides, nudges: each once a module."""
+
+    def __init__(self, session: Session, steps: Steps) -> None:
+        self._session = session
+        self._steps = steps
+        self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def prepare(self, module: nn.Module) -> bool:
+        """Whether this module's call is a region: it has floating parameters, all of FP32 or wider."""
+        known = self._known.get(module)
+        if known is None:
+            known = self._known[module] = self._first_call(module)
+        return known
+
+    def _first_call(self, module: nn.Module) -> bool:
+        session = self._session
+        own = [p for p in module.parameters() if p.is_floating_point()]
+        if not own:
+            return False
+        name = type(inner(module)).__name__
+        lowered = next((p.dtype for p in own if p.dtype in _LOWERED), None)
+        if lowered is not None:
+            session.stand_back(
+                f"{name} holds {str(lowered).removeprefix('torch.')} parameters: "
+                "the script chooses its formats itself"
+            )
+            return False
+        first = not session.device_type
+        session.resolve(next(iter(own)).device.type)
+        if first and session.policy.is_fp32 and switch_off_tf32():
+            session.journal.note("the script had switched TF32 on; under the policy fp32 it is off")
+        session.modules.setdefault(name)
+        if session.policy.modules and not session.policy.is_fp32:
+            self._override(module, first)
+        if session.request.nudge and not session.journal.updates:
+            nudge(p for p in own if not is_lazy(p))
+        return True
+
+    def _override(self, module: nn.Module, first: bool) -> None:
+        from mezzo.pytorch.autocast import apply_module_overrides
+
+        try:
+            apply_module_overrides(inner(module), self._session.policy)
+        except UsageError as error:
+            # Patterns are written for the script's model. Another module that they don't match is no mistake.
+            if first:
+                self._session.fatal = error
+                raise
+
+
+def inner(module: nn.Module) -> nn.Module:
+    """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
+    while True:
+        wrapped = module._modules.get("_orig_mod")
+        if wrapped is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            wrapped = module.module
+        if wrapped is None:
+            return module
+        module = wrapped

@@ -1,0 +1,85 @@
+"""The region of a run: each outermost call of a module with parameters.
+
+A module is called outermost if autocast is off around it and no backward pass is running. A criterion, a
+metric or an activation has no parameters: it is the script's own arithmetic on FP32 values, and stays in
+FP32. Calls inside the region meet one question, whether any autocast is on, and go their way.
+
+Inside `torch.compile` the patched `__call__` is traced like any other function (a compiled step), so this
+file holds what Dynamo may see and nothing else. What must happen once a module (`Regions.prepare`) happens
+while Dynamo traces, not in the graph: a graph break there would cut a step in two for good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mezzo.pytorch import identity
+from mezzo.pytorch.autocast import autocast
+from mezzo.pytorch.launch.outputs import to_fp32
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.launch.prepare import Preparation
+    from mezzo.pytorch.launch.session import Session
+
+_any_autocast = torch._C._is_any_autocast_enabled
+_label_on = torch.is_autocast_enabled
+_LABEL = identity._CANDIDATES[0]  # on in every region of ours, and nowhere else
+_graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_tracing_state = torch._C._get_tracing_state
+
+
+class _Thread(threading.local):
+    """Whether this thread is inside an outermost call in FP32, where autocast's state can't tell."""
+
+    in_fp32 = False
+
+
+def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The `nn.Module.__call__` of a run."""
+    thread = _Thread()
+
+    def prepare_at_trace_time(context: Any) -> None:
+        variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        module = getattr(variable, "value", None)
+        if isinstance(module, nn.Module):
+            preparation.prepare(module)
+
+    def traced(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.comptime import comptime
+
+        comptime(prepare_at_trace_time)
+        if session.left_alone is not None or session.policy.is_fp32:
+            return original(self, *args, **kwargs)
+        with autocast(session.policy, session.device_type):
+            out = original(self, *args, **kwargs)
+        return to_fp32(out)
+
+    def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        if session.left_alone is not None or _graph_task() != -1 or _tracing_state() is not None:
+            return original(self, *args, **kwargs)
+        if thread.in_fp32 or not preparation.prepare(self):
+            return original(self, *args, **kwargs)
+        policy = session.enter()
+        if policy.is_fp32:
+            thread.in_fp32 = True
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                thread.in_fp32 = False
+        with autocast(policy, session.device_type):
+            out = original(self, *args, **kwargs)
+        return to_fp32(out)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _any_autocast() or _label_on(_LABEL):
+            return original(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return traced(self, args, kwargs)
+        return outermost(self, args, kwargs)
+
+    return call

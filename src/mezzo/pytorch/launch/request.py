@@ -1,0 +1,69 @@
+"""RunRequest: everything that decides how one script is run, as a frozen value that travels between
+processes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from mezzo.core.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One run of one unmodified script.
+
+    Args:
+        target: path of the script (or of a directory that holds a `__main__.py`), or a module's dotted name.
+        argv: what the script finds in `sys.argv[1:]`.
+        is_module: whether `target` is a module's name, as after `python -m`.
+        policy: a preset, a short string, or the path of a `.toml` file.
+        records: file for the run's records (JSON lines); None writes none.
+        seed_offset: None leaves every seed alone. k >= 0 adds k to every seed that the script gives, and
+            seeds what it does not seed; see `mezzo.pytorch.launch.seeds`.
+        nudge: move the FP32 weights by one unit in the last place before the first step.
+        observe: watch one early step for its peak memory and the formats of its ops.
+        summary: print a short account to stderr at the end.
+
+    Raises:
+        UsageError: a seed offset below zero.
+    """
+
+    target: str
+    argv: tuple[str, ...] = ()
+    is_module: bool = False
+    policy: str = "auto"
+    records: Path | None = None
+    seed_offset: int | None = None
+    nudge: bool = False
+    observe: bool = False
+    summary: bool = True
+
+    def __post_init__(self) -> None:
+        if self.seed_offset is not None and self.seed_offset < 0:
+            raise UsageError(f"seed_offset is {self.seed_offset}: give None, or a number of 0 or more")
+
+    def to_json(self) -> str:
+        """The request as one line of JSON."""
+        return json.dumps({**asdict(self), "records": None if self.records is None else str(self.records)})
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRequest:
+        """The request that `to_json` wrote.
+
+        Raises:
+            UsageError: the text is no request, or holds a key that no request has.
+        """
+        try:
+            data = json.loads(text)
+            names = {f.name for f in fields(cls)}
+            for key in data:
+                if key not in names:
+                    raise unknown_name("key", key, names, where="run request: ")
+            data["argv"] = tuple(data.get("argv", ()))
+            data["records"] = Path(data["records"]) if data.get("records") else None
+            return cls(**data)
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise UsageError(f"not a run request: {text[:80]!r} ({error})") from error

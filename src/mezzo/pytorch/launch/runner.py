@@ -1,0 +1,85 @@
+"""run: one unmodified script under one policy, from the request to the exit status."""
+
+from __future__ import annotations
+
+import sys
+
+from mezzo.core.errors import UsageError
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.records import RunStarted
+from mezzo.pytorch.launch import script
+from mezzo.pytorch.launch.imports import ImportWatch
+from mezzo.pytorch.launch.instrument import Instrument
+from mezzo.pytorch.launch.journal import Journal, now_text
+from mezzo.pytorch.launch.request import RunRequest
+from mezzo.pytorch.launch.seeds import Seeds
+from mezzo.pytorch.launch.session import Session
+from mezzo.pytorch.launch.summary import summary
+
+
+def run(request: RunRequest) -> int:
+    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status.
+
+    Nothing of PyTorch is imported before the script does so. A script that raises has its traceback
+    printed, with the script's code alone in it, and gives status 1; after an interrupt the status is 130.
+    All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and TF32 is off, so on a
+    CPU the script computes what it computes without Mezzo, to the last bit.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, or the records can't be written; nothing has
+        run.
+        MezzoError: likewise, from the policy.
+    """
+    policy = policy_of(request.policy)
+    target = script.locate(request.target, is_module=request.is_module)
+    try:
+        journal = Journal(request.records, lambda: _started(session))
+    except OSError as error:
+        raise UsageError(f"can't write records to {str(request.records)!r}: {error.strerror}") from error
+    session = Session(request, policy, journal)
+    imports = ImportWatch()
+    instrument = Instrument(session, imports)
+    seeds = None if request.seed_offset is None else Seeds(request.seed_offset, imports)
+    status = 1
+    with script.surroundings(target, request.argv) as namespace:
+        imports.install()
+        instrument.install()
+        if seeds is not None:
+            seeds.install()
+        try:
+            status = script.execute(target, namespace)
+        finally:
+            instrument.remove()
+            if seeds is not None:
+                seeds.remove()
+            imports.remove()
+            if instrument.watch is not None:
+                instrument.watch.finish()
+            if not journal.losses and session.left_alone is None:
+                journal.note("the script never called backward()")
+            journal.end(status)
+    if session.fatal is not None:
+        raise session.fatal
+    if request.summary:
+        sys.stdout.flush()
+        print(summary(session), file=sys.stderr)
+    return status
+
+
+def _started(session: Session) -> RunStarted:
+    request = session.request
+    if "torch" in sys.modules:
+        from mezzo.pytorch.machine import describe
+
+        machine = describe()
+    else:
+        machine = {}
+    return RunStarted(
+        script=request.target,
+        argv=list(request.argv),
+        policy=str(session.policy),
+        seed_offset=request.seed_offset or 0,
+        nudged=request.nudge,
+        machine=machine,
+        started=now_text(),
+    )

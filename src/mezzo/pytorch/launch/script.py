@@ -1,0 +1,188 @@
+"""Run a script, or a module, in this process just as `python SCRIPT` or `python -m MODULE` would."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from mezzo.core.errors import UsageError
+
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_DEMOS = _OURS + "demos" + os.sep
+# A script's objects may outlive its run (atexit, threads), so its module is never let go.
+_kept: list[ModuleType] = []
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be run: where its code is, and what Python would have put around it."""
+
+    name: str
+    argv0: str
+    path0: str
+    file: str
+    code: CodeType | None
+    spec: ModuleSpec | None
+    package: str | None
+
+
+def locate(target: str, *, is_module: bool) -> Target:
+    """Find the script or the module.
+
+    Raises:
+        UsageError: there is no such file, module or `__main__.py`, or it can't be read.
+    """
+    return _module(target) if is_module else _script(target)
+
+
+def _script(target: str) -> Target:
+    path = Path(target)
+    folder = path.is_dir()
+    file = path / "__main__.py" if folder else path
+    if folder and not file.exists():
+        raise UsageError(
+            f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
+        )
+    if not file.exists():
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
+        there = f" Scripts there: {', '.join(near)}." if near else ""
+        raise UsageError(f"no script {target!r} in {os.getcwd()}.{there}")
+    if not os.access(file, os.R_OK):
+        raise UsageError(f"the script {target!r} can't be read. Check its permissions.")
+    full = os.path.abspath(file)
+    path0 = os.path.abspath(path) if folder else os.path.dirname(os.path.realpath(file))
+    return Target(target, target, path0, full, None, None, "" if folder else None)
+
+
+def _module(target: str) -> Target:
+    sys.path.insert(0, os.getcwd())
+    try:
+        details: Any = runpy._get_module_details  # type: ignore[attr-defined]
+        name, spec, code = details(target, _NoModuleError)
+    except _NoModuleError as error:
+        raise UsageError(f"-m {target}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return Target(name, spec.origin, os.getcwd(), spec.origin, code, spec, spec.parent)
+
+
+class _NoModuleError(Exception):
+    pass
+
+
+@contextmanager
+def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """`__main__`, `sys.argv` and `sys.path[0]` as Python makes them for this target; restored afterwards."""
+    module = ModuleType("__main__")
+    namespace: dict[str, Any] = module.__dict__
+    namespace.update(
+        __file__=target.file,
+        __package__=target.package,
+        __spec__=target.spec,
+        __builtins__=__builtins__,
+        __cached__=None if target.spec is None else target.spec.cached,
+        __loader__=SourceFileLoader("__main__", target.file) if target.spec is None else target.spec.loader,
+        __annotations__={},
+    )
+    _kept.append(module)
+    before = sys.modules["__main__"], sys.argv, list(sys.path)
+    sys.modules["__main__"] = module
+    sys.argv = [target.argv0, *argv]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0:1] = [target.path0]
+    try:
+        yield namespace
+    finally:
+        sys.modules["__main__"], sys.argv = before[0], before[1]
+        sys.path[:] = before[2]
+
+
+def execute(target: Target, namespace: dict[str, Any]) -> int:
+    """Run the code; the exit status is the one with which Python would have ended. Tracebacks show the
+    script's code.
+
+    An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
+    means what it means to Python. Threads that are no daemons are waited for.
+    """
+    try:
+        code = target.code
+        if code is None:
+            with io.open_code(target.file) as stream:
+                code = compile(stream.read(), target.file, "exec", dont_inherit=True)
+        exec(code, namespace)
+        status = 0
+    except SystemExit as stop:
+        status = exit_status(stop)
+    except BaseException as error:
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        show(error)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    return status
+
+
+def exit_status(stop: SystemExit) -> int:
+    """The status that `sys.exit(code)` gives a process: None is 0, a number is itself, the rest is printed
+    and is 1.
+    """
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def show(error: BaseException) -> None:
+    """Send an exception to `sys.excepthook` with Mezzo's own frames taken out of every traceback it
+    carries.
+    """
+    strip(error)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as second:  # the script's own hook fails: Python then shows both
+        print("Error in sys.excepthook:", file=sys.stderr)
+        strip(second)
+        traceback.print_exception(second)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+
+
+def strip(error: BaseException) -> None:
+    """Take Mezzo's frames (and the import system's that it stepped through) out of an exception and its
+    causes.
+    """
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [error]
+    while queue:
+        one = queue.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _without_ours(one.__traceback__)
+        queue += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_OURS) or name.startswith(_DEMOS):
+            frames.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for old in reversed(frames):
+        kept = TracebackType(kept, old.tb_frame, old.tb_lasti, old.tb_lineno)
+    return kept

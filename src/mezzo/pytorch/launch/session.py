@@ -1,0 +1,115 @@
+"""Session: what one run of a script knows of itself while it runs. Every patched function holds the same
+one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mezzo.core.errors import MezzoError
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation
+from mezzo.core.policy import Policy
+from mezzo.pytorch.launch.journal import Journal
+from mezzo.pytorch.launch.request import RunRequest
+
+if TYPE_CHECKING:
+    from mezzo.core.trial import TrialDecision
+    from mezzo.pytorch.auto import TimedTrial
+
+
+@dataclass
+class Session:
+    """The state of a run.
+
+    Attributes:
+        policy: the policy as asked for; `auto` until the first model call shows the device.
+        scale: the loss-scale machine's state. `NoLossScale` switches all scaling off.
+        left_alone: why Mezzo stands back for the rest of the run; None while it does its work.
+        model_calls: outermost calls that ran in the policy's region.
+        modules: class names of the modules called outermost, in order of their first call.
+        optimizers: the optimizers alive (weak), for telling whose gradients are whose.
+    """
+
+    request: RunRequest
+    policy: Policy
+    journal: Journal
+    scale: LossScale = field(default_factory=NoLossScale)
+    device_type: str = ""
+    left_alone: str | None = None
+    model_calls: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    trial: TimedTrial | None = None
+    precision_reason: str = ""
+    fatal: MezzoError | None = None
+    reruns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy.compute != "auto":
+            self.scale = self.policy.make_loss_scale()
+
+    @property
+    def scaling(self) -> bool:
+        """Whether backward passes are scaled."""
+        return self.left_alone is None and not isinstance(self.scale, NoLossScale)
+
+    def stand_back(self, why: str) -> None:
+        """Leave the script alone from here on; the first reason is the one told."""
+        if self.left_alone is None:
+            self.left_alone = why
+            self.journal.note(f"left alone: {why}")
+
+    def resolve(self, device_type: str) -> None:
+        """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""
+        if self.device_type:
+            return
+        self.device_type = device_type
+        if self.policy.compute == "auto":
+            from mezzo.core.trial import PrecisionTrial
+            from mezzo.pytorch.auto import TimedTrial, resolve
+
+            self.policy, self.precision_reason = resolve(self.policy, device_type)
+            if not self.policy.is_fp32:
+                self.trial = TimedTrial(PrecisionTrial(self.policy.compute), device_type)
+            self.scale = self.policy.make_loss_scale()
+
+    def enter(self) -> Policy:
+        """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""
+        self.model_calls += 1
+        if self.trial is not None:
+            self.trial.start()
+            if self.trial.precision == "fp32":
+                return _FP32
+        return self.policy
+
+    def observe(self, *, found_inf: bool) -> None:
+        """One step is over: the scale for the next.
+
+        Raises:
+            LossScaleCollapseError: the scale is at its floor and the patience ran out.
+        """
+        self.scale = self.scale.next(Observation(found_inf))
+
+    def overflowed(self, scale: float) -> float:
+        """A backward at `scale`, whose gradients nobody has seen yet, overflowed: the scale at which to run
+        it again.
+
+        It halves until 1, whatever the machine's own factor; a dynamic machine learns of it.
+        """
+        self.reruns += 1
+        if isinstance(self.scale, DynamicLossScale) and self.scale.scale > 1.0:
+            self.observe(found_inf=True)
+        return max(1.0, scale * 0.5)
+
+    def decide(self, decision: TrialDecision) -> None:
+        """The trial of `auto` is over."""
+        self.trial = None
+        self.precision_reason = decision.reason
+        if decision.precision == "fp32":
+            self.policy = _FP32
+            self.scale = NoLossScale()
+
+
+_FP32 = Policy("fp32")

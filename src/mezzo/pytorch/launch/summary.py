@@ -1,0 +1,63 @@
+"""The few lines that end a run: what ran in which precision, what was skipped, what was left alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mezzo.core.loss_scale import NoLossScale
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.launch.session import Session
+
+
+def summary(session: Session) -> str:
+    """The account of a run, a line each, ready to print."""
+    lines = [_headline(session)]
+    journal = session.journal
+    if session.left_alone is None:
+        if session.model_calls:
+            lines.append(_calls(session))
+        skipped = sum(update.skipped for update in journal.updates)
+        if journal.updates or journal.losses:
+            steps = _count(len(journal.updates), "optimizer step")
+            lines.append(f"{steps}, {skipped} skipped; {_count(journal.losses, 'backward pass', 'es')}")
+        if not isinstance(session.scale, NoLossScale):
+            reruns = (
+                f"; {_count(session.reruns, 'backward pass', 'es')} run again at a smaller one"
+                if session.reruns
+                else ""
+            )
+            lines.append(f"loss scale {session.scale.scale:g} at the end{reruns}")
+        if journal.ops:
+            lines.append(_ops(session))
+    lines += journal.notes
+    return "\n".join(f"mezzo: {line}" for line in lines)
+
+
+def _headline(session: Session) -> str:
+    if session.left_alone is not None:
+        return "this script ran as it is; Mezzo changed nothing"
+    if not session.device_type:
+        return "no model was called, so there was nothing to run in another precision"
+    text = f"policy {session.policy}"
+    return f"{text} ({session.precision_reason})" if session.precision_reason else text
+
+
+def _calls(session: Session) -> str:
+    names = ", ".join(session.modules)
+    calls = _count(session.model_calls, "call")
+    if session.policy.is_fp32:
+        return f"{calls} of {names}, all in FP32"
+    return f"{calls} of {names} in {session.policy.compute} on {session.device_type}; weights stay FP32"
+
+
+def _ops(session: Session) -> str:
+    by_format: dict[str, list[str]] = {}
+    for op in session.journal.ops:
+        by_format.setdefault(op.observed.split(" -> ")[0], []).append(op.op)
+    parts = [f"{name or 'no floats'}: {len(ops)} ops" for name, ops in sorted(by_format.items())]
+    return "formats seen in one step: " + "; ".join(parts)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
