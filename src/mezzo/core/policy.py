@@ -1,37 +1,56 @@
-"""Policy: which op, which module and which tensor of a training run has which number format, as a frozen value.
+"""Policy: which number format every op, module and tensor of a training run has, as a frozen value.
 
-A policy is resolved and printed before a model is touched. It says nothing of kernels: `mezzo.core.rules` holds what
-each op does by default, `mezzo.pytorch` turns both into calls. Its text forms live in `mezzo.core.policy_text`.
+A policy is resolved and printed before a model is touched. It knows nothing of kernels: `mezzo.core.rules`
+says what each op does unless a policy says otherwise, and `mezzo.pytorch` turns both into calls. The text forms
+are read and written in `mezzo.core.policy_text`.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import math
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.loss_scale import LossScale
-from mezzo.core.policy_text import KEYS, canonical_loss_scale, loss_scale_of, read_string, read_toml, to_toml
+from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
+from mezzo.core.policy_text import (
+    KEYS,
+    Entry,
+    loss_scale_of,
+    print_loss_scale,
+    print_toml,
+    read_string,
+    read_toml,
+)
 from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STORED_FORMATS = ("fp32", "bf16", "fp16")
 COMPUTE_FORMATS = (*STORED_FORMATS, "auto")
 
-_OP_NAME = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)?")
-_PATTERN = re.compile(r"[^\s.,=()\"'#]+(\.[^\s.,=()\"'#]+)*")
+_WIDE = (Rule.FP32, Rule.BANNED)
+
+_FOREIGN_OP = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+_COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
+_PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy says of one op: the rule, why, and whether the table or the policy's own text decided."""
+    """What a policy says of one op.
+
+    Args:
+        op: the op's name as in the table.
+        rule: what happens to its inputs and outputs.
+        reason: why.
+        source: ``table``, or ``policy`` where the policy's own text decided.
+        remedy: for a banned op, what to use in its place.
+    """
 
     op: str
     rule: Rule
@@ -40,23 +59,28 @@ class Decision:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
-    """Which format everything has; equal policies are equal values, and printing one gives a string that parses back.
+    """Which format everything has. Equal policies are equal values; printed, they read back as themselves.
+
+    >>> str(Policy(compute="bf16", modules=(("head", "fp32"),)))
+    'bf16,module.head=fp32'
 
     Args:
-        compute: format of the ops under the rule `lower`: fp32, bf16, fp16, or auto (until `resolved`).
-        params: format in which parameters are stored. 16 bits only together with the same compute format or fp32.
-        output: format of the floating tensors that leave the model.
-        loss_scale: `none`, `dynamic`, `dynamic(init=1024,growth_interval=100)`, a number such as `1024`, or `auto`,
-            which becomes `dynamic` where anything is computed in fp16 and `none` elsewhere.
-        ops: (op, rule) pairs that override or extend the table of `mezzo.core.rules`.
-        modules: (path pattern, format) pairs; the last pattern that matches a module decides. Mappings are taken
-            for both.
+        compute: what ops under the rule `lower` run in: fp32, bf16, fp16, or auto until `resolved`.
+        params: what parameters are stored in: fp32, bf16 or fp16.
+        output: what floating tensors leave the model in: fp32, bf16 or fp16.
+        loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
+            `DynamicLossScale`; a number (``1024``, ``2**10``) for a constant; or ``auto``, which becomes
+            ``dynamic`` where anything is computed in fp16 and ``none`` elsewhere, once `compute` is known.
+        ops: (op, rule) pairs that override or extend the table in `mezzo.core.rules`; a mapping will do. An op
+            of another library is written with its namespace: ``mylib::fused``.
+        modules: (path pattern, format) pairs; the last pattern that matches a module decides. A mapping will
+            do.
 
     Raises:
-        UnknownNameError: a format, rule or op that does not exist, with the nearest one that does.
-        UsageError: a combination that has no meaning.
+        UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
+        UsageError: a pattern that is none, something given twice, or two formats that exclude each other.
     """
 
     compute: str = "fp32"
@@ -67,164 +91,263 @@ class Policy:
     modules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        check_format("compute", self.compute)
-        check_format("params", self.params)
-        check_format("output", self.output)
-        lowered = {"fp16", "bf16"}
-        if {self.compute, self.params} == lowered:
-            raise UsageError(
-                f"policy: params={self.params} with compute={self.compute}: every weight would be converted between "
-                f"two 16-bit formats and lose range or digits. Use params=fp32 or params={self.compute}."
-            )
-        ops = _pairs("op", self.ops)
-        modules = _pairs("module", self.modules)
-        object.__setattr__(self, "ops", tuple(sorted((check_op(op), check_rule(rule)) for op, rule in ops)))
-        object.__setattr__(
-            self,
-            "modules",
-            tuple((check_pattern(path), check_module_format(path, fmt)) for path, fmt in modules),
-        )
-        text = canonical_loss_scale(str(self.loss_scale))
-        if text == "auto" and self.compute != "auto":
-            fp16 = self.compute == "fp16" or any(fmt == "fp16" for _, fmt in self.modules)
-            text = "dynamic" if fp16 else "none"
-        object.__setattr__(self, "loss_scale", text)
-
-    @property
-    def name(self) -> str:
-        """The shortest string that parses back to this policy: a preset's name, then what departs from it."""
-        parts = [self.compute]
-        parts += [
-            f"{key}={getattr(self, key)}" for key in ("params", "output") if getattr(self, key) != "fp32"
+        given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
+        given += [Entry("op", name, rule, "") for name, rule in _pairs(self.ops)]
+        given += [Entry("module", name, fmt, "") for name, fmt in _pairs(self.modules)]
+        checked = [
+            _checked(entry._replace(where=f"policy '{_left(entry)}={entry.value}': ")) for entry in given
         ]
-        if self.loss_scale != replace(self, loss_scale="auto").loss_scale:
-            parts.append(f"loss_scale={self.loss_scale}")
-        parts += [f"op.{op}={rule}" for op, rule in self.ops]
-        parts += [f"module.{path}={fmt}" for path, fmt in self.modules]
+        _no_duplicates(checked)
+        for key in KEYS:
+            object.__setattr__(self, key, next(entry.value for entry in checked if entry.key == key))
+        # The order of ops means nothing, the order of patterns decides.
+        object.__setattr__(self, "ops", tuple(sorted((e.name, e.value) for e in checked if e.key == "op")))
+        object.__setattr__(self, "modules", tuple((e.name, e.value) for e in checked if e.key == "module"))
+        for key in ("params", "output"):
+            if {self.compute, getattr(self, key)} == {"bf16", "fp16"}:
+                raise UsageError(
+                    f"policy 'compute={self.compute},{key}={getattr(self, key)}': values would pass between "
+                    "two 16-bit formats and lose range one way, digits the other. "
+                    f"Use {key}=fp32 or {key}={self.compute}."
+                )
+        if self.loss_scale == "auto" and self.compute != "auto":
+            object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self._computed else "none")
+
+    @cached_property
+    def name(self) -> str:
+        """The shortest string that reads back as this policy: a preset's name, then what departs from it."""
+        plain = Policy(self.compute, modules=self.modules)
+        parts = [self.compute]
+        for entry in self._entries:
+            if entry.key not in KEYS or getattr(self, entry.key) != getattr(plain, entry.key):
+                parts.append(f"{_left(entry)}={entry.value}")
         return ",".join(parts)
 
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"policy({self.name!r})"
+
     @property
     def is_fp32(self) -> bool:
         """Whether nothing is lowered: parameters, outputs, every op and every module are FP32."""
-        formats = {self.compute, self.params, self.output, *(fmt for _, fmt in self.modules)}
-        return formats == {"fp32"}
+        return self._computed | {self.params, self.output} == {"fp32"}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is allowed but seldom meant, a sentence each; for `explain` and the command line to show."""
+        found = []
+        scale = None if self.loss_scale == "auto" else self.make_loss_scale()
+        if "fp16" in self._computed and isinstance(scale, NoLossScale):
+            found.append(
+                "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
+            )
+        if isinstance(scale, StaticLossScale) and math.frexp(scale.scale)[0] != 0.5:
+            found.append(
+                f"loss_scale={self.loss_scale} is no power of two: it rounds every gradient once more than "
+                f"2**{math.frexp(scale.scale)[1] - 1} does."
+            )
+        if self.params != "fp32":
+            found.append(
+                f"params={self.params}: without FP32 masters an update under half an ulp of its weight is lost. "
+                "params=fp32 keeps it."
+            )
+        if not self.is_fp32:
+            for op, rule in self.ops:
+                row = RULES.get(op)
+                if row and row.rule in _WIDE and Rule(rule) not in _WIDE:
+                    found.append(f"op.{op}={rule} in place of {row.rule}: {row.reason}.")
+        return tuple(found)
 
     def rule_for(self, op: str) -> Decision | None:
-        """The rule for an op, by ATen's name (`softmax`, `aten::softmax.int`) or another library's (`mylib::fused`).
+        """The rule for an op: `softmax`, `aten::softmax.int`, or another library's `mylib::fused`.
 
         None for an op that neither the table nor this policy knows: it runs in the format of its inputs.
         """
         name = bare(op)
-        for own, rule in self.ops:
-            if bare(own) == name:
-                return Decision(name, Rule(rule), "the policy says so", "policy")
+        own = self._own_rules.get(name)
         row = RULES.get(name)
+        if own is not None:
+            return Decision(
+                name, own, f"the policy says op.{name}={own}", "policy", row.remedy if row else ""
+            )
         if row is None:
             return None
-        rule_, reason = row.in_format(self.compute)
-        return Decision(name, rule_, reason, "table", row.remedy)
+        return Decision(name, *row.in_format(self.compute), "table", row.remedy)
 
     def format_for_module(self, path: str) -> str | None:
-        """The format that the last matching pattern gives to the module at this dotted path, or None."""
+        """The format that the last matching pattern gives to the module at this dotted path, or None.
+
+        A pattern names the module itself; what runs inside that module follows, since it runs while the
+        module does. `*` stands for one component or a part of one, `**` for any number of components.
+        """
         for pattern, fmt in reversed(self.modules):
-            if _compiled(pattern).fullmatch(path):
+            if matches(pattern, path):
                 return fmt
         return None
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
-        return hashlib.sha256(f"{self.name}|{TABLE_VERSION}".encode()).hexdigest()[:16]
+        return self._fingerprint
 
     def make_loss_scale(self) -> LossScale:
-        """The loss scale's first state."""
+        """The loss scale's first state.
+
+        Raises:
+            UsageError: the policy is not resolved yet.
+        """
+        if self.loss_scale == "auto":
+            raise UsageError(
+                f"policy '{self}': compute is still auto, so is the loss scale. Resolve it first."
+            )
         return loss_scale_of(self.loss_scale)
 
     def resolved(self, compute: str) -> Policy:
-        """This policy with `auto` replaced by a format; itself where compute is no `auto`."""
+        """This policy with `auto` replaced by a format (and the loss scale by that format's); else itself."""
         return replace(self, compute=compute) if self.compute == "auto" else self
 
     def to_toml(self) -> str:
         """The policy as the text of a TOML file."""
-        return to_toml({key: getattr(self, key) for key in KEYS}, self.ops, self.modules)
+        return print_toml(self._entries)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Policy:
-        """The policy in a TOML file; a wrong key is named with its line."""
-        found = read_toml(path)
-        return cls(**found.values, ops=tuple(found.ops), modules=tuple(found.modules))
+        """The policy in a TOML file.
 
+        Raises:
+            UsageError: a wrong key or value, with its line and the nearest right one; no such file; no TOML.
+        """
+        return _assembled(read_toml(path), f"{os.fspath(path)}: ")
 
-def check_format(key: str, value: str) -> str:
-    """The format, if `compute`, `params` or `output` may have it."""
-    allowed = COMPUTE_FORMATS if key == "compute" else STORED_FORMATS
-    if value not in allowed:
-        raise unknown_name("format", str(value), allowed, where=f"policy '{key}={value}': ")
-    return value
+    @cached_property
+    def _entries(self) -> list[Entry]:
+        keys = [Entry(key, "", getattr(self, key), "") for key in KEYS]
+        ops = [Entry("op", name, rule, "") for name, rule in self.ops]
+        return keys + ops + [Entry("module", name, fmt, "") for name, fmt in self.modules]
 
+    @cached_property
+    def _computed(self) -> frozenset[str]:
+        return frozenset({self.compute, *(fmt for _, fmt in self.modules)})
 
-def check_rule(value: str) -> str:
-    """The rule's plain value, if it is one of the five."""
-    rules = [rule.value for rule in Rule]
-    if value not in rules:
-        raise unknown_name("rule", str(value), rules, where="policy: ")
-    return Rule(value).value
+    @cached_property
+    def _own_rules(self) -> Mapping[str, Rule]:
+        return {bare(op): Rule(rule) for op, rule in self.ops}
 
-
-def check_op(op: str) -> str:
-    """The op's name as the table has it; a name with a namespace (`mylib::fused`) may be new."""
-    name = op.removeprefix("aten::")
-    if name in RULES or (_OP_NAME.fullmatch(op) and "::" in op):
-        return name if name in RULES else op
-    raise unknown_name("op", op, RULES, where="policy: ")
-
-
-def check_pattern(pattern: str) -> str:
-    """The pattern, if it is a dotted path whose components may hold `*`."""
-    if not _PATTERN.fullmatch(pattern):
-        raise UsageError(
-            f"policy: {pattern!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "
-            "blocks.*.norm; * stands for one component or a part of it."
-        )
-    return pattern
-
-
-def check_module_format(pattern: str, fmt: str) -> str:
-    """The format, if a module may have it."""
-    if fmt not in STORED_FORMATS:
-        raise unknown_name("format", str(fmt), STORED_FORMATS, where=f"policy 'module.{pattern}={fmt}': ")
-    return fmt
-
-
-def _pairs(kind: str, value: object) -> tuple[tuple[str, str], ...]:
-    items = value.items() if isinstance(value, dict) else value
-    pairs = tuple((str(a), b) for a, b in items)  # type: ignore[attr-defined]
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"policy: {kind} {name!r} is given twice. Keep one of the two.")
-    return pairs
-
-
-@lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = [
-        "[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")
-    ]
-    return re.compile(r"\.".join(parts))
-
-
-# Name -> policy; `auto` is resolved by what the machine has.
-PRESETS: Mapping[str, Policy] = MappingProxyType({name: Policy(name) for name in COMPUTE_FORMATS})
+    @cached_property
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.name} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
 
 def policy(spec: str | os.PathLike[str] | Policy) -> Policy:
-    """A policy from a preset's name, a short string, the path of a TOML file (it ends in `.toml`), or itself."""
+    """A policy from a preset's name, a short string, the path of a TOML file (ending in `.toml`), or itself.
+
+    >>> policy("params=fp32,compute=bf16,output=fp32") == policy("bf16") == PRESETS["bf16"]
+    True
+
+    Raises:
+        UsageError: see `Policy` and `Policy.from_toml`.
+    """
     if isinstance(spec, Policy):
         return spec
     if isinstance(spec, os.PathLike) or spec.endswith(".toml"):
         return Policy.from_toml(spec)
-    found = read_string(spec, PRESETS)
-    return Policy(**found.values, ops=tuple(found.ops), modules=tuple(found.modules))
+    return _assembled(read_string(spec, PRESETS), f"policy {spec!r}: ")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a module pattern matches a dotted path.
+
+    >>> [matches("blocks.*.norm*", path) for path in ("blocks.0.norm1", "blocks.0.attn.norm", "norm")]
+    [True, False, False]
+    >>> matches("**.norm", "norm") and matches("**.norm", "blocks.0.norm")
+    True
+    """
+    return _regex(pattern).fullmatch("." + path) is not None
+
+
+@lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = {"*": r"\.[^.]+", "**": r"(?:\.[^.]+)*"}
+    return re.compile(
+        "".join(
+            parts.get(part) or r"\." + re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")
+        )
+    )
+
+
+def _assembled(entries: Sequence[Entry], where: str) -> Policy:
+    checked = [_checked(entry) for entry in entries]
+    _no_duplicates(checked)
+    try:
+        return Policy(
+            **{entry.key: entry.value for entry in checked if entry.key in KEYS},
+            ops=tuple((entry.name, entry.value) for entry in checked if entry.key == "op"),
+            modules=tuple((entry.name, entry.value) for entry in checked if entry.key == "module"),
+        )
+    except UsageError as error:  # two entries that exclude each other
+        raise type(error)(f"{where}{str(error).partition(': ')[2]}") from None
+
+
+def _checked(entry: Entry) -> Entry:
+    """The entry in the one way in which it is written.
+
+    Raises:
+        UsageError: it says what it can't; the message begins with `entry.where`.
+    """
+    key, name, value, where = entry
+    if key == "op":
+        rules = [rule.value for rule in Rule]
+        if value not in rules:
+            raise unknown_name("rule", value, rules, where=where)
+        return entry._replace(name=_op(name, where), value=Rule(value).value)
+    if key == "loss_scale":
+        auto = value.strip() == "auto"
+        return entry._replace(value="auto" if auto else print_loss_scale(loss_scale_of(value, where)))
+    if key == "module" and not _PATTERN.fullmatch(name):
+        raise UsageError(
+            f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "
+            "blocks.*.norm: * is one component or a part of one, ** any number of components."
+        )
+    allowed = COMPUTE_FORMATS if key == "compute" else STORED_FORMATS
+    if value not in allowed:
+        raise unknown_name("format", value, allowed, where=where)
+    return entry
+
+
+def _op(name: str, where: str) -> str:
+    plain = name.removeprefix("aten::")
+    if plain in RULES:
+        return plain
+    if _FOREIGN_OP.fullmatch(name):
+        return name
+    near = difflib.get_close_matches(plain, RULES, n=1, cutoff=0.5)
+    mend = f" Did you mean {near[0]!r}?" if near else ""
+    word = plain if plain.isidentifier() else "fused"
+    raise UnknownNameError(
+        f"{where}unknown op {name!r}. Use one of the {len(RULES)} ops in mezzo.core.rules.RULES, or, for any "
+        f"other, a name with its namespace: aten::{word}, mylib::{word}.{mend}"
+    )
+
+
+def _pairs(value: Mapping[str, str] | Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    items = value.items() if isinstance(value, Mapping) else value
+    return [(str(name), str(item)) for name, item in items]
+
+
+def _left(entry: Entry) -> str:
+    return f"{entry.key}.{entry.name}" if entry.name else entry.key
+
+
+def _no_duplicates(entries: Sequence[Entry]) -> None:
+    seen = set()
+    for entry in entries:
+        if (entry.key, entry.name) in seen:
+            raise UsageError(f"{entry.where}{_left(entry)} is given twice. Keep one of the two.")
+        seen.add((entry.key, entry.name))
+
+
+# Name -> policy. `auto` is resolved by what the machine has and what the user's first steps measure.
+PRESETS: Mapping[str, Policy] = MappingProxyType(
+    {name: Policy(name) for name in ("fp32", "bf16", "fp16", "auto")}
+)

@@ -1,6 +1,7 @@
 """The text forms of a policy: the short string, the loss scale's own little syntax, and the TOML file.
 
-This file turns text into fields and fields into text; what the fields may hold is decided in `mezzo.core.policy`.
+This file turns text into `Entry` values and back, and knows where each was written; what an entry may say is
+decided in `mezzo.core.policy`.
 
     bf16
     params=fp32,compute=bf16,output=fp32
@@ -14,10 +15,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
@@ -28,154 +29,215 @@ else:
     import tomli as tomllib
 
 KEYS = ("compute", "params", "output", "loss_scale")
-_DYNAMIC = re.compile(r"dynamic(?:\((.*)\))?", re.DOTALL)
-# What a user may set; the rest of DynamicLossScale's fields is state.
-_SETTINGS = {
-    f.name: f.default
-    for f in fields(DynamicLossScale)
-    if f.default is not MISSING and f.name not in ("scale", "good_steps", "overflows", "stuck")
-}
+
+_STATE = ("scale", "good_steps", "overflows", "stuck")
+# What a user may set in `dynamic(...)`, with its default.
+_SETTINGS: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
 
 
-@dataclass
-class Fields:
-    """A policy's fields as read, before anything is judged, and where each was found (for errors)."""
+class Entry(NamedTuple):
+    """One thing that a policy's text says.
 
-    values: dict[str, str] = field(default_factory=dict)
-    ops: list[tuple[str, str]] = field(default_factory=list)
-    modules: list[tuple[str, str]] = field(default_factory=list)
+    Args:
+        key: one of `KEYS`, or ``op`` or ``module``.
+        name: the op's name or the module pattern; empty for the other keys.
+        value: the text on the right-hand side.
+        where: how an error about it begins, for instance ``"policy.toml:3: "``.
+    """
 
-    def put(self, key: str, value: str) -> None:
-        """File one `key=value`; the key may be `op.NAME` or `module.PATTERN`."""
-        head, _, rest = key.partition(".")
-        if head == "op" and rest:
-            self.ops.append((rest, value))
-        elif head == "module" and rest:
-            self.modules.append((rest, value))
-        elif key not in KEYS:
-            raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"])
-        elif key in self.values:
-            raise UsageError(f"{key} is given twice. Keep one of the two.")
-        else:
-            self.values[key] = value
+    key: str
+    name: str
+    value: str
+    where: str
 
 
-def read_string(text: str, presets: Mapping[str, object]) -> Fields:
-    """The fields of a short string: a preset's name first, if any, then `key=value` parts."""
-    found = Fields()
+def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
+    """The entries of a short string: a preset's name first, if any, then `key=value` parts.
+
+    Raises:
+        UsageError: an unknown preset or key, or a part that is no `key=value`.
+    """
     where = f"policy {text!r}: "
-    parts = [part.strip() for part in _split(text)]
-    try:
-        for index, part in enumerate(parts):
-            key, equals, value = (piece.strip() for piece in part.partition("="))
-            if equals:
-                found.put(key, value)
-            elif index == 0 and part in presets:
-                found.values["compute"] = part
-            elif index == 0 and part:
-                raise unknown_name("precision", part, presets)
-            else:
-                raise UsageError(
-                    f"{part!r} is no key=value. A preset's name may stand first, and nowhere else."
-                )
-    except UsageError as error:
-        raise type(error)(f"{where}{error}") from None
-    return found
+    entries = []
+    for index, part in enumerate(_split(text)):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if equals:
+            entries.append(_entry(key, value, where))
+        elif index == 0 and key in presets:
+            entries.append(Entry("compute", "", key, where))
+        elif index == 0:
+            raise unknown_name("precision", key, presets, where=where)
+        else:
+            raise UsageError(
+                f"{where}{key!r} is no key=value. Only the first part may be a preset's name: "
+                f"{', '.join(presets)}."
+            )
+    return entries
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas outside parentheses."""
+    """The parts between the commas that stand outside parentheses."""
     return re.split(r",(?![^(]*\))", text)
 
 
-def canonical_loss_scale(text: str) -> str:
-    """The one way in which a loss scale is printed; `auto` stays `auto`."""
-    text = text.strip()
-    if text == "auto":
-        return text
-    scale = loss_scale_of(text)
-    if isinstance(scale, NoLossScale):
-        return "none"
-    if isinstance(scale, StaticLossScale):
-        return number(scale.scale)
-    own = [
-        f"{name}={number(getattr(scale, name))}"
-        for name, default in _SETTINGS.items()
-        if getattr(scale, name) != default
-    ]
-    return f"dynamic({','.join(own)})" if own else "dynamic"
+def _entry(key: str, value: str, where: str) -> Entry:
+    head, dot, name = key.partition(".")
+    if head in ("op", "module") and dot:
+        return Entry(head, name, value, where)
+    if key in KEYS:
+        return Entry(key, "", value, where)
+    raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 
-def loss_scale_of(text: str) -> LossScale:
-    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)` or a number stands for."""
+def loss_scale_of(text: str, where: str = "") -> LossScale:
+    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`) stands for.
+
+    Raises:
+        UsageError: anything else, an unknown setting, or a value out of range.
+    """
     text = text.strip()
-    where = f"policy 'loss_scale={text}': "
-    if text == "auto":
-        raise UsageError(f"{where}the compute format is still open. Resolve the policy first.")
     if text == "none":
         return NoLossScale()
     try:
-        dynamic = _DYNAMIC.fullmatch(text)
-        if dynamic is None:
-            return StaticLossScale(_value(text))
-        settings: dict[str, Any] = {}
-        for part in (dynamic[1] or "").split(","):
-            if not part.strip():
-                continue
-            name, _, value = (piece.strip() for piece in part.partition("="))
-            if name not in _SETTINGS:
-                raise unknown_name("setting", name, _SETTINGS)
-            if name in settings:
-                raise UsageError(f"{name} is given twice. Keep one of the two.")
-            given = _value(value)
-            whole = isinstance(_SETTINGS[name], int) and given.is_integer()
-            settings[name] = int(given) if whole else given
-        return DynamicLossScale(**settings)
+        dynamic = re.fullmatch(r"dynamic(?:\((.*)\))?", text, re.DOTALL)
+        return DynamicLossScale(**_settings(dynamic[1] or "")) if dynamic else StaticLossScale(_number(text))
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 
 
-def number(value: float) -> str:
-    """A number as a person would write it: 1024, 2**-14, 0.3. It reads back to the same FP32 value."""
+def _settings(text: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in _SETTINGS:
+            raise unknown_name("setting of dynamic(...)", name, _SETTINGS)
+        if name in settings:
+            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
+        given = _number(value)
+        settings[name] = int(given) if isinstance(_SETTINGS[name], int) and given.is_integer() else given
+    return settings
+
+
+def _number(text: str) -> float:
+    power = re.fullmatch(r"2\s*\*\*\s*(-?\d{1,4})", text)
+    try:
+        return math.ldexp(1.0, int(power[1])) if power else float(text)
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), or a "
+            "number such as 1024 or 2**10."
+        ) from None
+
+
+def print_loss_scale(scale: LossScale) -> str:
+    """The one way in which a loss scale's settings are written."""
+    if isinstance(scale, NoLossScale):
+        return "none"
+    if isinstance(scale, StaticLossScale):
+        return _print_number(scale.scale)
+    own = ((name, getattr(scale, name), default) for name, default in _SETTINGS.items())
+    changed = ",".join(f"{name}={_print_number(value)}" for name, value, default in own if value != default)
+    return f"dynamic({changed})" if changed else "dynamic"
+
+
+def _print_number(value: float) -> str:
+    """A number as a person would write it (1024, 2**-14, 0.3), reading back as exactly the same value."""
     if float(value).is_integer() and abs(value) < 2**24:
         return str(int(value))
     mantissa, exponent = math.frexp(value)
     return f"2**{exponent - 1}" if mantissa == 0.5 else repr(float(value))
 
 
-def _value(text: str) -> float:
-    power = re.fullmatch(r"2(?:\.0?)?\*\*(-?\d{1,4})", text)
-    try:
-        return math.ldexp(1.0, int(power[1])) if power else float(text)
-    except (ValueError, OverflowError):
-        raise UsageError(
-            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100) or a number "
-            "such as 1024 or 2**10."
-        ) from None
-
-
-def to_toml(
-    values: Mapping[str, str], ops: tuple[tuple[str, str], ...], modules: tuple[tuple[str, str], ...]
-) -> str:
-    """The fields as a TOML file."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-    for table, pairs in (("ops", ops), ("modules", modules)):
-        if pairs:
-            lines += [
-                "",
-                f"[{table}]",
-                *(f"{json.dumps(name)} = {json.dumps(value)}" for name, value in pairs),
-            ]
+def print_toml(entries: Sequence[Entry]) -> str:
+    """The entries as a TOML file: keys first, then the tables `[ops]` and `[modules]`."""
+    lines = [f"{entry.key} = {json.dumps(entry.value)}" for entry in entries if entry.key in KEYS]
+    for table, key in _TABLES.items():
+        rows = [f"{json.dumps(e.name)} = {json.dumps(e.value)}" for e in entries if e.key == key]
+        lines += ["", f"[{table}]", *rows] if rows else []
     return "\n".join(lines) + "\n"
 
 
-def read_toml(path: str | os.PathLike[str]) -> Fields:
-    """The fields of a TOML file."""
-    data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    found = Fields()
-    for key, value in data.items():
-        if key in ("ops", "modules"):
-            getattr(found, key).extend(value.items())
+_TABLES = {"ops": "op", "modules": "module"}
+
+
+def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of a TOML file, each with the line on which it stands.
+
+    Raises:
+        UsageError: no such file, no TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"policy file {os.fspath(path)!r}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"policy file {os.fspath(path)!r} is no TOML: {error}") from None
+    lines = _lines_of_keys(text)
+    entries = []
+    for keys, value in _leaves(data):
+        where = f"{os.fspath(path)}:{_line(lines, keys)}: "
+        if keys[0] not in (*KEYS, *_TABLES):
+            raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
+        if keys[0] in _TABLES and len(keys) == 1:
+            raise UsageError(f"{where}{keys[0]} is a table. Write a line [{keys[0]}] and the pairs under it.")
+        if keys[0] in KEYS and len(keys) > 1:
+            raise UsageError(f"{where}{keys[0]} is a single value, not a table")
+        number = keys[0] == "loss_scale" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not isinstance(value, str) and not number:
+            raise UsageError(f"{where}{'.'.join(keys)} is {value!r}: write a string in quotes")
+        entries.append(Entry(_TABLES.get(keys[0], keys[0]), ".".join(keys[1:]), str(value), where))
+    return entries
+
+
+def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value with its path of keys: bare dotted keys (blocks.0.norm = ...) nest in TOML."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
         else:
-            found.put(key, str(value))
+            yield (*above, key), value
+
+
+def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
+    """Path of keys -> line number. `tomllib` keeps no positions, so each line is read for its key alone."""
+    found: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        header = stripped.startswith("[")
+        try:
+            parsed = tomllib.loads(stripped if header else f"{_left_of_equals(stripped)} = 0")
+        except tomllib.TOMLDecodeError:
+            continue
+        keys = _first_path(parsed)
+        if header:
+            table = keys
+        found.setdefault(keys if header else (*table, *keys), number)
     return found
+
+
+def _left_of_equals(line: str) -> str:
+    key = re.match(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|[^="'])*""", line)
+    return key[0] if key else line
+
+
+def _first_path(parsed: Mapping[str, Any]) -> tuple[str, ...]:
+    keys: list[str] = []
+    value: Any = parsed
+    while isinstance(value, (dict, list)) and value:
+        if isinstance(value, list):
+            value = value[0]
+            continue
+        key = next(iter(value))
+        keys.append(key)
+        value = value[key]
+    return tuple(keys)
+
+
+def _line(lines: Mapping[tuple[str, ...], int], keys: tuple[str, ...]) -> int:
+    """The line of a path of keys, or of the longest part of it that has one (keys of an inline table)."""
+    for length in range(len(keys), 0, -1):
+        if keys[:length] in lines:
+            return lines[keys[:length]]
+    return 1
