@@ -9,14 +9,14 @@ raises what the pure machine raises.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation, StaticLossScale
+
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DeviceDynamicLossScale:
         overflows = (self.overflows + 1.0) * found
         stuck = (self.stuck + 1.0) * (found * (self.scale <= pure.floor))
         scale, good_steps = self.scale.clone(), self.good_steps.clone()
-        if pure.hysteresis == 1 and np.isfinite(np.float32(pure.ceiling) * np.float32(pure.growth_factor)):
+        if pure.hysteresis == 1 and pure.ceiling * pure.growth_factor <= _FP32_MAX:
             # PyTorch's own kernel is the unbounded machine in one launch: bounding its result gives ours.
             torch._amp_update_scale_(
                 scale, good_steps, found, pure.growth_factor, pure.backoff_factor, pure.growth_interval
@@ -145,8 +145,3 @@ def inverse(scale: Tensor) -> Tensor:
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
-
-
-def is_sound(scale: float, pure: DynamicLossScale) -> bool:
-    """Whether a scale read from elsewhere is finite and within the bounds."""
-    return math.isfinite(scale) and pure.floor <= scale <= pure.ceiling

@@ -38,7 +38,7 @@ class StepResult:
 
     @property
     def moved(self) -> bool:
-        """Whether the optimizer moved the parameters: step a scheduler of your own, and count steps, by this."""
+        """Whether the optimizer moved the parameters: step your own scheduler, count your steps, by this."""
         return self.updated and not self.skipped
 
     @property
