@@ -26,7 +26,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch import identity
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.plan import OpPlan, overload_named, own_table, plan
-from mezzo.pytorch.torch_table import AUTOCAST_KEYS, has_kernel
+from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
 __all__ = ["OpPlan", "plan", "registered"]
 
@@ -35,6 +35,12 @@ Action = Callable[..., Any]
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
 _kernels: dict[tuple[str, str], _Kernel] = {}
+
+# Ops whose output dtype can be set in the stead of their inputs': those for which PyTorch's CUDA table does
+# so. (Others take the argument too, but `_safe_softmax` in fp16, for one, can't run backward then.)
+_DTYPE_SETTABLE = frozenset(
+    name.partition(".")[0] for name, category in TORCH_TABLE["cuda"].items() if category == "fp32_dtype"
+)
 
 _get_dtype = torch.get_autocast_dtype
 _label = identity.label
@@ -117,11 +123,9 @@ def _action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) 
     if op_plan.how == "emulated":
         return _emulated(op_plan.op, overload, device_type, compute)
     if op_plan.how == "fp32":
-        return _in_fp32(overload, device_type)
+        return _in_fp32(op_plan.op, overload, device_type)
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
-    if op_plan.how == "copy":
-        return _copied(overload, device_type)
     if op_plan.rule == "lower":
         return _lowered(overload, device_type, compute)
     return overload
@@ -175,11 +179,10 @@ def _lowered(overload: torch._ops.OpOverload, device_type: str, compute: torch.d
     return lowered
 
 
-def _in_fp32(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    cast_all = _lowered(overload, device_type, torch.float32)
-    if not any(a.name == "dtype" and "Optional" in str(a.type) for a in overload._schema.arguments):
-        return cast_all
-    position = next(i for i, a in enumerate(overload._schema.arguments) if a.name == "dtype")
+def _in_fp32(op: str, overload: torch._ops.OpOverload, device_type: str) -> Action:
+    if op not in _DTYPE_SETTABLE:
+        return _lowered(overload, device_type, torch.float32)
+    position = [argument.name for argument in overload._schema.arguments].index("dtype")
 
     def with_dtype(*args: Any, **kwargs: Any) -> Any:
         # Reductions that can be told their output's dtype convert as they read: no FP32 copy of the input is
@@ -211,17 +214,6 @@ def _returned(result: Any, dtype: torch.dtype) -> Any:
     if type(result) in (list, tuple):
         return type(result)(_returned(item, dtype) for item in result)
     return result
-
-
-def _copied(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    in_fp32 = _lowered(overload, device_type, torch.float32)
-
-    def copied(*args: Any, **kwargs: Any) -> Any:
-        widest = _widest(_tensors(args, kwargs, device_type))
-        result = in_fp32(*args, **kwargs)
-        return result if widest is None else _returned(result, widest)
-
-    return copied
 
 
 def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:

@@ -21,22 +21,37 @@ from mezzo.core.rules import NATIVE_FP32_ACCUMULATION, RULES, Rule
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
-# Composite ops that are no entries of a device's own list, but whose parts are, with the outcome that the
-# rule asks for: a kernel over the whole would only add casts (einsum ends in bmm, cross entropy in
-# log_softmax and nll_loss).
+# Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
+# the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
+# nll_loss).
 _BY_PARTS: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"lstm", "nll_loss_nd", "embedding_bag"}),
+    "cpu": frozenset({"lstm", "nll_loss_nd"}),
     "cuda": frozenset(
-        {"lstm", "gru", "rnn_tanh", "rnn_relu", "cross_entropy_loss", "nll_loss_nd", "embedding_bag"}
+        {"lstm", "gru", "rnn_tanh", "rnn_relu", "cross_entropy_loss", "nll_loss_nd"}
+        | {"conv1d.padding", "conv2d.padding", "conv3d.padding"}
     ),
 }
 
-# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise.
-_PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where"})
+# Ops that belong to another device, whatever this build of PyTorch has kernels for.
+_FOREIGN: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"_cudnn_rnn", "_mps_convolution"}),
+    "cuda": frozenset(
+        {
+            "mkldnn_rnn_layer",
+            "_mps_convolution",
+            "_grid_sampler_2d_cpu_fallback",
+            "_native_multi_head_attention",
+        }
+    ),
+}
 
-# Copies for which the CPU has no 16-bit kernel: computed in FP32 and handed back in the format that came,
-# exactly.
-_NO_16_BIT_COPY: Mapping[str, frozenset[str]] = {"cpu": frozenset()}
+# `float_power` computes in FP64 by its definition, whatever comes in.
+_ALWAYS_FP64 = frozenset({"float_power"})
+
+# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the
+# other way round. (embedding and rsub have one floating tensor where it matters.)
+_PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
+_DO_NOT_PROMOTE = frozenset({"lerp"})
 
 WIDEST = "widest input"
 FIRST = "first input's"
@@ -54,7 +69,7 @@ class OpPlan:
         format_out: format of the floating outputs, in the same words. how: ``pytorch`` (its own table or
         kernel does this already; nothing is registered), ``native`` (a registered
             kernel casts, the device's own kernel computes), ``emulated`` (stored in the format, computed in
-            FP32), ``fp32``, ``promote``, ``copy`` (FP32 inside, the format that came outside), ``banned``,
+            FP32), ``fp32``, ``promote``, ``banned``,
             ``absent``.
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
@@ -118,70 +133,55 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
         reason = f"{decision.reason}; {why}" if why else decision.reason
         return OpPlan(op, rule.value, inside, out, how, reason, overloads, decision.remedy)
 
-    names = overloads_of(op, device_type)
+    foreign = _FOREIGN.get(device_type, frozenset())
+    names = () if op in foreign else overloads_of(op, device_type)
     if not names:
         return planned("", "", "absent", "this build of PyTorch has no such op on this device")
     own = own_table(device_type)
+    by_parts = _BY_PARTS.get(device_type, frozenset())
     categories = {name: own.get(name, "") for name in names}
-    if rule is Rule.LOWER and compute == "fp32":
-        rule_here = Rule.PROMOTE
-    else:
-        rule_here = rule
-    by_parts = op in _BY_PARTS.get(device_type, frozenset()) and decision.source == "table"
+    if compute == "fp32":
+        return planned("fp32", "fp32", "pytorch", "the policy computes in FP32: autocast is off")
 
-    if rule_here is Rule.LOWER:
+    def others(*wanted: str) -> tuple[str, ...]:
+        """The overloads that PyTorch's own table does not already treat in the wanted way."""
+        if decision.source == "table" and op in by_parts:
+            return ()
+        return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
+
+    if rule is Rule.LOWER:
         if not native:
             return planned(
-                compute, compute, "emulated", "this device computes it in FP32 between casts", names
+                compute, compute, "emulated", "computed in FP32 between casts on this device", names
             )
-        rest = tuple(name for name in names if categories[name] != "lower")
-        if by_parts or not rest:
-            return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
-        return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
-
-    if rule_here is Rule.FP32 or (
-        rule_here is Rule.INTERNAL_FP32 and (device_type, compute, op) not in NATIVE_FP32_ACCUMULATION
-    ):
-        why = (
-            ""
-            if rule_here is Rule.FP32
-            else "no evidence yet that the 16-bit kernel here accumulates in FP32"
-        )
-        rest = tuple(name for name in names if categories[name] not in ("fp32", "fp32_dtype"))
-        if by_parts or not rest:
-            return planned("fp32", "fp32", "pytorch", why)
-        return planned("fp32", "fp32", "fp32", why, rest)
-
-    if rule_here is Rule.INTERNAL_FP32:
-        rest = tuple(name for name in names if categories[name])
+        rest = others("lower")
         if rest:
-            return planned(
-                FIRST, FIRST, "native", "the 16-bit kernel here accumulates in FP32 (tested)", rest
-            )
-        return planned(FIRST, FIRST, "pytorch", "the 16-bit kernel here accumulates in FP32 (tested)")
+            return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
+        return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
 
-    if rule_here is Rule.PROMOTE:
-        return planned(WIDEST, WIDEST, *_promotion(op, names, categories, device_type, by_parts))
+    if rule is Rule.INTERNAL_FP32 and (device_type, compute, op) in NATIVE_FP32_ACCUMULATION:
+        rest = others("")
+        why = "the 16-bit kernel here accumulates in FP32 (tested)"
+        return planned(FIRST, FIRST, "native" if rest else "pytorch", why, rest)
+
+    if rule in (Rule.FP32, Rule.INTERNAL_FP32):
+        why = "" if rule is Rule.FP32 else "no evidence that the 16-bit kernel here accumulates in FP32"
+        rest = others("fp32", "fp32_dtype")
+        out = "fp64" if op in _ALWAYS_FP64 else "fp32"
+        return planned("fp32", out, "fp32" if rest else "pytorch", why, rest)
+
+    if rule is Rule.PROMOTE:
+        rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))
+        return planned(
+            WIDEST, WIDEST, "promote" if rest else "pytorch", "" if rest else "it does so by itself", rest
+        )
 
     return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
 
 
-def _promotion(
-    op: str, names: tuple[str, ...], categories: Mapping[str, str], device_type: str, by_parts: bool
-) -> tuple[str, str, tuple[str, ...]]:
-    """(how, why, overloads) of an op under `promote`."""
-    if op in _NO_16_BIT_COPY.get(device_type, frozenset()):
-        return "copy", "this device has no 16-bit kernel for it", names
-    listed = tuple(name for name in names if categories[name])
-    mixed = tuple(name for name in names if not categories[name] and not _promotes_by_itself(op, name))
-    if by_parts or not (listed or mixed):
-        return "pytorch", "it does so by itself", ()
-    return "promote", "", tuple(name for name in names if name in listed or name in mixed)
-
-
 def _promotes_by_itself(op: str, name: str) -> bool:
-    if op in _PROMOTE_BY_THEMSELVES:
-        return True
+    if op in _PROMOTE_BY_THEMSELVES or op in _DO_NOT_PROMOTE:
+        return op in _PROMOTE_BY_THEMSELVES
     overload = overload_named(name)
     tensors = [argument for argument in overload._schema.arguments if "Tensor" in str(argument.type)]
     alone = len(tensors) == 1 and "[]" not in str(tensors[0].type) and "List" not in str(tensors[0].type)
@@ -211,7 +211,8 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
     """The overloads of an op that a rule can serve: functional ones (no `out=`, nothing in place) that take
     tensors.
 
-    Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return.
+    Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return;
+    those called `vec` only reckon sizes and call the op's own; quantised ones take scaled integers or FP8.
 
     Raises:
         UsageError: an op of another library that is not loaded.
@@ -233,10 +234,11 @@ def _functional_overloads(packet: torch._ops.OpOverloadPacket, device_type: str)
         schema = overload._schema
         types = [str(argument.type) for argument in schema.arguments]
         returns = [str(value.type) for value in schema.returns]
-        required_dtype = any(a.name == "dtype" and "Optional" not in str(a.type) for a in schema.arguments)
+        dtypes = [a for a in schema.arguments if a.name in ("dtype", "out_dtype")]
         if (
             schema.is_mutable
-            or required_dtype
+            or any("Optional" not in str(argument.type) for argument in dtypes)
+            or schema.overload_name in ("vec", "quantized")
             or not any("Tensor" in kind for kind in types)
             or not any("Tensor" in kind for kind in returns)
             or any("Dimname" in kind for kind in types)
