@@ -441,7 +441,7 @@ def test_ulp_is_pythons_and_numpys(x: float) -> None:
         for name, kind in (("fp32", np.float32), ("fp16", np.float16)):
             near = kind(x)
             expected = (
-                abs(float(np.spacing(near)))
+                abs(float(np.spacing(np.abs(near))))
                 if np.isfinite(near) and abs(near) != np.finfo(kind).max
                 else None
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
@@ -173,7 +174,7 @@ def _number_json(word: str, fates: list[Fate]) -> dict[str, Any]:
 
 def _nearest(value: Number) -> Any:
     """A JSON value for an error, which need not be exact: the nearest float, where that is a normal one."""
-    if isinstance(value, float) or not 1e-300 < abs(value) < 1e300:
+    if isinstance(value, float) or not 1e-300 < Fraction(value) < 1e300:
         return _strict(value)
     return float(value)
 

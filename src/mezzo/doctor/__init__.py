@@ -1,1 +1,1 @@
-"""What this hardware can do, measured."""
+"""What this hardware can do in each format: measured here, or by datasheet for a GPU that is elsewhere."""
