@@ -1,8 +1,8 @@
 """Policy: which number format every op, module and tensor of a training run has, as a frozen value.
 
 A policy is resolved and printed before a model is touched. It knows nothing of kernels: `mezzo.core.rules`
-says what each op does unless a policy says otherwise, and `mezzo.pytorch` turns both into calls. The text forms
-are read and written in `mezzo.core.policy_text`.
+says what each op does unless a policy says otherwise, and `mezzo.pytorch` turns both into calls. The text
+forms are read and written in `mezzo.core.policy_text`.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Policy:
         loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
             `DynamicLossScale`; a number (``1024``, ``2**10``) for a constant; or ``auto``, which becomes
             ``dynamic`` where anything is computed in fp16 and ``none`` elsewhere, once `compute` is known.
-        ops: (op, rule) pairs that override or extend the table in `mezzo.core.rules`; a mapping will do. An op
-            of another library is written with its namespace: ``mylib::fused``.
-        modules: (path pattern, format) pairs; the last pattern that matches a module decides. A mapping will
-            do.
+        ops: (op, rule) pairs that override or extend the table in `mezzo.core.rules`. An op of another
+            library is written with its namespace: ``mylib::fused``.
+        modules: (path pattern, format) pairs; the last pattern that matches a module decides. Mappings are
+            taken for both.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
@@ -150,8 +150,8 @@ class Policy:
             )
         if self.params != "fp32":
             found.append(
-                f"params={self.params}: without FP32 masters an update under half an ulp of its weight is lost. "
-                "params=fp32 keeps it."
+                f"params={self.params}: without FP32 masters an update under half an ulp of its weight is "
+                "lost. params=fp32 keeps it."
             )
         if not self.is_fp32:
             for op, rule in self.ops:

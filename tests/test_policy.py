@@ -1,0 +1,412 @@
+"""Policies: three forms of one value, what each refuses and how it says so."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mezzo
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mezzo.core.policy import PRESETS, Policy, matches, policy
+from mezzo.core.rules import RULES, Rule
+
+# Any policy that can be built, by strategy.
+
+FORMATS = ("fp32", "bf16", "fp16")
+component = st.from_regex(r"[A-Za-z0-9_*?-]{1,6}", fullmatch=True)
+pattern = st.lists(component, min_size=1, max_size=4).map(".".join)
+foreign = st.from_regex(r"[a-z_]{1,5}::[a-z_]{1,8}", fullmatch=True)
+rules = st.sampled_from([rule.value for rule in Rule])
+ops = st.dictionaries(st.one_of(st.sampled_from(sorted(RULES)), foreign), rules, max_size=4)
+modules = st.dictionaries(pattern, st.sampled_from(FORMATS), max_size=4)
+
+
+@st.composite
+def dynamic(draw: st.DrawFn) -> str:
+    settings = {
+        "init": st.integers(-10, 20).map("2**{}".format),
+        "growth_interval": st.integers(1, 10**6),
+        "growth_factor": st.floats(1.25, 16.0, width=32),
+        "backoff_factor": st.floats(0.125, 0.875, width=32),
+        "hysteresis": st.integers(1, 9),
+        "patience": st.integers(1, 999),
+        "floor": st.sampled_from(["2**-20", "2 ** -14", "0.0001"]),
+        "ceiling": st.sampled_from(["2**24", "1e9"]),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(settings)), unique=True))
+    return f"dynamic({', '.join(f'{name}={draw(settings[name])}' for name in names)})"
+
+
+scales = st.one_of(
+    st.sampled_from(["none", "dynamic", "auto", "1024", "2**10", "1e3", "0.5", "3.3"]),
+    dynamic(),
+    st.floats(2.0**-100, 2.0**100).map(str),
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    compute = draw(st.sampled_from((*FORMATS, "auto")))
+    other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
+    stored = st.sampled_from([fmt for fmt in FORMATS if fmt != other])
+    return Policy(
+        compute,
+        draw(stored),
+        draw(stored),
+        draw(scales),
+        tuple(draw(ops).items()),
+        tuple(draw(modules).items()),
+    )
+
+
+@given(policies())
+def test_string_and_back(value: Policy) -> None:
+    assert policy(str(value)) == value
+    assert str(policy(str(value))) == str(value)
+    assert hash(policy(str(value))) == hash(value)
+    assert eval(repr(value), {"policy": mezzo.policy}) == value
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+@given(policies())
+def test_toml_and_back(tmp_path_factory: pytest.TempPathFactory, value: Policy) -> None:
+    path = tmp_path_factory.mktemp("toml") / "policy.toml"
+    path.write_text(value.to_toml(), encoding="utf-8")
+    assert policy(path) == policy(str(path)) == Policy.from_toml(path) == value
+
+
+@given(policies(), policies())
+def test_fingerprints_are_equal_where_policies_are(one: Policy, two: Policy) -> None:
+    assert (one.fingerprint() == two.fingerprint()) == (one == two)
+
+
+# The string, its meaning, and the one way in which it is printed.
+
+STRINGS = [
+    ("fp32", Policy(), "fp32"),
+    ("bf16", Policy("bf16", loss_scale="none"), "bf16"),
+    ("fp16", Policy("fp16", loss_scale="dynamic"), "fp16"),
+    ("auto", Policy("auto", loss_scale="auto"), "auto"),
+    ("compute=fp16", Policy("fp16"), "fp16"),
+    ("params=fp32,compute=bf16,output=fp32", Policy("bf16"), "bf16"),
+    (" bf16 , output = bf16 ", Policy("bf16", output="bf16"), "bf16,output=bf16"),
+    ("params=bf16,compute=bf16", Policy("bf16", params="bf16"), "bf16,params=bf16"),
+    ("fp16,loss_scale=none", Policy("fp16", loss_scale="none"), "fp16,loss_scale=none"),
+    ("bf16,loss_scale=dynamic", Policy("bf16", loss_scale="dynamic"), "bf16,loss_scale=dynamic"),
+    ("bf16,loss_scale=2**10", Policy("bf16", loss_scale="1024"), "bf16,loss_scale=1024"),
+    ("fp16,loss_scale=dynamic()", Policy("fp16"), "fp16"),
+    ("fp16,loss_scale=dynamic(growth_interval=2000)", Policy("fp16"), "fp16"),
+    (
+        "fp16,loss_scale=dynamic(growth_interval=100, init=1024)",
+        Policy("fp16", loss_scale="dynamic(init=1024,growth_interval=100)"),
+        "fp16,loss_scale=dynamic(init=1024,growth_interval=100)",
+    ),
+    (
+        "bf16,op.softmax=fp32,module.head=fp32,loss_scale=1024",
+        Policy("bf16", loss_scale="1024", ops=(("softmax", "fp32"),), modules=(("head", "fp32"),)),
+        "bf16,loss_scale=1024,op.softmax=fp32,module.head=fp32",
+    ),
+    ("bf16,op.aten::tanh=fp32", Policy("bf16", ops=(("tanh", "fp32"),)), "bf16,op.tanh=fp32"),
+    ("bf16,op.aten::sign=fp32", Policy("bf16", ops=(("aten::sign", "fp32"),)), "bf16,op.aten::sign=fp32"),
+    ("bf16,op.b::y=fp32,op.a::x=lower", Policy("bf16", ops=(("a::x", "lower"), ("b::y", "fp32"))), None),
+    ("bf16,module.head=fp16", Policy("bf16", loss_scale="dynamic", modules=(("head", "fp16"),)), None),
+]
+
+
+@pytest.mark.parametrize(("text", "value", "printed"), STRINGS)
+def test_strings(text: str, value: Policy, printed: str | None) -> None:
+    assert policy(text) == value
+    assert printed is None or str(policy(text)) == policy(text).name == printed
+
+
+def test_the_order_of_patterns_matters_and_that_of_ops_does_not() -> None:
+    assert policy("bf16,op.sum=fp32,op.mean=fp32") == policy("bf16,op.mean=fp32,op.sum=fp32")
+    assert policy("bf16,module.a=fp32,module.*=bf16") != policy("bf16,module.*=bf16,module.a=fp32")
+
+
+def test_mappings_are_taken() -> None:
+    value: Any = Policy("bf16", ops={"softmax": "lower"}, modules={"head": "fp32"})  # type: ignore[arg-type]
+    assert value == policy("bf16,op.softmax=lower,module.head=fp32")
+
+
+def test_a_policy_is_itself_a_spec_and_frozen() -> None:
+    value = policy("bf16")
+    assert policy(value) is value
+    with pytest.raises(AttributeError):
+        value.compute = "fp16"  # type: ignore[misc]
+
+
+def test_presets() -> None:
+    assert list(PRESETS) == ["fp32", "bf16", "fp16", "auto"]
+    assert {name: value.loss_scale for name, value in PRESETS.items()} == {
+        "fp32": "none",
+        "bf16": "none",
+        "fp16": "dynamic",
+        "auto": "auto",
+    }
+    assert [name for name, value in PRESETS.items() if value.is_fp32] == ["fp32"]
+    assert not policy("fp32,module.head=bf16").is_fp32
+    assert not policy("fp32,params=bf16").is_fp32
+
+
+def test_auto_is_resolved_with_the_loss_scale_of_its_format() -> None:
+    auto = policy("auto,op.tanh=fp32")
+    assert auto.resolved("fp16") == policy("fp16,op.tanh=fp32")
+    assert auto.resolved("fp16").make_loss_scale() == DynamicLossScale()
+    assert auto.resolved("bf16").loss_scale == auto.resolved("fp32").loss_scale == "none"
+    assert policy("auto,loss_scale=8").resolved("bf16").make_loss_scale() == StaticLossScale(8.0)
+    assert policy("bf16").resolved("fp16") == policy("bf16")
+    with pytest.raises(UsageError, match="Resolve it first"):
+        auto.make_loss_scale()
+
+
+LOSS_SCALES = [
+    ("none", NoLossScale()),
+    ("1024", StaticLossScale(1024.0)),
+    ("2**-3", StaticLossScale(0.125)),
+    ("dynamic", DynamicLossScale()),
+    ("dynamic(init=2**10,floor=1,hysteresis=2)", DynamicLossScale(init=1024.0, floor=1.0, hysteresis=2)),
+    ("dynamic(backoff_factor=0.25,patience=7)", DynamicLossScale(backoff_factor=0.25, patience=7)),
+]
+
+
+@pytest.mark.parametrize(("text", "state"), LOSS_SCALES)
+def test_loss_scales(text: str, state: object) -> None:
+    assert Policy("fp16", loss_scale=text).make_loss_scale() == state
+
+
+# What it refuses, and the words in which.
+
+REFUSED = [
+    ("compute=f15", r"^policy 'compute=f15': unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
+    ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32\."),
+    ("", "unknown precision ''"),
+    ("float16", "Did you mean 'fp16'"),
+    ("bfloat16", "Did you mean 'bf16'"),
+    ("compute=tf32", "unknown format 'tf32'"),
+    ("bf16,params=auto", "unknown format 'auto'. Use one of bf16, fp16, fp32."),
+    ("bf16,output=fp8", "unknown format 'fp8'"),
+    ("bf16,op.sofmax=fp32", r"'bf16,op\.sofmax=fp32': unknown op 'sofmax'.*mylib::sofmax.*'softmax'\?$"),
+    ("bf16,op.cross_entropy=fp32", "Did you mean 'cross_entropy_loss'"),
+    ("bf16,op.softmax.int=fp32", "Did you mean 'softmax'"),
+    ("bf16,op.a::b::c=fp32", "unknown op 'a::b::c'"),
+    ("bf16,op.softmax=f32", "unknown rule 'f32'.*internal_fp32.*Did you mean 'fp32'"),
+    ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
+    ("bf16,compute=fp16", "compute is given twice"),
+    ("bf16,module.head=fp32,module.head=bf16", "module.head is given twice"),
+    ("bf16,module.head=auto", "unknown format 'auto'"),
+    ("bf16,module.a..b=fp32", "'a..b' is no module pattern"),
+    ("bf16,module.=fp32", "'' is no module pattern"),
+    ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
+    ("bf16,losscale=1", "Did you mean 'loss_scale'"),
+    ("bf16,fp16", "'fp16' is no key=value. Only the first part may be a preset's name"),
+    ("bf16,", "'' is no key=value"),
+    ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
+    ("bf16,output=fp16", "Use output=fp32 or output=bf16"),
+    ("fp16,loss_scale=dynamc", "'dynamc' is no loss scale"),
+    ("fp16,loss_scale=dynamic(init=4", "is no loss scale"),
+    ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
+    ("fp16,loss_scale=dynamic(scale=3)", "unknown setting .* 'scale'"),
+    ("fp16,loss_scale=dynamic(init=2,init=4)", "init twice"),
+    ("fp16,loss_scale=dynamic(init=1e9)", "between the floor .* and the ceiling 2\\^24"),
+    ("fp16,loss_scale=dynamic(growth_interval=0.5)", "growth_interval is 0.5: it must be a whole number"),
+    ("fp16,loss_scale=0", "scale is 0.0"),
+    ("fp16,loss_scale=nan", "scale is nan"),
+    ("fp16,loss_scale=2**2000", "'2[*][*]2000' is no loss scale"),
+    ("fp16,loss_scale=", "'' is no loss scale"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_refused_with_the_mend(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        policy(text)
+    assert text in str(caught.value)
+
+
+def test_a_policy_built_in_python_is_refused_in_the_same_words() -> None:
+    with pytest.raises(UnknownNameError, match=r"^policy 'compute=f15': unknown format 'f15'"):
+        Policy(compute="f15")
+    with pytest.raises(UnknownNameError, match=r"^policy 'op.sofmax=fp32': unknown op"):
+        Policy(ops=(("sofmax", "fp32"),))
+
+
+TOML = [
+    # text, message
+    ('comptue = "bf16"', r":1: unknown key 'comptue'\. .*Did you mean 'compute'"),
+    ('\n# op = 1\nop = {softmax="fp32"}', ":3: unknown key 'op'.*Did you mean 'ops'"),
+    ('compute = "bf16"\n[module]\nhead = "fp32"', ":3: unknown key 'module'.*Did you mean 'modules'"),
+    ('compute = "bf16"\n\n[ops]\nsoftmax = "fp32"\nsofmax = "fp32"', ":5: unknown op 'sofmax'.*'softmax'"),
+    ('[ops]\n"mylib::f" = "lowr"', ":2: unknown rule 'lowr'.*'lower'"),
+    ('ops = { softmx = "fp32" }', ":1: unknown op 'softmx'"),
+    ('[modules]\nhead = "fp32"\nblocks.0.norm = "f32"', ":3: unknown format 'f32'"),
+    ('[modules.blocks]\n"*.norm" = "f32"', ":2: unknown format 'f32'"),
+    ('[modules]\n"a=b" = "fp32"', ":2: 'a=b' is no module pattern"),
+    ("[modules]\nhead = 3", ":2: modules.head is 3: write a string in quotes"),
+    ('compute = "bf16"\nloss_scale = true', ":2: loss_scale is True"),
+    ("\n\nloss_scale = 0", ":3: scale is 0"),
+    ('ops = "x"', r":1: ops is a table. Write a line \[ops\]"),
+    ('[[ops]]\nsoftmax = "fp32"', ":1: ops is a table"),
+    ('[compute]\nformat = "bf16"', ":2: compute is a single value"),
+    ('compute = "bf16"\nparams = "fp16"', "policy.toml: values would pass between two 16-bit formats"),
+    ("compute = bf16", "is no TOML: .*line 1"),
+    ('compute = "bf16"\ncompute = "fp16"', "is no TOML: Cannot overwrite"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), TOML)
+def test_a_wrong_toml_file_names_the_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=words) as caught:
+        policy(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_toml_file_as_a_person_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'compute = "fp16"\nloss_scale = 1024\n\n[ops]\nsoftmax = "lower"\n"mylib::fused" = "fp32"\n\n'
+        '[modules]\nhead = "fp32"\nblocks.0.norm = "bf16"\n"blocks.*.norm" = "fp32"\n',
+        encoding="utf-8",
+    )
+    assert str(policy(str(path))) == (
+        "fp16,loss_scale=1024,op.mylib::fused=fp32,op.softmax=lower,"
+        "module.head=fp32,module.blocks.0.norm=bf16,module.blocks.*.norm=fp32"
+    )
+
+
+def test_a_missing_or_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        policy(tmp_path / "none.toml")
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is no TOML"):
+        policy(tmp_path / "b.toml")
+
+
+# What it decides.
+
+DECISIONS = [
+    # policy, op, rule, source
+    ("bf16", "linear", "lower", "table"),
+    ("bf16", "aten::softmax.int", "fp32", "table"),
+    ("bf16,op.softmax=lower", "softmax", "lower", "policy"),
+    ("bf16,op.softmax=lower", "aten::softmax.int", "lower", "policy"),
+    ("bf16,op.mylib::fused=fp32", "mylib::fused", "fp32", "policy"),
+    ("bf16,op.mylib::fused=fp32", "mylib::fused.out", "fp32", "policy"),
+    ("bf16,op.aten::sign=fp32", "sign", "fp32", "policy"),
+    ("bf16", "sum", "internal_fp32", "table"),
+    ("fp16", "sum", "fp32", "table"),
+    ("bf16", "binary_cross_entropy", "banned", "table"),
+    ("fp32", "binary_cross_entropy", "fp32", "table"),
+    ("bf16,op.binary_cross_entropy=fp32", "binary_cross_entropy", "fp32", "policy"),
+]
+
+
+@pytest.mark.parametrize(("text", "op", "rule", "source"), DECISIONS)
+def test_rules(text: str, op: str, rule: str, source: str) -> None:
+    decision = policy(text).rule_for(op)
+    assert decision is not None
+    assert (decision.rule, decision.source) == (Rule(rule), source)
+    assert decision.reason
+
+
+def test_an_op_that_nobody_knows_has_no_rule() -> None:
+    assert policy("bf16").rule_for("mylib::fused") is None
+    assert policy("bf16").rule_for("sign") is None
+
+
+def test_a_banned_op_has_its_remedy() -> None:
+    decision = policy("bf16").rule_for("binary_cross_entropy")
+    assert decision is not None
+    assert "binary_cross_entropy_with_logits" in decision.remedy
+
+
+MATCHES = [
+    # pattern, paths that match, paths that don't
+    ("head", ["head"], ["heads", "head.fc", "model.head", ""]),
+    ("blocks.0.norm", ["blocks.0.norm"], ["blocks.10.norm", "blocks.0.norm1", "blocksx0.norm"]),
+    (
+        "blocks.*.norm",
+        ["blocks.0.norm", "blocks.12.norm"],
+        ["blocks.norm", "blocks.0.attn.norm", "x.blocks.0.norm"],
+    ),
+    ("blocks.*.norm*", ["blocks.0.norm", "blocks.0.norm2"], ["blocks.0.anorm", "blocks.0.norm.a"]),
+    ("layer1*", ["layer1", "layer12"], ["layer1.0"]),
+    ("*", ["head", "0"], ["a.b", ""]),
+    ("**.norm", ["norm", "a.norm", "a.b.c.norm"], ["norm.a", "a.norm1"]),
+    ("enc.**", ["enc", "enc.0", "enc.0.a"], ["encoder", "dec.enc"]),
+    ("a.**.b", ["a.b", "a.x.b", "a.x.y.b"], ["a", "b", "a.b.c"]),
+    ("a?b", ["a?b"], ["axb"]),
+    ("w+", ["w+"], ["ww"]),
+]
+
+
+@pytest.mark.parametrize(("glob", "yes", "no"), MATCHES)
+def test_module_patterns(glob: str, yes: list[str], no: list[str]) -> None:
+    assert [path for path in yes + no if matches(glob, path)] == yes
+
+
+def test_the_last_matching_pattern_decides() -> None:
+    value = policy("bf16,module.**.norm=fp32,module.blocks.*.norm=bf16,module.blocks.0.norm=fp16")
+    assert [value.format_for_module(p) for p in ("norm", "blocks.1.norm", "blocks.0.norm", "head")] == [
+        "fp32",
+        "bf16",
+        "fp16",
+        None,
+    ]
+
+
+NOTES = [
+    ("bf16", []),
+    ("fp16", []),
+    ("fp32,loss_scale=none", []),
+    ("fp16,loss_scale=1024", []),
+    ("fp16,loss_scale=none", ["fp16 without a loss scale"]),
+    (
+        "fp16,loss_scale=1000",
+        ["loss_scale=1000 is no power of two: it rounds every gradient once more than 2**9"],
+    ),
+    ("bf16,params=bf16", ["params=bf16: without FP32 masters"]),
+    ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
+    ("bf16,op.tanh=lower,op.exp=fp32", []),
+    ("fp32,op.sigmoid=lower", []),
+    ("auto", []),
+]
+
+
+@pytest.mark.parametrize(("text", "starts"), NOTES)
+def test_notes_say_what_is_seldom_meant(text: str, starts: list[str]) -> None:
+    notes = policy(text).notes
+    assert len(notes) == len(starts)
+    assert all(note.startswith(start) for note, start in zip(notes, starts))
+
+
+def test_fingerprints_are_the_same_in_every_process_and_change_with_the_table() -> None:
+    code = (
+        "from mezzo.core.policy import policy; import sys; "
+        "print(policy('fp16,op.tanh=lower').fingerprint(), 'torch' in sys.modules)"
+    )
+    for seed in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        )
+        assert done.stdout.split() == [policy("fp16,op.tanh=lower").fingerprint(), "False"]
+
+
+def test_fingerprints_depend_on_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Policy("bf16").fingerprint()
+    monkeypatch.setattr("mezzo.core.policy.TABLE_VERSION", "another")
+    assert Policy("bf16").fingerprint() != before
