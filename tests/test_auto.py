@@ -1,0 +1,204 @@
+"""precision="auto": what the hardware has, then what the user's own first steps measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.core.policy import policy
+from mezzo.core.trial import PrecisionTrial
+from mezzo.pytorch import auto, training
+from mezzo.pytorch.machine import ASSUME_NATIVE
+
+
+@pytest.fixture(autouse=True)
+def _nobody_owns_anything() -> Iterator[None]:
+    yield
+    for mp in list(training._ALIVE):
+        mp.close()
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    real = auto.TimedTrial
+    monkeypatch.setattr(auto, "TimedTrial", lambda trial, device: real(trial, device, made))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("native", "asked", "got", "reason"),
+    [
+        ("bf16,fp16", "auto", "bf16", "bf16: this cpu device multiplies bf16 in hardware"),
+        ("fp16", "auto", "fp16", "fp16: this cpu device multiplies fp16 in hardware"),
+        ("", "auto", "fp32", "no fast 16-bit format"),
+        ("", "bf16", "bf16", "as asked"),
+        ("bf16", "fp16", "fp16", "as asked"),
+        ("fp16", "compute=auto,op.softmax=fp32", "fp16,op.softmax=fp32", "fp16"),
+    ],
+)
+def test_resolve_takes_what_the_hardware_has(
+    native: str, asked: str, got: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ASSUME_NATIVE, native)
+    resolved, why = auto.resolve(policy(asked), "cpu")
+    assert str(resolved) == got
+    assert reason in why
+    assert resolved.loss_scale == ("dynamic" if "fp16" in got else "none")
+
+
+def make(native: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, nn.Module]:
+    monkeypatch.setenv(ASSUME_NATIVE, native)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments), model
+
+
+def steps(mp: Any, clock: Clock, seconds: dict[str, float], count: int, factor: float = 1.0) -> list[str]:
+    """Steps that take as long as their precision does, with a slow data loader between them."""
+    ran = []
+    for _ in range(count):
+        ran.append(mp.precision)
+        for _ in range(mp.accumulate):
+            with mp.autocast():
+                out = mp.model(torch.ones(2, 3))
+                clock.now += seconds[mp.precision] / mp.accumulate
+            formats = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+            assert formats[out.dtype] == ran[-1]
+            mp.step(out.float().mean() * factor)
+            clock.now += 100.0
+    return ran
+
+
+@pytest.mark.parametrize("candidate", ["bf16", "fp16"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("ratio", "winner"), [(2.0, ""), (1.0, "fp32"), (0.5, "fp32")])
+def test_the_first_steps_decide(
+    candidate: str,
+    accumulate: int,
+    ratio: float,
+    winner: str,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+) -> None:
+    mp, _ = make(candidate, monkeypatch, accumulate=accumulate)
+    length = PrecisionTrial(candidate).steps_left
+    seconds = {"fp32": 3.0 * ratio, candidate: 3.0}
+    ran = steps(mp, clock, seconds, length - 1)
+    assert mp.decision is None
+    ran += steps(mp, clock, seconds, 1)
+    assert sorted(ran) == sorted(["fp32", candidate] * (length // 2))
+    assert mp.decision is not None
+    assert mp.decision.precision == (winner or candidate)
+    assert mp.decision.speedup == pytest.approx(ratio)
+    assert steps(mp, clock, seconds, 2) == [winner or candidate] * 2
+    assert mp.loss_scale == (2.0**16 if (winner or candidate) == "fp16" else 1.0)
+    assert str(mp.policy) == (winner or candidate)
+
+
+def test_skipped_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    mp, _ = make("fp16", monkeypatch)
+    seconds = {"fp32": 2.0, "fp16": 1.0}
+    assert steps(mp, clock, seconds, 2) == ["fp32", "fp16"]
+    assert steps(mp, clock, seconds, 3, factor=math.inf) == ["fp16"] * 3
+    assert mp.decision is None
+    assert mp.loss_scale == 2.0**13
+
+
+def test_no_loss_scale_in_the_fp32_steps_of_a_trial(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    mp, model = make("fp16", monkeypatch)
+    scales = []
+    for _ in range(4):
+        with mp.autocast():
+            clock.now += 1.0
+            loss = model(torch.ones(2, 3)).float().mean()
+        scales.append(mp.step(loss).loss_scale)
+    assert scales == [1.0, 65536.0, 65536.0, 1.0]
+
+
+def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    mp, model = make("bf16", monkeypatch)
+    seconds = {"fp32": 2.0, "bf16": 1.0}
+    for _ in range(PrecisionTrial("bf16").steps_left):
+        model.eval()
+        with torch.no_grad(), mp.autocast():
+            model(torch.ones(2, 3))
+        clock.now += 50.0
+        with mp.autocast():
+            model(torch.ones(2, 3))
+        clock.now += 50.0
+        model.train()
+        steps(mp, clock, seconds, 1)
+    assert mp.decision.speedup == pytest.approx(2.0)
+
+
+def test_steps_outside_the_region_are_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    mp, model = make("bf16", monkeypatch)
+    for _ in range(30):
+        mp.step(model(torch.ones(2, 3)).mean())
+        clock.now += 1.0
+    assert mp.decision is None
+
+
+def test_where_nothing_is_native_fp32_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mp, _ = make("", monkeypatch)
+    assert mp.decision.precision == "fp32"
+    assert "no fast 16-bit format" in mp.decision.reason
+    assert mp.policy.is_fp32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_precision_asked_for_is_not_tried(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mp, _ = make("", monkeypatch, precision=precision)
+    assert mp.decision.precision == precision
+    assert mp.decision.reason == f"{precision}: as asked"
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.5])
+def test_a_decision_is_carried_into_the_resumed_run(
+    ratio: float, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    mp, _ = make("fp16", monkeypatch)
+    steps(mp, clock, {"fp32": ratio, "fp16": 1.0}, PrecisionTrial("fp16").steps_left)
+    if mp.precision == "fp16":
+        mp.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
+    state = mp.state_dict()
+    twin, _ = make("fp16", monkeypatch)
+    twin.load_state_dict(state)
+    assert twin.decision == mp.decision
+    assert twin.precision == mp.precision
+    assert twin.loss_scale == mp.loss_scale == (64.0 if ratio > 1 else 1.0)
+    undecided, _ = make("fp16", monkeypatch)
+    third, _ = make("fp16", monkeypatch)
+    third.load_state_dict(undecided.state_dict())
+    assert third.decision is None
+
+
+def test_a_device_is_waited_for_during_the_trial_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    clock = Clock()
+    timed = auto.TimedTrial(PrecisionTrial("bf16", steps_each=1, warmup=0), "cuda", clock)
+    for _ in range(2):
+        timed.start()
+        timed.start()
+        clock.now += 1.0
+        timed.finish(counts=True)
+    assert len(waits) == 4
+    assert timed.decision is not None
