@@ -42,7 +42,7 @@ def run(page: Path, *flags: str, width: int = 1200, height: int = 900, dark: boo
     Args:
         page: the HTML file.
         flags: what to do, for instance ``--dump-dom`` or ``--screenshot=FILE``.
-        width, height: of the window, in pixels. Chromium makes no window narrower than 500: see `framed`.
+        width, height: of the window, in pixels. Chromium makes no window narrower than 500.
         dark: whether the system asks for a dark theme.
     """
     assert FOUND is not None
@@ -71,6 +71,6 @@ def run(page: Path, *flags: str, width: int = 1200, height: int = 900, dark: boo
     return done.stdout
 
 
-def dom(page: Path, **window: int | bool) -> str:
+def dom(page: Path, *flags: str, **window: int | bool) -> str:
     """The document as Chromium has it after the page's scripts ran, as HTML."""
-    return run(page, "--dump-dom", **window)  # type: ignore[arg-type]
+    return run(page, "--dump-dom", *flags, **window)  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mezzo.report.charts.gap import gap
-from mezzo.report.markup import Markup, element
+from mezzo.report.charts.gap import gap as gauge
+from mezzo.report.gaps import Gap, gaps
+from mezzo.report.markup import Markup, element, join
 from mezzo.report.numbers import count, finite, number, pair, ratio, signed, significant, size
 from mezzo.report.reading import Comparison
 
@@ -38,6 +39,7 @@ def parity_of(values: Mapping[str, Any]) -> str:
 def card(comparison: Comparison, name: str, series: str) -> Markup:
     """One candidate's card."""
     values = comparison.candidates[name]
+    found = gaps(values)
     word = parity_of(values)
     icon, meaning = PARITY.get(word, _UNKNOWN)
     badge = element(
@@ -55,27 +57,20 @@ def card(comparison: Comparison, name: str, series: str) -> Markup:
             "dl",
             _speed(values),
             _memory(comparison, name, values),
-            _loss(values),
+            _gap(found[0]),
             _skips(comparison, name, values),
             class_="stats",
         ),
-        gap(finite(values.get("loss_gap")), finite(values.get("margin")), gap_interval(values), series),
+        [_gauge(one, series, len(found) > 1) for one in found],
         element(
             "dl",
-            [
-                element("div", element("dt", term), element("dd", text))
-                for term, text in _rest(comparison, values)
-            ],
+            [element("div", element("dt", term), element("dd", text)) for term, text in _rest(values, found)],
             class_="rest",
         ),
+        _told(values),
         class_=f"card p-{word}" if word in PARITY else "card",
         id=f"card-{series}",
     )
-
-
-def gap_interval(values: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The interval of the loss gap, under either name that a verdict may give it."""
-    return pair(values.get("loss_gap_interval")) or pair(values.get("interval"))
 
 
 def _stat(term: str, value: str, detail: str = "") -> Markup:
@@ -106,17 +101,25 @@ def _memory(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Mar
     return _stat("Peak memory", ratio(found), both)
 
 
-def _loss(values: Mapping[str, Any]) -> Markup:
-    found, margin = number(values.get("loss_gap")), finite(values.get("margin"))
+def _gap(found: Gap) -> Markup:
     return _stat(
-        "Loss gap",
-        "–" if found is None else signed(found, 2),
-        "not measured"
-        if found is None
-        else f"margin ±{significant(margin, 3)}"
-        if margin is not None
-        else "",
+        f"{found.quantity.capitalize()} gap",
+        "–" if found.value is None else signed(found.value, 2),
+        "not measured" if found.value is None else _margin(found),
     )
+
+
+def _margin(found: Gap) -> str:
+    return "" if found.margin is None else f"margin ±{significant(found.margin, 3)}"
+
+
+def _gauge(found: Gap, series: str, named: bool) -> Markup | None:
+    drawn = gauge(found.value, found.margin, found.interval, series)
+    if drawn is None or not named:
+        return drawn
+    # With a metric there are two, and parity needs both.
+    words = f"{found.quantity.capitalize()} gap {signed(found.value, 2)}"
+    return join([element("p", words, class_="unit"), drawn])
 
 
 def _skips(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Markup:
@@ -129,32 +132,33 @@ def _skips(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Mark
     )
 
 
-def _rest(comparison: Comparison, values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("Final loss", significant(values.get("final_loss")))]
-    if number(values.get("final_metric")) is not None:
+def _rest(values: Mapping[str, Any], found: list[Gap]) -> list[tuple[str, str]]:
+    rows = []
+    for one, final in zip(found, (values.get("final_loss"), values.get("final_metric"))):
+        final = one.candidate if one.candidate is not None else final
+        if number(final) is not None or one.quantity == "loss":
+            against = "" if one.baseline is None else f" (FP32 {significant(one.baseline)})"
+            rows.append((f"Final {one.quantity}", significant(final) + against))
+    if len(found) == 1 and number(values.get("final_metric")) is not None:
         rows.append(("Final metric", significant(values.get("final_metric"))))
-    for key, term, shape in _EXTRA:
-        if number(values.get(key)) is not None:
-            rows.append((term, shape(values[key])))
-    seeds = finite(values.get("seeds"))
-    rows.append(("Paired seeds", count(seeds) if seeds is not None else "not recorded"))
-    steps = finite(values.get("steps"))
-    rows.append(("Steps", count(steps) if steps is not None else "not recorded"))
-    timed = finite(values.get("steps_timed"))
-    if timed is not None:
-        rows.append(("Steps timed", count(timed)))
-    power = finite(values.get("power"))
-    if power is not None:
-        rows.append(("Power", f"{100 * power:.0f} %"))
+    for key, term in (("seeds", "Paired seeds"), ("steps", "Steps"), ("steps_timed", "Steps timed")):
+        if finite(values.get(key)) is not None:
+            rows.append((term, count(values.get(key))))
+    loss = found[0]
+    if loss.noise is not None:
+        rows.append(("Noise", f"{significant(loss.noise, 2)} ({loss.noise_source or 'FP32 against itself'})"))
+    if loss.power is not None:
+        rows.append(("Power", f"{100 * loss.power:.0f} %"))
+    if loss.pairs_needed is not None:
+        rows.append(("Pairs for 80 % power", count(loss.pairs_needed)))
     status = finite(values.get("exit_status"))
     if status:
         rows.append(("Exit status", f"{status:.0f}"))
     return rows
 
 
-_EXTRA = (
-    ("fp32_loss", "FP32's final loss", significant),
-    ("fp32_metric", "FP32's final metric", significant),
-    ("metric_gap", "Metric gap", signed),
-    ("noise_floor", "Noise of a one-ulp twin", significant),
-)
+def _told(values: Mapping[str, Any]) -> Markup | None:
+    """The notes that the verdict adds to its reason."""
+    notes = values.get("notes")
+    told = [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
+    return element("ul", [element("li", note) for note in told], class_="notes") if told else None

@@ -94,8 +94,9 @@ def size(value: object) -> str:
         return MISSING
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(found) >= 0.9995 * scale:
-            shown = found / scale
-            return f"{shown:,.{max(0, 2 - math.floor(math.log10(abs(shown)) + 1e-9))}f} {unit}"
+            shown = abs(found) / scale
+            places = 0 if shown >= 99.95 else 1 if shown >= 9.995 else 2
+            return f"{found / scale:,.{places}f} {unit}"
     return f"{found:.0f} B"
 
 

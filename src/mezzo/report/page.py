@@ -20,6 +20,7 @@ from mezzo.report.charts.loss_scale import loss_scale
 from mezzo.report.charts.memory import memory
 from mezzo.report.charts.metric import metric
 from mezzo.report.charts.speed import speed
+from mezzo.report.gaps import gaps
 from mezzo.report.glossary import glossary
 from mezzo.report.machine import machine
 from mezzo.report.markup import Markup, element
@@ -132,7 +133,7 @@ def _sections(comparison: Comparison) -> Iterable[Section | None]:
     )
     curves = []
     for name, colour in colours.items():
-        margin = finite(comparison.candidates[name].get("margin"))
+        margin = gaps(comparison.candidates[name])[0].margin
         curves += [loss(comparison, name, colour), difference(comparison, name, colour, margin)]
     silent = [
         _empty(f"{name} recorded no loss.")

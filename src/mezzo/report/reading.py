@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,8 @@ def read(directory: Path) -> Comparison:
 
 
 def _slug(name: str) -> str:
-    """A precision as it may stand in a file's name."""
+    """A precision as it stands in the name of a run's files: of a policy's file, its stem."""
+    name = PurePath(name).stem if name.endswith(".toml") else name
     return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
 
 

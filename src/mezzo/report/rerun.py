@@ -37,9 +37,9 @@ def command_line(comparison: Comparison) -> str:
         "--precision",
         precisions if isinstance(precisions, str) else ",".join(str(one) for one in precisions),
     ]
-    for key in ("seeds", "margin", "metric"):
-        if request.get(key) not in (None, ""):
-            words += [f"--{key}", str(request[key])]
+    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+        if request.get(key) not in (None, "", "auto"):
+            words += [f"--{key.replace('_', '-')}", str(request[key])]
     arguments = request.get("argv", started.argv if started else [])
     if isinstance(arguments, (list, tuple)) and arguments:
         words += ["--", *(str(word) for word in arguments)]

@@ -12,6 +12,7 @@ from mezzo.report.series import Array
 
 # Beyond this ratio of largest to smallest, a linear axis would flatten the end of training into one line.
 LOG_FROM = 20.0
+LARGEST = 1e280
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,15 @@ def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bo
     values = np.concatenate([part for part in kept if len(part)] or [np.zeros(0)])
     if not len(values):
         return Axis(0.0, 1.0)
-    low, high = float(values.min()), float(values.max())
+    # No loss is drawn to such a scale; the bound keeps the arithmetic of the axis itself finite.
+    low, high = (float(np.clip(edge, -LARGEST, LARGEST)) for edge in (values.min(), values.max()))
     if log is None:
         log = low > 0 and high / low >= LOG_FROM
     if log and low > 0:
-        room = (high / low) ** 0.05 if high > low else 1.5
-        return Axis(low / room, min(high * room, 1.7e308), log=True)
+        low = max(low, 1 / LARGEST)
+        logs = math.log(low), math.log(high)
+        reach = 0.05 * (logs[1] - logs[0]) or 0.4
+        return Axis(math.exp(logs[0] - reach), math.exp(logs[1] + reach), log=True)
     if about_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0

@@ -18,58 +18,69 @@ from mezzo.report.series import Array
 STROKES = 200
 NAMED = 12
 
+Updates = tuple[UpdateRecord, ...]
+
 
 def loss_scale(comparison: Comparison, candidate: str, series: str) -> Markup | None:
     """The figure, or None where no update was scaled and none was skipped."""
-    runs = [run for run in comparison.of(candidate) if run.updates]
-    if not any(update.skipped or update.loss_scale != 1.0 for run in runs for update in run.updates):
+    tracks = [track for run in comparison.of(candidate) for track in _tracks(run)]
+    updates = [update for _, track in tracks for update in track]
+    if not any(update.skipped or update.loss_scale != 1.0 for update in updates):
         return None
-    steps = max(len(run.updates) for run in runs)
-    scales = [
-        u.loss_scale for run in runs for u in run.updates if math.isfinite(u.loss_scale) and u.loss_scale > 0
-    ]
+    steps = max(len(track) for _, track in tracks)
+    scales = [u.loss_scale for u in updates if math.isfinite(u.loss_scale) and u.loss_scale > 0]
     low, high = (min(scales), max(scales)) if scales else (1.0, 2.0)
     frame = Frame(
         title=f"Loss scale: {candidate}",
-        described=" ".join(_told(run) for run in runs),
+        described=" ".join(_told(*track) for track in tracks),
         x=Axis(0.0, float(max(1, steps - 1))),
         y=Axis(low / 2, high * 2, log=True),
         x_name="update",
-        y_name="The factor on the loss, " + ("each seed a line." if len(runs) > 1 else "one seed."),
+        y_name="The factor on the loss"
+        + (", a line for each seed and optimizer." if len(tracks) > 1 else "."),
         height="low",
         powers=True,
     )
-    for run in runs:
-        frame.line(*_corners(run.updates), series=series, style="line" if len(runs) == 1 else "thin")
-    frame.keys.append(Key(series, "line", "loss scale"))
     marked = False
-    for run in runs:
-        for place, update in _strokes(run.updates):
+    for name, track in tracks:
+        frame.line(*_corners(track), series=series, style="line" if len(tracks) == 1 else "thin")
+        for place, update in _strokes(track):
             reason = f": {update.reason}" if update.reason else ""
-            frame.tick(place, "skip", f"seed {run.seed}, update {update.index:,} skipped{reason}")
+            frame.tick(place, "skip", f"{name}, update {place:,.0f} skipped{reason}")
             marked = True
+    frame.keys.append(Key(series, "line", "loss scale"))
     if marked:
         frame.keys.append(Key("skip", "tick", "skipped update"))
-    frame.notes += [_told(run) for run in runs]
+    frame.notes += [_told(*track) for track in tracks]
     return frame.render()
 
 
-def _told(run: Run) -> str:
-    skipped = run.skipped
+def _tracks(run: Run) -> list[tuple[str, Updates]]:
+    """The updates of each optimizer of a run, with what to call them: each has a scale of its own."""
+    numbers = sorted({update.optimizer for update in run.updates})
+    names = [f"Seed {run.seed}" + (f", optimizer {number}" if len(numbers) > 1 else "") for number in numbers]
+    return [
+        (name, tuple(update for update in run.updates if update.optimizer == number))
+        for name, number in zip(names, numbers)
+    ]
+
+
+def _told(name: str, track: Updates) -> str:
+    skipped = [place for place, update in enumerate(track) if update.skipped]
     if not skipped:
-        return f"Seed {run.seed}: none of {counted(len(run.updates), 'update')} skipped."
-    named = ", ".join(f"{index:,}" for index in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
-    reasons = sorted({update.reason for update in run.updates if update.skipped and update.reason})
+        return f"{name}: none of {counted(len(track), 'update')} skipped."
+    named = ", ".join(f"{place:,}" for place in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
+    reasons = sorted({update.reason for update in track if update.skipped and update.reason})
     why = f" ({'; '.join(reasons[:3])})" if reasons else ""
     return (
-        f"Seed {run.seed}: {len(skipped):,} of {counted(len(run.updates), 'update')} skipped, "
+        f"{name}: {len(skipped):,} of {counted(len(track), 'update')} skipped, "
         f"at {named}{why}; "
-        f"the last scale is {significant(run.updates[-1].loss_scale, 6)}."
+        f"the last scale is {significant(track[-1].loss_scale, 6)}."
     )
 
 
 def _corners(
-    updates: tuple[UpdateRecord, ...],
+    updates: Updates,
 ) -> tuple[Array, Array]:
     """The steps of the staircase alone: where the scale changes, and both ends."""
     xs: list[float] = []
@@ -87,7 +98,7 @@ def _corners(
     return np.array(xs), np.array(ys)
 
 
-def _strokes(updates: tuple[UpdateRecord, ...]) -> list[tuple[float, UpdateRecord]]:
+def _strokes(updates: Updates) -> list[tuple[float, UpdateRecord]]:
     skipped = [(float(place), update) for place, update in enumerate(updates) if update.skipped]
     if len(skipped) <= STROKES:
         return skipped

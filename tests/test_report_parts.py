@@ -1,0 +1,186 @@
+"""The report's parts: escaping, numbers, curves and axes, each against the plain code that it equals."""
+
+from __future__ import annotations
+
+import doctest
+import html
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.report import series
+from mezzo.report.charts.axis import Axis, axis_over, tick_label
+from mezzo.report.charts.gap import gap
+from mezzo.report.markup import Markup, element, escape
+from mezzo.report.numbers import count, finite, number, pair, ratio, seconds, significant, size
+
+
+@pytest.mark.parametrize("name", ["markup", "numbers", "charts.axis"])
+def test_examples_in_docstrings_run(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"mezzo.report.{name}"))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@given(st.text())
+def test_escaped_text_reads_back_and_cannot_open_or_close_anything(text: str) -> None:
+    escaped = escape(text)
+    assert not set("<>\"'") & set(escaped)
+    escaped.encode("utf-8")
+    plain = text.replace("\r\n", "\n")
+    if all(char.isprintable() or char == "\n" for char in plain):
+        assert html.unescape(escaped) == plain
+
+
+def test_elements_escape_what_is_text_and_keep_what_is_markup() -> None:
+    inner = element("b", "1 < 2")
+    assert element(
+        "p", inner, "&", None, [3, [Markup("<br>")]], title='"', class_="x", hidden=False, open=True
+    ) == ('<p title="&quot;" class="x" open><b>1 &lt; 2</b>&amp;3<br></p>')
+    assert element("meta", name="a", http_equiv="b") == '<meta name="a" http-equiv="b">'
+    assert escape(inner) is inner
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (significant(0.5), "0.5000"), (significant(999999.0), "999,999"), (significant(1e6), "1.000e+06"),
+        (significant(-0.0), "0"), (significant("inf"), "infinity"), (significant(float("-inf")), "−infinity"),
+        (significant(None), "not measured"), (significant(True), "not measured"),
+        (significant([1]), "not measured"),
+        (ratio(1.005), "1.00×"), (ratio("nan"), "not measured"), (ratio(0), "0.00×"),
+        (size(999_900), "1.00 MB"), (size(1e3), "1.00 kB"), (size(0), "0 B"), (size(123.4e6), "123 MB"),
+        (size(9.876e9), "9.88 GB"), (seconds(0.1824), "182 ms"), (seconds(7.28), "7.28 s"),
+        (seconds(125), "2 min 5 s"),
+        (seconds(2e-5), "20 µs"), (seconds(None), "not measured"), (count(1234567), "1,234,567"),
+        (count("x"), "not measured"),
+        (tick_label(0.02), "0.02"), (tick_label(-1500.0), "−1,500"), (tick_label(20_000), "20k"),
+        (tick_label(1e-5), "1e-5"),
+        (tick_label(3e12), "3e12"), (tick_label(0.30000000000000004), "0.3"),
+    ],
+)  # fmt: skip
+def test_numbers_read_as_people_write_them(shown: str, text: str) -> None:
+    assert shown == text
+
+
+@pytest.mark.parametrize(
+    ("value", "low_high"),
+    [([1, 2], (1.0, 2.0)), ([2, 1], (1.0, 2.0)), ([1], None), ([1, "nan"], None), (None, None), ("12", None)],
+)
+def test_an_interval_is_two_finite_numbers(value: object, low_high: tuple[float, float] | None) -> None:
+    assert pair(value) == low_high
+    assert finite("nan") is None
+    assert number("inf") == float("inf")
+
+
+values = st.lists(st.one_of(st.floats(-1e3, 1e3), st.sampled_from([np.nan, np.inf])), max_size=40)
+
+
+@given(values, st.sampled_from([1, 3, 7]))
+def test_smoothing_is_the_mean_of_a_centred_window(row: list[float], window: int) -> None:
+    v = np.array(row)
+    out = series.smooth(v, window)
+    for i, value in enumerate(v):
+        h = min(window // 2, i, len(v) - 1 - i)
+        near = v[i - h : i + h + 1]
+        if np.isfinite(value):
+            np.testing.assert_allclose(out[i], near[np.isfinite(near)].mean(), rtol=1e-9, atol=1e-9)
+        else:
+            assert np.isnan(out[i])
+
+
+def test_smoothing_survives_a_loss_that_explodes() -> None:
+    v = np.array([1.0, 1.0, 1e300, 1.0, 1.0, 1.0, 1.0])
+    assert series.smooth(v, 3)[5] == 1.0
+    assert series.smooth(np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]), 3).shape == (2, 3)
+
+
+@given(st.lists(st.one_of(st.floats(-10, 10), st.just(np.nan)), min_size=41, max_size=400))
+def test_thinning_keeps_every_bucket_s_extremes_in_order(row: list[float]) -> None:
+    v = np.array(row)
+    x, y = series.thin(v, buckets=20)
+    assert len(x) <= 40
+    assert (np.diff(x) > 0).all()
+    for bucket in np.array_split(np.arange(len(v)), 20):
+        kept = y[(x >= bucket[0]) & (x <= bucket[-1])]
+        good = v[bucket][np.isfinite(v[bucket])]
+        if len(good):
+            assert (kept.min(), kept.max()) == (good.min(), good.max())
+        else:
+            assert np.isnan(kept).all()
+    np.testing.assert_array_equal(y, v[x.astype(int)])
+
+
+def test_a_thin_spike_in_a_long_run_is_still_there() -> None:
+    low = np.zeros(100_000)
+    high = low.copy()
+    high[77_777] = 5.0
+    assert series.thin(high)[1].max() == 5.0
+    assert series.thin_band(low, high)[2].max() == 5.0
+    assert len(series.thin(high)[0]) <= 2 * series.BUCKETS
+
+
+def test_a_band_leaves_gaps_out_and_is_a_gap_where_all_are() -> None:
+    over = series.band(series.align([np.array([1.0, np.nan, 3.0]), np.array([3.0])]))
+    np.testing.assert_array_equal(over.low, [1.0, np.nan, 3.0])
+    np.testing.assert_array_equal(over.high, [3.0, np.nan, 3.0])
+    np.testing.assert_array_equal(over.mean, [2.0, np.nan, 3.0])
+    assert series.align([]).shape == (0, 0)
+    assert series.band(series.align([])).mean.shape == (0,)
+    assert series.first_not_finite(np.array([1.0, np.inf, np.nan])) == 1
+    assert series.first_not_finite(np.array([1.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "window"), [(0, 1), (1, 1), (119, 1), (180, 3), (300, 5), (6000, 101), (10**6, 501)]
+)
+def test_the_window_is_odd_and_grows_with_the_run(steps: int, window: int) -> None:
+    assert series.window_for(steps) == window
+
+
+@given(st.floats(1e-12, 1e12), st.floats(1.0001, 1e9), st.booleans())
+def test_ticks_are_few_round_and_on_the_axis(low: float, factor: float, log: bool) -> None:
+    axis = Axis(low, low * factor, log)
+    ticks = axis.ticks(5)
+    assert len(ticks) <= 9
+    assert all(-0.01 <= axis.place_one(tick) <= 1.01 for tick in ticks)
+    if factor > 1.5:
+        assert len(ticks) >= 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "log", "covers"),
+    [
+        ([[1.0, 2.0]], False, (1.0, 2.0)), ([[0.01, 2.0]], True, (0.01, 2.0)),
+        ([[0.0, 2.0]], False, (0.0, 2.0)),
+        ([[-1.0, 100.0]], False, (-1.0, 100.0)), ([[5.0]], False, (5.0, 5.0)), ([[0.0]], False, (0.0, 0.0)),
+        ([[]], False, (0.0, 1.0)), ([[np.nan, np.inf]], False, (0.0, 1.0)),
+        ([[1e-270, 1e270]], True, (1e-270, 1e270)), ([[-1e308, 1e308]], False, (-1e280, 1e280)),
+        ([[1e-310, 1.7e308]], True, (1e-280, 1e280)),
+    ],
+)  # fmt: skip
+def test_the_axis_covers_what_is_finite_and_is_never_empty(
+    parts: list[list[float]], log: bool, covers: tuple[float, float]
+) -> None:
+    axis = axis_over([np.array(part, dtype=float) for part in parts])
+    assert axis.log is log
+    assert axis.low < axis.high
+    assert axis.low <= covers[0]
+    assert covers[1] <= axis.high
+    assert len(axis.ticks()) >= 2
+
+
+def test_the_gauge_shows_a_gap_far_outside_as_an_arrow() -> None:
+    inside = gap(0.5, 1.0, (-0.2, 1.2), "s1")
+    outside = gap(-9.0, 1.0, None, "s1")
+    assert inside is not None
+    assert outside is not None
+    assert "<circle" in inside
+    assert "interval −0.200 to +1.20" in inside
+    assert "<circle" not in outside
+    assert gap(None, 1.0, None, "s1") is None
+    assert gap(0.5, 0.0, None, "s1") is None
+    assert gap(0.5, None, None, "s1") is None
