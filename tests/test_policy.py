@@ -183,6 +183,11 @@ def test_loss_scales(text: str, state: object) -> None:
     assert Policy("fp16", loss_scale=text).make_loss_scale() == state
 
 
+@given(st.floats(2.0**-100, 2.0**100))
+def test_no_digit_of_a_loss_scale_is_lost(scale: float) -> None:
+    assert Policy("fp16", loss_scale=str(scale)).make_loss_scale() == StaticLossScale(scale)
+
+
 # What it refuses, and the words in which.
 
 REFUSED = [
