@@ -1,9 +1,10 @@
 """One small call for each op of the table, as data: what the dispatch tests run on every device.
 
-A row is ``op: (arguments, keyword arguments)`` as a string, evaluated with these names: `x` (3, 4), `y` (3, 4), `v`
-(4,), `m` (4, 4) positive definite, `b` (2, 3, 4), `c` (2, 4, 3), `img` (2, 4, 8, 8), `vol` (1, 4, 4, 4, 4), `seq`
-(2, 4, 8), `s` a scalar tensor, all floating and in (0.1, 0.9), and `t(*shape)` for any other; `i(*shape)` integers
-below 3. Values stay inside every function's domain. Names with a dot are further overloads.
+A row is ``op: (arguments, keyword arguments)`` as a string, evaluated with these names: `x` (3, 4), `y` (3,
+4), `v` (4,), `m` (4, 4) positive definite, `b` (2, 3, 4), `c` (2, 4, 3), `img` (2, 4, 8, 8), `vol` (1, 4, 4,
+4, 4), `seq` (2, 4, 8), `s` a scalar tensor, all floating and in (0.1, 0.9), and `t(*shape)` for any other;
+`i(*shape)` integers below 3. Values stay inside every function's domain. Names with a dot are further
+overloads.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import torch
 
 _UNARY = """acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan exp2 special_exp2
     special_expm1 special_log1p special_erfinv sigmoid log_sigmoid log_sigmoid_forward special_expit logit
-    special_logit gelu silu mish tanh elu selu celu glu relu relu6 leaky_relu hardtanh hardsigmoid hardswish softplus
-    sum nansum mean nanmean prod var std var_mean std_mean nuclear_norm linalg_norm linalg_vector_norm
-    linalg_matrix_norm cov corrcoef pdist linalg_svdvals linalg_svd svd qr linalg_qr pinverse linalg_pinv fft_fft
-    fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn
-    fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn linalg_cond geqrf"""
+    special_logit gelu silu mish tanh elu selu celu glu relu relu6 leaky_relu hardtanh hardsigmoid hardswish
+    softplus sum nansum mean nanmean prod var std var_mean std_mean nuclear_norm linalg_norm
+    linalg_vector_norm linalg_matrix_norm cov corrcoef pdist linalg_svdvals linalg_svd svd qr linalg_qr
+    pinverse linalg_pinv fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn
+    fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn linalg_cond
+    geqrf"""
 _SQUARE = """trace cholesky cholesky_inverse inverse linalg_cholesky linalg_cholesky_ex linalg_det linalg_eig
-    linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lu linalg_lu_factor
-    linalg_matrix_exp linalg_slogdet logdet _lu_with_info matrix_exp det slogdet"""
-_BINARY = """logaddexp logaddexp2 add sub rsub atan2 mul div maximum minimum dist cosine_similarity kl_div l1_loss
+    linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lu
+    linalg_lu_factor linalg_matrix_exp linalg_slogdet logdet _lu_with_info matrix_exp det slogdet"""
+_BINARY = """logaddexp logaddexp2 add sub rsub atan2 mul div maximum minimum dist cosine_similarity kl_div
+l1_loss
     mse_loss huber_loss smooth_l1_loss soft_margin_loss poisson_nll_loss binary_cross_entropy
     binary_cross_entropy_with_logits float_power hinge_embedding_loss"""
 
@@ -217,7 +220,8 @@ SAMPLES = dict(_ROWS)
 def call(
     name: str, dtype: torch.dtype, device: str = "cpu", other: torch.dtype | None = None
 ) -> Callable[[], Any]:
-    """A function of no arguments that calls `torch.ops.aten.<name>` on its sample, floating inputs in `dtype`.
+    """A function of no arguments that calls `torch.ops.aten.<name>` on its sample, floating inputs in
+    `dtype`.
 
     With `other`, the second tensor of each kind (`y`, `v`, every other `t`) has that dtype instead.
     """

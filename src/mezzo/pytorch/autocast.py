@@ -24,7 +24,7 @@ import torch
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.pytorch import checkpoint, dispatch, identity
+from mezzo.pytorch import checkpoint, dispatch, identity, weight_cache
 from mezzo.pytorch.dtypes import dtype_of
 
 __all__ = ["Region", "autocast"]
@@ -47,6 +47,7 @@ _meanings: dict[tuple[Any, str, bool], _Meaning] = {}
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
 identity.on_new_label(checkpoint.install)
+identity.on_new_label(weight_cache.install)
 
 
 def autocast(
@@ -137,10 +138,11 @@ class Region:
         inner.__exit__(None, None, None)
 
     def __call__(self, function: _Function) -> _Function:
+        """The function, with a region of its own around each call."""
         if not callable(function):
             raise UsageError(
-                f"mezzo.autocast(...)(function) needs a callable, received {type(function).__name__}. For a block of "
-                "code write: with mezzo.autocast(...):"
+                f"mezzo.autocast(...)(function) needs a callable, received {type(function).__name__}. "
+                "For a block of code write: with mezzo.autocast(...):"
             )
         policy, device_type, enabled, cache_enabled = (
             self.policy or "fp32",
@@ -182,11 +184,13 @@ def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabl
 
 
 def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
-    if not torch.amp.is_autocast_available(device_type):
-        known = ", ".join(torch._C._autocast_supported_devices())
+    known = torch._C._autocast_supported_devices()
+    if device_type not in known:
         raise UsageError(
-            f"mezzo.autocast: autocast knows no device type {device_type!r}. Use one of {known}."
+            f"mezzo.autocast: autocast knows no device type {device_type!r}. Use one of {', '.join(known)}."
         )
+    if device_type in identity.label_devices():
+        raise UsageError(f"mezzo.autocast: this machine has no {device_type!r} device.")
     resolved = policy_of(policy)
     if resolved.compute == "auto":
         from mezzo.pytorch.auto import resolve

@@ -32,21 +32,19 @@ def install(*_: object) -> None:
 
 
 def _wrap_frame() -> None:
-    frame = torch_checkpoint._CheckpointFrame
+    frame: Any = torch_checkpoint._CheckpointFrame
     original = frame.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    def init_noting_label(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
         code = identity.label()
-        if code:
-            recompute_fn = _under(code, recompute_fn)
-        original(self, recompute_fn, *args, **kwargs)
+        original(self, _under(code, recompute_fn) if code else recompute_fn, *args, **kwargs)
 
-    frame.__init__ = __init__  # type: ignore[method-assign]
+    frame.__init__ = init_noting_label
 
 
 def _wrap_function() -> None:
-    function = torch_checkpoint.CheckpointFunction
+    function: Any = torch_checkpoint.CheckpointFunction
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -61,8 +59,8 @@ def _wrap_function() -> None:
         with identity.rebound(ctx.mezzo_label):
             return backward(ctx, *args)
 
-    function.forward = staticmethod(forward_noting_label)  # type: ignore[method-assign,assignment]
-    function.backward = staticmethod(backward_under_label)  # type: ignore[method-assign,assignment]
+    function.forward = staticmethod(forward_noting_label)
+    function.backward = staticmethod(backward_under_label)
 
 
 def _under(code: int, function: Any) -> Any:

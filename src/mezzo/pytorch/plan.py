@@ -17,7 +17,7 @@ import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
-from mezzo.core.rules import NATIVE_FP32_ACCUMULATION, RULES, Rule
+from mezzo.core.rules import RULES, Rule, native_evidence
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
@@ -96,7 +96,8 @@ class OpPlan:
         return self.format_out
 
     def __str__(self) -> str:
-        return f"{self.op:<36} {self.rule:<14} {self.formats_in} -> {self.format_out:<14} {self.how:<9} {self.reason}"
+        formats = f"{self.formats_in} -> {self.format_out}"
+        return f"{self.op:<36} {self.rule:<14} {formats:<32} {self.how:<9} {self.reason}"
 
 
 def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
@@ -159,10 +160,10 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
             return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
         return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
 
-    if rule is Rule.INTERNAL_FP32 and (device_type, compute, op) in NATIVE_FP32_ACCUMULATION:
+    evidence = native_evidence(device_type, compute, op)
+    if rule is Rule.INTERNAL_FP32 and evidence:
         rest = others("")
-        why = "the 16-bit kernel here accumulates in FP32 (tested)"
-        return planned(FIRST, FIRST, "native" if rest else "pytorch", why, rest)
+        return planned(FIRST, FIRST, "native" if rest else "pytorch", evidence, rest)
 
     if rule in (Rule.FP32, Rule.INTERNAL_FP32):
         why = "" if rule is Rule.FP32 else "no evidence that the 16-bit kernel here accumulates in FP32"
@@ -222,8 +223,8 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
     if packet is None:
         if namespace:
             raise UsageError(
-                f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before the "
-                "region is entered."
+                f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before "
+                "the region is entered."
             )
         return ()
     return tuple(_functional_overloads(packet, device_type))

@@ -1,0 +1,146 @@
+"""Per-module overrides: the modules that a policy's patterns name run in a format of their own.
+
+A matching module's `forward` becomes a small object that opens a region of the module's own format around the
+class's `forward`. It is an attribute of the module and refers to it, so `copy.deepcopy` and `pickle` carry it
+over to the copy; the module's class, its hooks and its `state_dict` stay as they are, and Dynamo traces
+through it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mezzo.core.errors import UnknownNameError
+from mezzo.core.policy import Policy
+from mezzo.pytorch import identity
+from mezzo.pytorch.autocast import autocast, default_device_type
+
+__all__ = ["ModuleOverrides", "apply_module_overrides"]
+
+
+class ModuleOverrides:
+    """The overrides that `apply_module_overrides` put in place: ``formats`` by module path, until `remove`.
+
+    Also a context manager: leaving it removes them.
+    """
+
+    def __init__(self, model: torch.nn.Module, formats: Mapping[str, str]) -> None:
+        self.formats = dict(formats)
+        self._model = model
+
+    def remove(self) -> None:
+        """Give each module its own `forward` back. Safe to call twice."""
+        for path in self.formats:
+            module = self._model.get_submodule(path)
+            override = module.__dict__.get("forward")
+            if isinstance(override, _InOwnFormat):
+                override.undo()
+        self.formats = {}
+
+    def __enter__(self) -> ModuleOverrides:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def apply_module_overrides(
+    model: torch.nn.Module, policy: Policy, device_type: str | None = None
+) -> ModuleOverrides:
+    """Make each module that a pattern of the policy matches run in its own format, inside the policy's
+    regions.
+
+    For such a module it equals ``with mezzo.autocast(replace(policy, compute=format)): module(...)``; for
+    ``fp32``, autocast off and every floating argument (in tuples, lists and dicts too) cast to FP32, FP64
+    left alone. Where no region of the policy is in force, and where autocast is disabled, nothing changes. A
+    module inside an overridden one that no pattern matches runs in that one's format. Ops that use a
+    submodule's weights without calling it (`nn.MultiheadAttention` with its ``out_proj``) are not reached.
+
+    Args:
+        model: the model whose `named_modules` the patterns are matched against.
+        policy: its ``modules`` are (pattern, format) pairs; the last pattern that matches a path decides.
+        device_type: as for `mezzo.autocast`.
+
+    Raises:
+        UnknownNameError: a pattern matches no module; the message names the nearest path. Nothing was
+        changed.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    for pattern, fmt in policy.modules:
+        alone = replace(policy, modules=((pattern, fmt),))
+        if not any(alone.format_for_module(path) for path in paths):
+            raise _no_such_module(pattern, paths)
+    formats = {path: own for path in paths if (own := policy.format_for_module(path)) is not None}
+    device = default_device_type() if device_type is None else device_type
+    for path, fmt in formats.items():
+        module = model.get_submodule(path)
+        before = module.__dict__.get("forward")
+        if isinstance(before, _InOwnFormat):
+            before.undo()
+        inner = replace(policy, compute=fmt, modules=(), loss_scale="none")
+        module.forward = _InOwnFormat(module, policy, inner, device)
+    return ModuleOverrides(model, formats)
+
+
+class _InOwnFormat:
+    """A module's `forward` inside a region of the module's own format."""
+
+    def __init__(self, module: torch.nn.Module, outer: Policy, own: Policy, device_type: str) -> None:
+        self._module = module
+        self._outer = outer
+        self._own = own
+        self._device_type = device_type
+        self._before = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        forward = type(module).forward.__get__(module) if self._before is None else self._before
+        if not _in_force(self._outer.compute, self._device_type):
+            return forward(*args, **kwargs)
+        if self._own.compute == "fp32":
+            args = tuple(_to_fp32(value) for value in args)
+            kwargs = {key: _to_fp32(value) for key, value in kwargs.items()}
+        with autocast(self._own, self._device_type):
+            return forward(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Give the module its own `forward` back."""
+        if self._before is None:
+            self._module.__dict__.pop("forward", None)
+        else:
+            self._module.forward = self._before
+
+
+def _in_force(compute: str, device_type: str) -> bool:
+    """Whether this is inside a region of Mezzo's in which the outer policy, or an override of it, is at
+    work."""
+    if compute == "fp32":
+        return identity.label() != 0
+    return torch.is_autocast_enabled(device_type) and identity.label() != 0
+
+
+def _to_fp32(value: Any) -> Any:
+    """Floating tensors in FP32, in tuples, lists and dicts too; FP64 and all else as they are."""
+    if isinstance(value, torch.Tensor):
+        lower = value.is_floating_point() and value.dtype is not torch.float64
+        return value.float() if lower else value
+    if isinstance(value, tuple):
+        items = [_to_fp32(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_to_fp32(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _to_fp32(item) for key, item in value.items()}
+    return value
+
+
+def _no_such_module(pattern: str, paths: list[str]) -> UnknownNameError:
+    named = [path for path in paths if path]
+    near = difflib.get_close_matches(pattern.replace("*", "0"), named, n=1, cutoff=0.0)
+    mend = f" The nearest is {near[0]!r}." if near else " The model has no submodules."
+    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of the model.{mend}")
