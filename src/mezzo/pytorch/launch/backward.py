@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Found, Veto
 
 if TYPE_CHECKING:
@@ -58,14 +59,14 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
                 session, veto, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
             )
         seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
-        session.journal.loss(_value(roots, seeds))
+        _note_loss(session, roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
             return original(tensors, grad_tensors, *rest, inputs=inputs)
 
         def run(scale: float, retain: bool | None) -> None:
             original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
 
-        leaves = list(leaves_of(roots))
+        leaves = leaves_of(roots)
         owned = veto.owned()
         if all(id(leaf) in owned for leaf in leaves):
             scale = session.scale.scale
@@ -173,8 +174,10 @@ def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[
         run()
 
 
-def leaves_of(roots: Iterable[Any]) -> Iterator[Tensor]:
+@quiet
+def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
+    leaves: list[Tensor] = []
     stack: list[Any] = []
     for root in roots:
         if isinstance(root, GradientEdge):
@@ -185,11 +188,12 @@ def leaves_of(roots: Iterable[Any]) -> Iterator[Tensor]:
     while stack:
         node = stack.pop()
         if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
+            leaves.append(node.variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 stack.append(following)
+    return leaves
 
 
 @contextmanager
@@ -197,20 +201,25 @@ def unscaling(leaves: Sequence[Tensor], scale: float) -> Iterator[Found]:
     """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other
     hook.
     """
-    found = Found([leaf.device for leaf in leaves])
-    inverse = 1.0 / scale
-    inverses = {
-        device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices
-    }
-    handles = []
+    found, handles = _hook_all(leaves, 1.0 / scale)
     try:
-        for index, leaf in enumerate(leaves):
-            hook = _unscale_hook(inverse, inverses[leaf.device], found.slot(index))
-            handles.append(_register_first(leaf, hook))
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+@quiet
+def _hook_all(leaves: Sequence[Tensor], inverse: float) -> tuple[Found, list[Any]]:
+    found = Found([leaf.device for leaf in leaves])
+    inverses = {
+        device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices
+    }
+    handles = [
+        _register_first(leaf, _unscale_hook(inverse, inverses[leaf.device], found.slot(index)))
+        for index, leaf in enumerate(leaves)
+    ]
+    return found, handles
 
 
 def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> Callable[[Tensor], Tensor]:
@@ -266,6 +275,11 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
     if not root.is_floating_point():
         return seed
     return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+
+
+@quiet
+def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
+    session.journal.loss(_value(roots, seeds))
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
 # Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose.
-_NOT_TRACED = ("backward", "foreign", "journal", "optimizers", "prepare", "session", "veto", "watch")
+_NOT_TRACED = ("backward", "foreign", "journal", "optimizers", "prepare", "quiet", "session", "veto", "watch")
 
 
 class Instrument:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Veto
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class Steps:
         self._done(optimizer, moved=True, scale=scale, reason=reason)
         return result
 
+    @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         session = self._session
         number = self._numbers.setdefault(optimizer, len(self._numbers))

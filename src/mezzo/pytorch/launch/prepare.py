@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
+from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.tf32 import switch_off_tf32
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ class Preparation:
     def __init__(self, session: Session, steps: Steps) -> None:
         self._session = session
         self._steps = steps
+        # What is moved already: a compiled step in FP32 shows us inner modules, too.
+        self._nudged: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def prepare(self, module: nn.Module) -> bool:
@@ -35,6 +40,7 @@ class Preparation:
             known = self._known[module] = self._first_call(module)
         return known
 
+    @quiet
     def _first_call(self, module: nn.Module) -> bool:
         session = self._session
         own = [p for p in module.parameters() if p.is_floating_point()]
@@ -52,11 +58,14 @@ class Preparation:
         session.resolve(next(iter(own)).device.type)
         if first and session.policy.is_fp32 and switch_off_tf32():
             session.journal.note("the script had switched TF32 on; under the policy fp32 it is off")
-        session.modules.setdefault(name)
+        if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
+            session.modules.setdefault(name)
         if session.policy.modules and not session.policy.is_fp32:
             self._override(module, first)
         if session.request.nudge and not session.journal.updates:
-            nudge(p for p in own if not is_lazy(p))
+            fresh = [p for p in own if not is_lazy(p) and p not in self._nudged]
+            self._nudged.update(dict.fromkeys(fresh))
+            nudge(fresh)
         return True
 
     def _override(self, module: nn.Module, first: bool) -> None:

@@ -46,14 +46,16 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     def prepare_at_trace_time(context: Any) -> None:
         variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
         module = getattr(variable, "value", None)
-        if isinstance(module, nn.Module):
-            preparation.prepare(module)
+        if isinstance(module, nn.Module) and preparation.prepare(module):
+            session.compiled = True
 
     def traced(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Dynamo may trace this twice and must take the same way both times: nothing that `prepare` changes
+        # is read before it.
         from torch._dynamo.comptime import comptime
 
         comptime(prepare_at_trace_time)
-        if session.left_alone is not None or session.policy.is_fp32:
+        if session.left_alone is not None or not session.lowers:
             return original(self, *args, **kwargs)
         with autocast(session.policy, session.device_type):
             out = original(self, *args, **kwargs)

@@ -26,8 +26,12 @@ class Session:
     Attributes:
         policy: the policy as asked for; `auto` until the first model call shows the device.
         scale: the loss-scale machine's state. `NoLossScale` switches all scaling off.
+        lowers: whether anything runs in fewer than 32 bits. A plain attribute, for Dynamo guards on it.
         left_alone: why Mezzo stands back for the rest of the run; None while it does its work.
         model_calls: outermost calls that ran in the policy's region.
+        compiled: whether a module's call was traced into a compiled function of the script's.
+        reruns: backward passes that overflowed and were run again before anyone saw their gradients.
+        fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
         modules: class names of the modules called outermost, in order of their first call.
         optimizers: the optimizers alive (weak), for telling whose gradients are whose.
     """
@@ -37,6 +41,7 @@ class Session:
     journal: Journal
     scale: LossScale = field(default_factory=NoLossScale)
     device_type: str = ""
+    lowers: bool = False
     left_alone: str | None = None
     model_calls: int = 0
     modules: dict[str, None] = field(default_factory=dict)
@@ -45,10 +50,15 @@ class Session:
     precision_reason: str = ""
     fatal: MezzoError | None = None
     reruns: int = 0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.policy.compute != "auto":
-            self.scale = self.policy.make_loss_scale()
+            self._settle()
+
+    def _settle(self) -> None:
+        self.lowers = not self.policy.is_fp32
+        self.scale = self.policy.make_loss_scale()
 
     @property
     def scaling(self) -> bool:
@@ -71,9 +81,9 @@ class Session:
             from mezzo.pytorch.auto import TimedTrial, resolve
 
             self.policy, self.precision_reason = resolve(self.policy, device_type)
-            if not self.policy.is_fp32:
+            self._settle()
+            if self.lowers:
                 self.trial = TimedTrial(PrecisionTrial(self.policy.compute), device_type)
-            self.scale = self.policy.make_loss_scale()
 
     def enter(self) -> Policy:
         """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""
@@ -109,7 +119,7 @@ class Session:
         self.precision_reason = decision.reason
         if decision.precision == "fp32":
             self.policy = _FP32
-            self.scale = NoLossScale()
+            self._settle()
 
 
 _FP32 = Policy("fp32")

@@ -15,7 +15,7 @@ def summary(session: Session) -> str:
     lines = [_headline(session)]
     journal = session.journal
     if session.left_alone is None:
-        if session.model_calls:
+        if session.device_type:
             lines.append(_calls(session))
         skipped = sum(update.skipped for update in journal.updates)
         if journal.updates or journal.losses:
@@ -46,6 +46,8 @@ def _headline(session: Session) -> str:
 def _calls(session: Session) -> str:
     names = ", ".join(session.modules)
     calls = _count(session.model_calls, "call")
+    if session.compiled:
+        calls = "compiled calls" if not session.model_calls else f"{calls}, and compiled ones,"
     if session.policy.is_fp32:
         return f"{calls} of {names}, all in FP32"
     return f"{calls} of {names} in {session.policy.compute} on {session.device_type}; weights stay FP32"

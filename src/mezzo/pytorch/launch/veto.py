@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.launch.quiet import quiet
+
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
@@ -62,6 +64,7 @@ class Veto:
         self._flags: dict[int, list[tuple[Found, int]]] = {}
         self._stale: set[int] = set()
 
+    @quiet
     def owned(self) -> set[int]:
         """The ids of all parameters of all optimizers alive."""
         return {
@@ -71,6 +74,7 @@ class Veto:
             for p in group["params"]
         }
 
+    @quiet
     def remember(self, leaves: Iterable[Tensor], found: Found) -> None:
         """These leaves are about to receive gradients, of which `found` will tell."""
         for index, leaf in enumerate(leaves):
@@ -85,12 +89,14 @@ class Veto:
         """The flags of one leaf's gradient."""
         return self._flags.setdefault(id(leaf), [])
 
+    @quiet
     def forget(self, optimizer: Any) -> None:
         """The optimizer's gradients were cleared."""
         for parameter in _parameters(optimizer):
             self._flags.pop(id(parameter), None)
             self._stale.discard(id(parameter))
 
+    @quiet
     def forbids(self, optimizer: Any) -> bool:
         """Whether the optimizer must not step now; waits for the device."""
         read: dict[int, list[bool]] = {}

@@ -57,18 +57,23 @@ class StepWatch:
 
     def _start(self, optimizer: int) -> None:
         from mezzo.pytorch.memory import PeakTensorBytes
-        from mezzo.pytorch.observe import OpObserver
 
         self._optimizer = optimizer
         session = self._session
-        self._ops = OpObserver(session.policy, session.device_type or "cpu")
-        self._ops.enter()
+        try:
+            from mezzo.pytorch.observe import OpObserver
+
+            self._ops = OpObserver(session.policy, session.device_type or "cpu")
+            self._ops.enter()
+        except ImportError:
+            self._ops = None
         self._memory = PeakTensorBytes(session.device_type or "cpu")
         self._memory.start()
 
     def _stop(self, *, keep: bool) -> None:
         memory, self._memory = self._memory.stop(), None
         ops, self._ops = self._ops, None
-        ops.exit()
+        if ops is not None:
+            ops.exit()
         if keep:
-            self._session.journal.observed(memory, ops.table())
+            self._session.journal.observed(memory, None if ops is None else ops.table())
