@@ -1,0 +1,90 @@
+"""The ops that are computed in FP32 between casts where hardware lacks the 16-bit format, by aten name.
+
+`EMULATED` has each op twice: by its name without overload (``"lstm"``: the overload is found by the
+arguments, as from Python) and by its full name (``"lstm.input"``), which is the faster. Beside the ops of
+PyTorch's two lists of lower-precision ops stand those which reach the same arithmetic past the lists:
+transposed convolutions and string padding, whole recurrent layers and cells, ``bilinear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from mezzo.pytorch.kernels.emulated.call import Emulated
+
+__all__ = ["EMULATED", "NATIVE_ONLY", "Emulated"]
+
+# Per row: the lowest rank from which a saved tensor that is no input is rounded too (`packing.Packing`),
+# or None. Attention's log-sum-exp has a dimension less than its probabilities and its output. A recurrent
+# step's gates and states are matrices; the FP32 kernel's LSTM keeps them in one opaque workspace, which
+# stays as it is.
+_ROWS: dict[str, int | None] = {
+    "linear": None,
+    "bilinear": None,
+    "matmul": None,
+    "linalg_matmul": None,
+    "mm": None,
+    "bmm": None,
+    "mv": None,
+    "addmm": None,
+    "addmv": None,
+    "addr": None,
+    "addbmm": None,
+    "baddbmm": None,
+    "chain_matmul": 2,
+    "linalg_multi_dot": 2,
+    "linalg_vecdot": None,
+    "einsum": 1,
+    "conv1d": None,
+    "conv2d": None,
+    "conv3d": None,
+    "conv_tbc": None,
+    "conv_transpose1d": None,
+    "conv_transpose2d": None,
+    "conv_transpose3d": None,
+    "convolution": None,
+    "_convolution": None,
+    "prelu": None,
+    "scaled_dot_product_attention": 4,
+    "lstm": 2,
+    "gru": 2,
+    "rnn_tanh": 2,
+    "rnn_relu": 2,
+    "lstm_cell": 1,
+    "gru_cell": 1,
+    "rnn_tanh_cell": 1,
+    "rnn_relu_cell": 1,
+}
+
+#: Ops of the lower-precision lists that have no FP32 form to emulate with, and why none is needed.
+NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
+    {
+        "_scaled_dot_product_flash_attention": "exists only where the device has the 16-bit format; "
+        "scaled_dot_product_attention, which calls it, chooses another kernel elsewhere",
+        "_thnn_fused_lstm_cell": "a CUDA kernel with FP32 arithmetic for 16-bit gates; lstm_cell calls it",
+        "_thnn_fused_gru_cell": "a CUDA kernel with FP32 arithmetic for 16-bit gates; gru_cell calls it",
+    }
+)
+
+# Overloads that are another op: into a given tensor, with an output dtype of the caller's, or
+# TorchScript's alone.
+_OTHER = frozenset({"out", "dtype", "dtype_out", "sublist"})
+
+
+def _table() -> dict[str, Emulated]:
+    table: dict[str, Emulated] = {}
+    for name, keep_rank in _ROWS.items():
+        packet = getattr(torch.ops.aten, name)
+        overloads = [overload for overload in packet.overloads() if overload not in _OTHER]
+        for overload in overloads:
+            op = getattr(packet, overload)
+            table[str(op).removeprefix("aten.").removesuffix(".default")] = Emulated(op, keep_rank)
+        if overloads != ["default"]:
+            table[name] = Emulated(packet, keep_rank)
+    return table
+
+
+EMULATED: Mapping[str, Emulated] = MappingProxyType(_table())

@@ -1,0 +1,115 @@
+"""One op computed as 16-bit hardware computes it, on hardware that lacks the format.
+
+    def emulated(*inputs, compute):
+        return op(*[x.to(compute).float() for x in inputs]).to(compute)
+
+That is a tensor core's contract: 16 bits in, FP32 products and sums, 16 bits out. It is made of
+differentiable casts around the FP32 op, so everything that PyTorch knows of that op stays true: first and
+second derivatives, ``torch.func``, vmap, compilation, memory format, FP32 speed. Gradients obey the
+contract too: the one that arrives is in 16 bits, backward computes in FP32, and each input's gradient is
+rounded to 16 bits before it becomes that input's own dtype. What casts alone would cost is memory, and
+`packing` gives that back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
+
+_HALVES = (torch.float16, torch.bfloat16)
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _Nesting(threading.local):
+    inside = False
+
+
+_nesting = _Nesting()
+
+
+class Emulated:
+    """An aten op, callable with its own arguments and ``compute=torch.float16 | torch.bfloat16``.
+
+    Floating tensors among the arguments, in lists too, are rounded to ``compute`` (ties to even; beyond
+    the largest value to inf; NaN, inf, signed zeros and subnormals kept) and widened to FP32, the op runs
+    in FP32, and its floating results are rounded to ``compute``. Integer, bool and complex tensors pass
+    as they are; a call without a floating tensor is the op itself. A call within an emulated call (under
+    ``torch.func`` a dispatcher meets the op again on its way down) is the op itself.
+
+    Args:
+        op: the aten op.
+        keep_rank: see `packing.Packing`; what is lossy about the memory that this op keeps for backward.
+    """
+
+    def __init__(self, op: Callable[..., Any], keep_rank: int | None = None) -> None:
+        self.op = op
+        self.keep_rank = keep_rank
+
+    def __repr__(self) -> str:
+        return f"Emulated({self.op}, keep_rank={self.keep_rank})"
+
+    def __call__(self, *args: Any, compute: torch.dtype, **kwargs: Any) -> Any:
+        """Run the op on 16-bit values with FP32 arithmetic; see the class."""
+        if _nesting.inside:
+            return self.op(*args, **kwargs)
+        if compute not in _HALVES:
+            raise ValueError(
+                f"compute={compute}: emulation stores results in torch.float16 or torch.bfloat16"
+            )
+        inputs: list[Rounded] = []
+
+        def widen(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if not value.is_floating_point():
+                    return value
+                inputs.append(Rounded(value, compute))
+                return inputs[-1].wide
+            if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+                return [widen(item) for item in value]
+            return value
+
+        _nesting.inside = True
+        try:
+            wide_args = [widen(value) for value in args]
+            wide_kwargs = {name: widen(value) for name, value in kwargs.items()}
+            if not inputs:
+                return self.op(*args, **kwargs)
+            if not _may_pack(inputs):
+                return _narrow(self.op(*wide_args, **wide_kwargs), compute)
+            outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            packing = Packing(inputs, compute, self.keep_rank, outer)
+            with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
+                wide_out = self.op(*wide_args, **wide_kwargs)
+            return _narrow(wide_out, compute)
+        finally:
+            _nesting.inside = False
+
+
+def _may_pack(inputs: list[Rounded]) -> bool:
+    """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing or
+    subclasses.
+
+    A compiler decides by itself what to save, and sees that the 16-bit form is the smaller one.
+    """
+    return (
+        torch.is_grad_enabled()
+        and any(item.wide.requires_grad for item in inputs)
+        and all(type(item.source) in _PLAIN for item in inputs)
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _narrow(result: Any, compute: torch.dtype) -> Any:
+    if isinstance(result, Tensor):
+        return result.to(compute) if result.is_floating_point() else result
+    if isinstance(result, (list, tuple)):
+        return tuple(_narrow(item, compute) for item in result)
+    return result

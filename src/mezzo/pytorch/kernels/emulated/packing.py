@@ -1,0 +1,139 @@
+"""What an emulated op keeps for its backward: 16-bit values instead of the FP32 copies that it computed with.
+
+The FP32 op inside an emulation saves FP32 tensors, each twice the bytes that 16-bit hardware would save.
+They are held in 16 bits here, through autograd's own saved-tensor hooks, and come back as FP32 when
+backward asks:
+
+- an input was rounded to the 16-bit format before the op, so its 16-bit form loses nothing. Where the
+  caller's 16-bit tensor exists already, that tensor is kept, not a copy;
+- a parameter is alive anyway: the parameter itself is kept, at no bytes, and rounded again in backward;
+- what else an op saves (an attention's output, a recurrent cell's gates) is rounded where the op's row
+  says so: 16-bit hardware would have stored it in 16 bits too.
+
+Hooks that were set around the op (activation checkpointing, offload to the host) still see every tensor kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Rounded:
+    """One floating input on its way into an emulated op: what came, its 16-bit form, and that in FP32.
+
+    Args:
+        source: the tensor as the caller gave it, any floating dtype.
+        compute: ``torch.float16`` or ``torch.bfloat16``; rounding is torch's cast (ties to even, overflow
+            to inf).
+    """
+
+    __slots__ = ("low", "source", "wide")
+
+    def __init__(self, source: Tensor, compute: torch.dtype) -> None:
+        self.source = source
+        self.low = source.to(compute)
+        self.wide = self.low.to(torch.float32)
+
+
+class Packing:
+    """The pair of saved-tensor hooks of one emulated call.
+
+    Args:
+        inputs: the op's floating inputs.
+        compute: the 16-bit format.
+        keep_rank: a saved FP32 tensor that is no input is rounded if it has at least this many dimensions;
+            ``None`` keeps all such tensors in FP32.
+        outer: the hooks in force around the call, or ``None``.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Rounded], compute: torch.dtype, keep_rank: int | None, outer: _Hooks | None
+    ) -> None:
+        self._compute = compute
+        self._keep_rank = keep_rank
+        self._outer = outer
+        self._inputs = {item.wide.untyped_storage().data_ptr(): item for item in inputs if item.wide.numel()}
+
+    def pack(self, saved: Tensor) -> Any:
+        """The hook for saving: a recipe from which `unpack` restores ``saved``."""
+        if saved.dtype != torch.float32:
+            return _Kept(self._through(saved), self._outer)
+        item = self._inputs.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
+        if item is None:
+            if self._keep_rank is not None and saved.dim() >= self._keep_rank:
+                return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
+            return _Kept(self._through(saved), self._outer)
+        source = item.source
+        if source.is_leaf and source.requires_grad and source.dtype == torch.float32:
+            if source.is_contiguous() and item.wide.is_contiguous():
+                return _View(self._through(source.detach()), self._outer, self._compute, saved)
+        elif item.low.stride() == item.wide.stride() and item.low.dtype == self._compute:
+            return _View(self._through(item.low.detach()), self._outer, self._compute, saved)
+        return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
+
+    def _through(self, kept: Tensor) -> Any:
+        return _Versioned(kept) if self._outer is None else self._outer[0](kept)
+
+    @staticmethod
+    def unpack(packed: _Kept) -> Tensor:
+        """The hook for use in backward: the saved tensor, in FP32 where it was FP32."""
+        return packed.restore()
+
+
+class _Versioned:
+    """A kept tensor that may be the user's own: an in-place change since then is refused, as autograd
+    refuses it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(self.tensor.shape)} and dtype {self.tensor.dtype}, an "
+                f"input of an op that Mezzo computes in FP32 between casts, is at version "
+                f"{self.tensor._version}; expected version {self.version}. Use the out-of-place form."
+            )
+        return self.tensor
+
+
+class _Kept:
+    """A saved tensor as it is, or rounded to 16 bits and widened again on the way back."""
+
+    __slots__ = ("_handle", "_unpack", "_widen")
+
+    def __init__(self, handle: Any, outer: _Hooks | None, widen: bool = False) -> None:
+        self._handle = handle
+        self._unpack = outer[1] if outer is not None else _Versioned.get
+        self._widen = widen
+
+    def restore(self) -> Tensor:
+        kept = self._unpack(self._handle)
+        return kept.to(torch.float32) if self._widen else kept
+
+
+class _View(_Kept):
+    """A view of an input's FP32 form, kept as the input's 16-bit form (or the parameter) and the view's
+    geometry."""
+
+    __slots__ = ("_compute", "_offset", "_size", "_stride")
+
+    def __init__(self, handle: Any, outer: _Hooks | None, compute: torch.dtype, saved: Tensor) -> None:
+        super().__init__(handle, outer)
+        self._compute = compute
+        self._size, self._stride, self._offset = saved.size(), saved.stride(), saved.storage_offset()
+
+    def restore(self) -> Tensor:
+        wide = self._unpack(self._handle).to(self._compute).to(torch.float32)
+        # A fresh FP32 tensor has the strides of the one that the op saw, so the view's geometry fits it.
+        return wide.as_strided(self._size, self._stride, self._offset)
