@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import ARCHITECTURES, TENSOR_CORES_FROM, GpuModel, find, formats_at, parse_capability
@@ -127,9 +129,7 @@ def _print_machine(console: Console, data: dict[str, Any], rates: list[Rate], fo
         console.print(f"[bold]{name:<14}[/bold]", end="")
         console.print(line, markup=False, soft_wrap=True)
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    console.print(
-        f"\n[bold]Measured {where}[/bold] (medians, in GFLOP/s; in brackets the middle half of the repeats)"
-    )
+    console.print(f"\n[bold]Measured {where}[/bold], GFLOP/s: medians (and the middle half of the repeats)")
     kinds = ["matmul", "conv step"]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
     for head in ("format", *kinds):
@@ -171,7 +171,7 @@ def _short(value: float) -> str:
 def _print_recommendation(console: Console, found: Recommendation) -> None:
     console.print(f"\n[bold]Use {found.precision}[/bold]")
     for reason in found.reasons:
-        console.print(f"  {reason}", markup=False)
+        console.print(Padding(Text(reason), (0, 0, 0, 2)))
     candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
     console.print(f"\nTry it: mezzo compare --precision {candidates} train.py", markup=False, soft_wrap=True)
 
@@ -242,5 +242,6 @@ def _rate_json(rate: Rate) -> dict[str, Any]:
         "high": rate.spread[1] if ran else None,
         "repeats": len(rate.timing.seconds),
         "seconds": rate.timing.median if ran else None,
+        "work": rate.work,
         "reason": rate.timing.reason,
     }

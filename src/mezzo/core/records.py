@@ -1,9 +1,10 @@
-"""Typed run records: what one training run did, as JSON lines that a person can read and a report can be made from.
+"""Typed run records: what one training run did, as JSON lines that a person can read and a report can be
+made from.
 
-One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss`` and
-``update`` records as training goes on, at most one ``memory`` and one ``ops`` (gathered in steps that are not
-timed), and one ``end``. A run that was killed has no ``end``: a reader can tell a finished run from a broken one.
-Times are seconds since the first line, on one monotonic clock, so differences are durations.
+One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss``
+and ``update`` records as training goes on, at most one ``memory`` and one ``ops`` (gathered in steps that
+are not timed), and one ``end``. A run that was killed has no ``end``: a reader can tell a finished run from
+a broken one. Times are seconds since the first line, on one monotonic clock, so differences are durations.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class LossRecord:
 class UpdateRecord:
     """One call of an optimizer's step, whether it moved the parameters or was vetoed.
 
-    ``optimizer`` numbers the optimizers in the order in which they first stepped. ``observed`` is True for the steps
-    in which memory and formats were watched: those are slower than the others, and no timing may use them.
+    ``optimizer`` numbers the optimizers in the order in which they first stepped. ``observed`` is True for
+    the steps in which memory and formats were watched: those are slower than the others, and no timing may
+    use them.
     """
 
     kind: ClassVar[str] = "update"
@@ -67,7 +69,8 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """Peak memory of a training step, in bytes, and how it was measured (``tensor bytes`` or ``cuda allocator``)."""
+    """Peak memory of a training step, in bytes, and how it was measured (``tensor bytes`` or ``cuda
+    allocator``)."""
 
     kind: ClassVar[str] = "memory"
     peak_bytes: int
@@ -76,9 +79,11 @@ class MemoryRecord:
 
 @dataclass(frozen=True)
 class OpFormats:
-    """How one op ran: the rule that the policy gives it, the formats planned and seen, and the casts around it.
+    """How one op ran: the rule that the policy gives it, the formats planned and seen, and the casts around
+    it.
 
-    ``planned`` and ``observed`` are format names joined as ``"bf16 -> bf16"`` (floating inputs -> floating outputs).
+    ``planned`` and ``observed`` are format names joined as ``"bf16 -> bf16"`` (floating inputs -> floating
+    outputs).
     """
 
     op: str
@@ -121,7 +126,8 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def to_line(record: Record) -> str:
-    """One record as one line of strict JSON: NaN and infinities are written as the strings ``"nan"``, ``"inf"``."""
+    """One record as one line of strict JSON: NaN and infinities are written as the strings ``"nan"``,
+    ``"inf"``."""
     return json.dumps({"kind": record.kind, **_strict(asdict(record))}, allow_nan=False)
 
 
@@ -140,7 +146,8 @@ def from_line(line: str) -> Record:
             if names[name].type == "float":
                 kept[name] = float(value)
         if cls is OpsRecord:
-            kept["ops"] = [OpFormats(**op) for op in kept["ops"]]
+            known = {f.name for f in fields(OpFormats)}
+            kept["ops"] = [OpFormats(**{k: v for k, v in op.items() if k in known}) for op in kept["ops"]]
         record: Record = cls(**kept)
         return record
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -160,7 +167,8 @@ def _strict(value: Any) -> Any:
 class RecordWriter:
     """Appends records to a file, a line each; every line is complete on disk before the next step begins.
 
-    A child made by ``fork`` (a DataLoader worker) writes nothing: the run belongs to the process that opened it.
+    A child made by ``fork`` (a DataLoader worker) writes nothing: the run belongs to the process that
+    opened it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,12 +186,13 @@ class RecordWriter:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, in order. A last line cut short by a kill is passed over; any other bad line raises.
+    """The records of a file, in order. A last line cut short by a kill is passed over; any other bad line
+    raises.
 
     Raises:
         UsageError: a line that is no record, with its number.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         if number == len(lines) and not line.endswith("\n"):
             return

@@ -44,7 +44,7 @@ def from_rates(
         measured = f"matrix products run {_times(matmul)}, a convolution's training step {_times(conv)}"
         if form not in native:
             reasons.append(_not_native(form, device, measured, conv))
-        elif max(matmul, conv) >= WORTH_IT and min(matmul, conv) >= 1 / WORTH_IT:
+        elif _is_worth_it(matmul, conv):
             reasons.append(f"{form}: {device} computes in {form} itself; against fp32, {measured}.")
             if chosen == "fp32":
                 chosen = form
@@ -87,6 +87,11 @@ def from_capability(capability: Capability) -> Recommendation:
     )
 
 
+def _is_worth_it(*speedups: float) -> bool:
+    """One kind of work gains and none loses; written so that NaN, what cannot run, is a loss."""
+    return any(one >= WORTH_IT for one in speedups) and all(one >= 1 / WORTH_IT for one in speedups)
+
+
 def _not_native(form: str, device: str, measured: str, conv: float) -> str:
     sentence = f"{form}: {device} does not train in {form} natively"
     if conv != conv:
@@ -101,6 +106,8 @@ def _speedup(rates: Mapping[tuple[str, str], float], what: str, form: str) -> fl
 def _times(speedup: float) -> str:
     if speedup != speedup:
         return "not at all"
-    if speedup >= 0.95:
+    if 0.95 <= speedup <= 1.05:
+        return "as fast"
+    if speedup > 1:
         return f"{speedup:.3g} times as fast"
     return f"{1 / speedup:.3g} times as slow"

@@ -1,0 +1,100 @@
+"""The public names, frozen; and that tools which only read records or round numbers never load a
+framework."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import mezzo
+
+PUBLIC = {
+    "DynamicLossScale",
+    "GradScaler",
+    "MixedPrecision",
+    "NoLossScale",
+    "Policy",
+    "StaticLossScale",
+    "autocast",
+    "explain",
+    "formats",
+    "policy",
+}
+
+FORMATS = {
+    *("FORMATS", "OVERFLOW", "Format", "Number", "bits", "decode", "exactly", "named", "overflow_named"),
+    *("power_of_two", "round", "ulp"),
+}
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert set(mezzo.__all__) == PUBLIC
+    assert sorted(mezzo.__all__) == list(mezzo.__all__)
+    assert set(mezzo._PUBLIC) == PUBLIC
+    assert set(dir(mezzo)) >= PUBLIC
+
+
+def test_the_names_of_mezzo_formats_are_these() -> None:
+    module = mezzo.formats
+    own = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", module.__name__) == module.__name__
+    }
+    modules = {name for name in own if type(getattr(module, name)) is type(sys)}
+    assert own - modules - {"TYPE_CHECKING", "annotations"} == FORMATS - {"Number"}
+    assert hasattr(module, "Number")
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_resolves_and_is_kept(name: str) -> None:
+    value = getattr(mezzo, name)
+    assert value is getattr(mezzo, name)
+    module, attribute = mezzo._PUBLIC[name]
+    if attribute:
+        assert value is getattr(sys.modules[module], attribute)
+    else:
+        assert value is sys.modules[module]
+    assert value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'mezzo' has no attribute 'autocsat'"):
+        mezzo.autocsat
+    assert not hasattr(mezzo, "_no_such_thing")
+
+
+NO_FRAMEWORK = [
+    "import mezzo",
+    "import mezzo; mezzo.Policy; mezzo.policy('bf16')",
+    "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
+    "import mezzo.core.records, mezzo.core.errors",
+    "import mezzo; mezzo.formats.round(0.1, 'bf16'); mezzo.formats.bits(0.1, 'fp16')",
+    "import mezzo, numpy; mezzo.formats.round(numpy.ones(3, numpy.float32), 'fp16')",
+    "from mezzo.cli.main import main; main(['--help'])",
+    "from mezzo.cli.main import main; main(['formats', 'show', '1'])",
+    "from mezzo.cli.main import main; main(['doctor', '--gpu', 'T4'])",
+    "import mezzo.report",
+]
+
+
+@pytest.mark.parametrize("code", NO_FRAMEWORK)
+def test_no_framework_is_loaded_before_it_is_asked_for(code: str) -> None:
+    frameworks = {"torch", "tensorflow", "keras", "jax"}
+    check = f"import sys; loaded = {frameworks} & set(sys.modules); assert not loaded, loaded"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"{code}\n{check}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bare_import_loads_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import mezzo; "
+        "tops = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(tops - set(sys.stdlib_module_names) - {'mezzo'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,228 @@
+"""Run records: every record comes back from its line, NaN and infinities too; files survive a kill in
+mid-line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.core import records
+from mezzo.core.errors import UsageError
+from mezzo.core.records import (
+    LossRecord,
+    MemoryRecord,
+    OpFormats,
+    OpsRecord,
+    Record,
+    RecordWriter,
+    RunEnded,
+    RunStarted,
+    UpdateRecord,
+    from_line,
+    read,
+    to_line,
+)
+
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+text = st.text(max_size=20)
+count = st.integers(0, 10**9)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+op_formats = st.builds(OpFormats, *(text,) * 4, calls=count, casts=count, reason=text, module=text)
+any_record = st.one_of(
+    st.builds(
+        RunStarted,
+        script=text,
+        argv=st.lists(text, max_size=3),
+        policy=text,
+        seed_offset=count,
+        nudged=st.booleans(),
+        machine=st.dictionaries(text, plain, max_size=3),
+        started=text,
+    ),
+    st.builds(LossRecord, index=count, loss=any_float, at=any_float),
+    st.builds(
+        UpdateRecord,
+        index=count,
+        optimizer=count,
+        moved=st.booleans(),
+        skipped=st.booleans(),
+        loss_scale=any_float,
+        at=any_float,
+        reason=text,
+        observed=st.booleans(),
+    ),
+    st.builds(MemoryRecord, peak_bytes=count, how=text),
+    st.builds(OpsRecord, ops=st.lists(op_formats, max_size=3)),
+    st.builds(RunEnded, status=st.integers(-255, 255), seconds=any_float, notes=st.lists(text, max_size=3)),
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type and value; NaN equals NaN, and -0.0 is not 0.0."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return repr(left) == repr(right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+@given(any_record)
+def test_every_record_comes_back_from_its_line(record: Record) -> None:
+    line = to_line(record)
+    assert "\n" not in line
+    json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    back = from_line(line)
+    assert type(back) is type(record)
+    assert same(asdict(back), asdict(record))
+
+
+@given(st.lists(any_record, max_size=6), st.data())
+def test_a_file_comes_back_and_a_last_line_cut_short_is_passed_over(
+    written: list[Record], data: st.DataObject
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        writer = RecordWriter(path)
+        for record in written:
+            writer.write(record)
+        writer.close()
+        back = list(read(path))
+        assert [to_line(record) for record in back] == [to_line(record) for record in written]
+        if written:
+            whole = path.read_bytes()
+            start = whole.rindex(b"\n", 0, len(whole) - 1) + 1 if whole.count(b"\n") > 1 else 0
+            path.write_bytes(whole[: data.draw(st.integers(start, len(whole) - 1))])
+            assert [to_line(record) for record in read(path)] == [to_line(record) for record in written[:-1]]
+
+
+def test_numbers_that_json_lacks_are_strings_in_the_line() -> None:
+    assert (
+        to_line(LossRecord(0, math.nan, math.inf))
+        == '{"kind": "loss", "index": 0, "loss": "nan", "at": "inf"}'
+    )
+    back = from_line('{"kind": "loss", "index": 0, "loss": "-inf", "at": 1}')
+    assert isinstance(back, LossRecord)
+    assert back.loss == -math.inf
+    assert isinstance(back.at, float)
+
+
+def test_every_kind_has_its_own_name_and_is_known_to_the_reader() -> None:
+    kinds = {
+        cls.kind: cls for cls in (RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded)
+    }
+    assert kinds == records._KINDS
+    assert len(kinds) == 6
+
+
+def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() -> None:
+    line = json.loads(to_line(UpdateRecord(1, 0, True, False, 1.0, 2.0)))
+    line |= {"colour": "red"}
+    del line["reason"], line["observed"]
+    assert from_line(json.dumps(line)) == UpdateRecord(1, 0, True, False, 1.0, 2.0)
+    ops = {"kind": "ops", "ops": [{**asdict(OpFormats("mm", "lower", "a", "b", 1, 2, "r")), "colour": "red"}]}
+    assert from_line(json.dumps(ops)) == OpsRecord([OpFormats("mm", "lower", "a", "b", 1, 2, "r")])
+
+
+NO_RECORDS = [
+    "",
+    "{",
+    "[]",
+    "1",
+    "null",
+    "{}",
+    '{"kind": "dance"}',
+    '{"kind": "loss"}',
+    '{"kind": "loss", "index": 0, "loss": "much", "at": 0}',
+    '{"kind": "ops", "ops": 3}',
+    '{"kind": "ops", "ops": [3]}',
+    '{"kind": ["loss"]}',
+]
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_what_is_no_record_is_refused(line: str) -> None:
+    with pytest.raises(UsageError, match="not a run record"):
+        from_line(line)
+
+
+def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UsageError, match=r"run\.jsonl:1: not a run record"):
+        list(read(path))
+
+
+def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        to_line(LossRecord(0, 1.0, 0.0)) + "\n" + "{oops}\n" + to_line(LossRecord(1, 1.0, 0.0)) + "\n"
+    )
+    reading = read(path)
+    assert next(reading) == LossRecord(0, 1.0, 0.0)
+    with pytest.raises(UsageError, match=r"run\.jsonl:2: not a run record: '\{oops\}"):
+        next(reading)
+
+
+def test_each_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = RecordWriter(path)
+    writer.write(MemoryRecord(5, "tensor bytes"))
+    assert list(read(path)) == [MemoryRecord(5, "tensor bytes")]
+    writer.close()
+    writer.write(MemoryRecord(6, "tensor bytes"))
+    assert len(list(read(path))) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = RecordWriter(path)
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    writer.write(MemoryRecord(5, "tensor bytes"))
+    monkeypatch.undo()
+    writer.write(MemoryRecord(6, "tensor bytes"))
+    writer.close()
+    assert list(read(path)) == [MemoryRecord(6, "tensor bytes")]
+
+
+PLANNED = [
+    ("bf16 -> bf16", "bf16 -> bf16", True),
+    ("bf16 -> bf16", "fp32 -> bf16", False),
+    ("", "fp32 -> fp32", True),
+]
+
+
+@pytest.mark.parametrize(("planned", "observed", "expected"), PLANNED)
+def test_as_planned(planned: str, observed: str, expected: bool) -> None:
+    assert OpFormats("mm", "lower", planned, observed, 1, 0, "").as_planned is expected
+
+
+def test_the_types_that_become_floats_are_found() -> None:
+    # `from_line` knows a float field by the text of its annotation: one written otherwise would stay a
+    # string.
+    for cls in records._KINDS.values():
+        for field in fields(cls):
+            assert isinstance(field.type, str), field
