@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import WORKLOADS, Workload
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,7 +29,8 @@ from rich.table import Table
 import mezzo
 from mezzo.pytorch.machine import describe
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.verify.measure import ratio_of_medians
+from models import WORKLOADS, Workload
+from pairs import ratio_of_medians
 
 Step = Callable[[], float]
 
