@@ -1,7 +1,8 @@
 """`mezzo VERB ...`: find the verb's file, parse, call, and turn every error into one line and an exit status.
 
-Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage (130 after an interrupt). A verb is a module of this
-package with `SUMMARY`, `configure(parser)` and `run(arguments) -> int`; it is imported only when it is asked for.
+Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage (130 after an interrupt). A verb is a module
+of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is asked for;
+where it says `PASSES_ON = True`, all that follows `--` is a script's and reaches it as `arguments.argv`.
 """
 
 from __future__ import annotations
@@ -56,10 +57,16 @@ def _run(verb: str, words: list[str]) -> int:
         allow_abbrev=False,
     )
     module.configure(parser)
+    rest: list[str] = []
+    if getattr(module, "PASSES_ON", False) and "--" in words:  # argparse gives what follows to any positional
+        cut = words.index("--")
+        words, rest = words[:cut], words[cut + 1 :]
     try:
         arguments = parser.parse_args(words)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
+    if getattr(module, "PASSES_ON", False):
+        arguments.argv = rest
     status: int = module.run(arguments)
     return status
 

@@ -1,0 +1,186 @@
+"""Train a script in FP32 and in each candidate precision, and say whether 16 bits are faster, smaller and as
+good.
+
+The script is not changed and need not know of Mezzo. Every run is a process of its own; runs of the same
+number get the same seeds in every precision, so that they can be paired. Nothing of this touches the
+script's own files, but the script runs several times: one that resumes from a checkpoint of its own would
+resume from another run's.
+
+The folder gets verdict.json, report.html, and the records and output of every run. An interrupted comparison
+goes on where it stopped when the same command is given again.
+
+The words, for each candidate (docs/verdict.md tells how they are earned):
+  equivalent    proven: the loss (and the metric) differ by less than the margin; takes three seeds or more
+  consistent    no harm found beyond the margin or beyond FP32's own noise
+  inconclusive  the runs are too few or too noisy to tell
+  divergent     harm is established, or the training broke
+
+Exit status: 0 no candidate is divergent, 1 one is, 2 wrong usage or a script that fails in FP32.
+
+Examples:
+  mezzo compare --demo digits
+  mezzo compare train.py -- --epochs 3
+  mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)'
+  mezzo compare train.py --precision bf16,op.softmax=fp32 --precision policy.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.demos import DEMOS
+from mezzo.report import build
+from mezzo.verify.compare import compare
+from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.request import Request, candidates
+from mezzo.verify.table import show
+
+PASSES_ON = True
+"""What follows `--` is the script's."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.usage = "mezzo compare (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    parser.add_argument(
+        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
+    )
+    parser.add_argument(
+        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(DEMOS))}"
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
+    )
+    parser.add_argument(
+        "--precision",
+        action="append",
+        metavar="P",
+        help="presets, policy strings or .toml files, with commas or given again (default bf16,fp16)",
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="pairs of runs (default 3)")
+    parser.add_argument(
+        "--margin",
+        type=_share,
+        default=0.005,
+        metavar="X",
+        help="the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)",
+    )
+    parser.add_argument(
+        "--metric", metavar="REGEX", help="where the final metric is printed; its first group is the number"
+    )
+    parser.add_argument(
+        "--metric-better",
+        choices=("auto", "higher", "lower"),
+        default="auto",
+        help="which way is better (auto: lower if the pattern names a loss or an error)",
+    )
+    parser.add_argument(
+        "--metric-margin",
+        type=float,
+        metavar="X",
+        help="the same for the metric, in its units (default 0.2 points; as --margin if lower is better)",
+    )
+    parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
+    parser.add_argument(
+        "--fresh", action="store_true", help="delete the comparison in that folder and start over"
+    )
+    parser.add_argument("--json", action="store_true", help="print verdict.json in place of the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print, and return the exit status."""
+    errors = Console(stderr=True)
+    request, remarks = request_of(arguments)
+    for remark in remarks:
+        errors.print(f"note: {remark}", markup=False, highlight=False)
+    stem = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
+    folder = Path(arguments.out or f"mezzo-compare-{stem}")
+    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    try:
+        verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
+    except KeyboardInterrupt:
+        print(f"finished runs are kept in {folder}: the same command goes on from here", file=sys.stderr)
+        raise
+    try:
+        report = build(folder)
+    except OSError as error:
+        raise UsageError(
+            f"{folder}/report.html: {error.strerror}. The runs are kept: give the same command again."
+        ) from error
+    if arguments.json:
+        print(json.dumps(verdict, indent=2))
+    else:
+        show(Console(), verdict, report, command_line(request, folder))
+    return int(any(one["parity"] == "divergent" for one in verdict["candidates"].values()))
+
+
+def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
+    """What the command line asks for, and remarks on what was left out of it.
+
+    Raises:
+        UsageError: none or several of script, demo and module; an unknown demo or precision; a value out of
+        range.
+    """
+    script = arguments.script
+    given = [word for word in (script, arguments.demo, arguments.module) if word]
+    if len(given) != 1:
+        received = f"received {', '.join(given)}" if given else "received none"
+        raise UsageError(
+            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. "
+            "For instance: mezzo compare --demo digits"
+        )
+    metric = arguments.metric
+    if arguments.demo:
+        if arguments.demo not in DEMOS:
+            raise unknown_name("demo", arguments.demo, DEMOS)
+        demo = DEMOS[arguments.demo]
+        script, metric = str(demo.path), metric or demo.metric
+    names, remarks = candidates(arguments.precision or ["bf16,fp16"])
+    request = Request(
+        target=arguments.module or script,
+        argv=tuple(arguments.argv),
+        is_module=bool(arguments.module),
+        precisions=names,
+        seeds=arguments.seeds,
+        margin=arguments.margin,
+        metric=metric,
+        metric_better=arguments.metric_better,
+        metric_margin=arguments.metric_margin,
+        demo=arguments.demo,
+    )
+    return request, remarks
+
+
+def command_line(request: Request, folder: Path) -> list[str]:
+    """The words that give the same comparison again."""
+    words = ["mezzo", "compare"]
+    if request.demo:
+        words += ["--demo", request.demo]
+    elif request.is_module:
+        words += ["-m", request.target]
+    else:
+        words.append(request.target)
+    for name in request.precisions:
+        words += ["--precision", name]
+    words += ["--seeds", str(request.seeds), "--margin", f"{request.margin:g}"]
+    if request.metric and not (request.demo and DEMOS[request.demo].metric == request.metric):
+        words += ["--metric", request.metric]
+    if request.metric_better != "auto":
+        words += ["--metric-better", request.metric_better]
+    if request.metric_margin is not None:
+        words += ["--metric-margin", f"{request.metric_margin:g}"]
+    words += ["--out", str(folder), "--fresh"]
+    return [*words, "--", *request.argv] if request.argv else words
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.005 or 0.5%") from None

@@ -1,0 +1,247 @@
+"""The comparison: pairs of runs one at a time, in alternating order, and the verdict that they give.
+
+Every run is a child process that runs the unmodified script under one precision with one seed offset. Runs
+never overlap, so that each has the machine to itself; the order turns round from one seed to the next, so
+that a machine that grows slower or faster over the hour favours nobody.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
+from mezzo.pytorch.launch.request import RunRequest
+from mezzo.verify.children import LAUNCH, run_child
+from mezzo.verify.finished import FinishedRun, read_run
+from mezzo.verify.folder import forget_run, prepare, write_whole
+from mezzo.verify.judgement import Runs, verdict
+from mezzo.verify.progress import Silent, Watcher
+from mezzo.verify.request import BASELINE, TWIN, Request
+
+KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+NO_SPACE = "No space left on device"
+LEAST_SPACE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that is to be done: its name, its precision, its seed's number, and whether it is a one-ulp
+    twin.
+    """
+
+    name: str
+    precision: str
+    seed: int
+    nudge: bool = False
+
+
+def schedule(request: Request) -> list[Planned]:
+    """Every run, in order. FP32 is first, since without it there is nothing to compare with; then the order
+    alternates.
+
+    >>> request = Request("-m", is_module=True, precisions=("bf16", "fp16"), seeds=2)
+    >>> [run.name for run in schedule(request)]
+    ['fp32-0', 'bf16-0', 'fp16-0', 'fp32-ulp-0', 'fp16-1', 'bf16-1', 'fp32-1']
+    """
+    runs = []
+    for k in range(request.seeds):
+        names = [(BASELINE, BASELINE), *((request.slug(name), name) for name in request.precisions)]
+        runs += [Planned(f"{slug}-{k}", name, k) for slug, name in (names if k % 2 == 0 else reversed(names))]
+        if k == 0:
+            runs.append(Planned(f"{TWIN}-0", BASELINE, 0, nudge=True))
+    return runs
+
+
+def compare(
+    request: Request,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    watcher: Watcher | None = None,
+    command: Sequence[str] = LAUNCH,
+) -> dict[str, Any]:
+    """Run what has not run yet, judge, and write `verdict.json`; the verdict as it was written.
+
+    Finished runs in the folder are kept, so after an interrupt the same call goes on where it stopped.
+
+    Args:
+        request: what is compared.
+        folder: where everything is written; made if need be.
+        fresh: delete a comparison that is there and start over.
+        watcher: told of every run; by default nothing is said.
+        command: what runs a request's file, in place of `python -m mezzo.pytorch.launch` (for tests).
+
+    Raises:
+        ScriptError: the script fails in FP32, never calls backward, or has a loss that is not finite.
+        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the
+        metric's
+            pattern matches nothing.
+        UnsupportedPrecisionError: a candidate that this machine can't run.
+        KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
+    """
+    with _writing(folder):
+        resumed = prepare(folder, request, fresh=fresh)
+    with watcher or Silent() as told, _terminated_like_an_interrupt(), _writing(folder):
+        if resumed:
+            told.say(f"{folder}: finished runs are kept")
+        runs = _run_all(request, folder, told, tuple(command))
+        found = verdict(request, runs)
+        write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return found
+
+
+def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, ...]) -> Runs:
+    planned = schedule(request)
+    runs: Runs = {}
+    failed: set[str] = set()
+    steps: int | None = None
+    for index, plan in enumerate(planned, start=1):
+        if plan.precision in failed:
+            continue  # it failed under an earlier seed: more of the same proves nothing
+        run = read_run(folder / "runs", plan.name)
+        if not run.succeeded:
+            told.begin(plan.name, index, len(planned), steps)
+            try:
+                status = _run_one(request, folder, plan, told, command)
+            except BaseException:
+                forget_run(folder, plan.name)
+                told.end("stopped")
+                raise
+            run = read_run(folder / "runs", plan.name)
+            told.end(_outcome(run, status))
+            _check(request, folder, plan, run, status)
+        if not run.succeeded:
+            failed.add(plan.precision)
+        elif plan.precision == BASELINE:
+            _check_baseline(request, plan, run)
+        steps = steps or run.steps
+        runs.setdefault(TWIN if plan.nudge else plan.precision, {})[plan.seed] = run
+    return runs
+
+
+def _run_one(request: Request, folder: Path, plan: Planned, told: Watcher, command: tuple[str, ...]) -> int:
+    forget_run(folder, plan.name)
+    records = folder / "runs" / f"{plan.name}.jsonl"
+    asked = folder / "runs" / f"{plan.name}.request.json"
+    child = RunRequest(
+        target=request.target,
+        argv=request.argv,
+        is_module=request.is_module,
+        policy=plan.precision,
+        records=records.resolve(),
+        seed_offset=plan.seed,
+        nudge=plan.nudge,
+        observe=not plan.nudge,
+        summary=False,
+    )
+    asked.write_text(child.to_json(), encoding="utf-8")
+    try:
+        return run_child((*command, str(asked)), records.with_suffix(".log"), records, told.steps)
+    finally:
+        asked.unlink(missing_ok=True)
+
+
+def _outcome(run: FinishedRun, status: int) -> str:
+    if run.succeeded:
+        return f"{run.steps} steps"
+    return f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+
+
+def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
+    """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
+    if not run.succeeded:
+        try:
+            if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
+                raise _full(folder)
+            if -status in KILLED_FROM_OUTSIDE:
+                raise MezzoError(
+                    f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
+                    "Finished runs are kept: the same command goes on from here."
+                )
+            lines = run.failure().splitlines()
+            if status == 2 and not run.losses and lines and lines[-1].startswith("mezzo: "):
+                raise UnsupportedPrecisionError(
+                    f"{plan.precision} can't run: {lines[-1].removeprefix('mezzo: ')}"
+                )
+            if plan.precision == BASELINE:
+                how = f"ended with exit status {status}" if status else "ended before its records did"
+                raise ScriptError(
+                    f"{request.target} {how} in FP32, without mixed precision, so there is nothing to "
+                    f"compare with. Mend the script first. Its output ended:\n{run.failure()}"
+                )
+        except MezzoError:
+            # No later call may take this for a candidate's result; the log stays for the user.
+            (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
+            raise
+
+
+def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
+    losses = np.array([record.loss for record in run.losses])
+    if not losses.size:
+        notes = " ".join(run.ended.notes) if run.ended else ""
+        raise ScriptError(
+            f"{request.target} ended without a call of backward(), so it has no loss to compare. "
+            "Compare a script that trains; one that only evaluates, or trains in other processes, has none "
+            f"here. {notes}"
+        )
+    if not np.isfinite(losses).all():
+        step = int(np.flatnonzero(~np.isfinite(losses))[0])
+        raise ScriptError(
+            f"{request.target}: the loss of {plan.name} is {losses[step]} at step {step} in FP32, "
+            "without mixed precision, so there is nothing sound to compare with. Lower the learning rate, or "
+            "mend the script."
+        )
+    if request.how_metric is not None and run.metric(request.how_metric) is None:
+        tail = "\n".join(run.output.rstrip().splitlines()[-5:]) or "(nothing)"
+        raise UsageError(
+            f"--metric {request.metric!r} matches nothing that the script printed. Its output ended:\n{tail}"
+        )
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn the errors of a folder that can't be written into one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(folder) from error
+        raise UsageError(
+            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
+        ) from error
+
+
+def _full(folder: Path) -> UsageError:
+    return UsageError(
+        f"{folder}: no space left on the disk. Free some and give the same command again: finished runs are "
+        "kept. Or name a folder elsewhere with --out."
+    )
+
+
+@contextmanager
+def _terminated_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM ends the comparison as Ctrl-C does, so that no child is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,122 @@
+"""How much faster: step times from a run's records, and the ratio of two precisions with its interval.
+
+A step's time is the time between two consecutive updates of the first optimizer (between two losses, where a
+script steps no optimizer that was seen), so it holds everything a training step costs: data, forward,
+backward, update. Warm-up and the steps in which memory or formats were watched are dropped. Medians are
+compared, because a validation pass or a neighbour on the machine makes a few steps long and none short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo.core.equivalence import t_quantile
+from mezzo.core.records import LossRecord, UpdateRecord
+
+WARM_UP = 5
+WARM_UP_SHARE = 0.05
+FEWEST_STEPS = 5
+CONFIDENCE = 0.95
+DRAWS = 2000
+MOST_STEPS = 400
+"""Of a long run this many steps, evenly spread, are resampled."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """FP32's time over the candidate's: above 1 the candidate is faster.
+
+    `interval` is a 95 % one. `steps` counts the timed steps of both precisions, `pairs` the pairs of runs.
+    """
+
+    speedup: float
+    interval: tuple[float, float]
+    pairs: int
+    steps: int
+
+    @property
+    def word(self) -> str:
+        """``faster`` or ``slower`` where the interval leaves 1 out, and else ``not told apart``."""
+        low, high = self.interval
+        return "faster" if low > 1.0 else "slower" if high < 1.0 else "not told apart"
+
+
+def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = ()) -> Floats:
+    """Seconds of each step that may be timed.
+
+    Equals ``[b.at - a.at for a, b in pairwise(updates of optimizer 0)]`` less the first five (or 5 %, if
+    that is more) and less those that begin or end at an observed update: starting and ending the watch costs
+    time too.
+    """
+    first = [update for update in updates if update.optimizer == 0]
+    if len(first) > 1:
+        at = np.array([update.at for update in first])
+        watched = np.array([update.observed for update in first])
+        usable = ~(watched[1:] | watched[:-1])
+    else:
+        at = np.array([loss.at for loss in losses])
+        usable = np.ones(max(0, len(at) - 1), dtype=bool)
+    if len(at) < 2:
+        return np.zeros(0)
+    usable[: max(WARM_UP, int(WARM_UP_SHARE * len(at)))] = False
+    times: Floats = np.diff(at)[usable]
+    return times
+
+
+def speed(pairs: Sequence[tuple[Floats, Floats]], seed: int = 0) -> Speed | None:
+    """The ratio of median step times over the pairs (FP32's times, the candidate's), with a bootstrap
+    interval.
+
+    The ratio is the geometric mean over pairs of ``median(fp32) / median(candidate)``. Pairs are resampled,
+    and within each run blocks of consecutive steps; deviations between pairs are widened by Student's t,
+    since three pairs resampled look more certain than they are. With one pair only the steps speak, and a
+    machine that was busier during one of the two runs goes unnoticed.
+
+    None where no pair has five timed steps on both sides. The same input gives the same interval.
+    """
+    usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
+    if not usable:
+        return None
+    rng = np.random.default_rng(seed)
+    ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
+    drawn = np.stack(
+        [np.log(_medians(a, rng) / _medians(b, rng)) for a, b in usable], axis=-1
+    )  # [draws, pairs]
+    n = len(usable)
+    if n > 1:
+        few = (
+            np.sqrt(n / (n - 1))
+            * t_quantile(0.5 + CONFIDENCE / 2, n - 1)
+            / t_quantile(0.5 + CONFIDENCE / 2, 10_000)
+        )
+        picks = rng.integers(0, n, drawn.shape)
+        between = few * (ratios[picks] - ratios.mean())
+        within = np.take_along_axis(drawn - ratios, picks, axis=-1)
+        means = ratios.mean() + (between + within).mean(axis=-1)
+    else:
+        means = drawn[:, 0]
+    low, high = np.exp(np.quantile(means, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]))
+    middle = float(np.exp(ratios.mean()))
+    return Speed(
+        middle,
+        (min(float(low), middle), max(float(high), middle)),
+        n,
+        sum(len(a) + len(b) for a, b in usable),
+    )
+
+
+def _medians(times: Floats, rng: np.random.Generator) -> Floats:
+    """Medians of resampled runs: blocks of neighbouring steps, since a slow moment lasts for several."""
+    times = times[:: -(-len(times) // MOST_STEPS)]
+    n = len(times)
+    block = max(1, min(10, n // 5))
+    starts = rng.integers(0, n - block + 1, (DRAWS, -(-n // block)))
+    picks = (starts[:, :, None] + np.arange(block)).reshape(DRAWS, -1)[:, :n]
+    medians: Floats = np.median(times[picks], axis=-1)
+    return medians
