@@ -314,7 +314,7 @@ def _grid(device: str, ops: str) -> frozenset[tuple[str, str, str]]:
 # whose gradients don't lose digits as the reduction grows. tests/test_rules.py shows it (torch 2.13).
 # What was tried on a CPU and isn't here:
 #   layer_norm           forward is right, but backward sums the weight's and the bias's gradients in sixteen
-#                        bits: in bf16 7 % off at 4,096 rows, 24 to 30 % at 65,536 (group_norm: 0.00005 %)
+#                        bits: in bf16, one thread, 7 % off at 4,096 rows, 24 to 30 % at 65,536
 #   rms_norm             right, but with FP32 weights it leaves the fused kernel with a warning
 #   instance_norm        right with FP32 weights, wrong in over half of all elements with 16-bit ones
 #   upsample_linear1d, _bilinear2d, _trilinear3d, _bicubic2d    interpolate in sixteen bits for some shapes
