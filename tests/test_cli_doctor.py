@@ -4,6 +4,7 @@ wrong words."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,21 @@ def test_the_real_thing_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert rates["matmul", "fp32"] > 0
     assert rates["copy", "fp32"] > 0
     assert shown["recommendation"]["precision"] in ("fp32", "bf16", "fp16")
+
+
+def test_every_key_of_the_json_is_documented(
+    cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
+
+    def keys(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            return set(value).union(*map(keys, value.values()))
+        return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+    cpu.setattr(machine, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
+    cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
+    for words in ([], ["--gpu", "T4"], ["--capability", "8.0"]):
+        assert main(["doctor", "--json", *words]) == 0
+        found = keys(json.loads(capsys.readouterr().out)) - {"fp32", "fp16"}
+        assert {key for key in found if f"`{key}`" not in page} == set()

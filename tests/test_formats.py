@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,9 @@ import mezzo
 from mezzo.core import bits, formats, rounding
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.formats import FORMATS, Format
+from mezzo.core.numerals import written
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 # name: sign/exponent/mantissa, largest, log2 of the smallest normal, of the smallest subnormal, of eps
 TABLE = {
@@ -160,3 +164,20 @@ def test_exactly_gives_the_plainest_type() -> None:
 def test_the_examples_in_the_docstrings_are_true(module: object) -> None:
     failed, _ = doctest.testmod(module)  # type: ignore[arg-type]
     assert failed == 0
+
+
+def test_the_examples_of_the_page_on_numerics_are_true() -> None:
+    failed, tried = doctest.testfile(str(DOCS / "numerics.md"), module_relative=False)
+    assert failed == 0
+    assert tried >= 20
+
+
+def test_the_table_of_the_page_on_numerics_is_the_table() -> None:
+    lines = (DOCS / "numerics.md").read_text(encoding="utf-8").splitlines()
+    rows = {
+        cells[0]: cells[1:] for line in lines if (cells := [c.strip() for c in line.strip("|").split("|")])
+    }
+    for form in FORMATS.values():
+        powers = [form.minexp, form.minexp - form.nmant, form.machep]
+        expected = [f"1/{form.nexp}/{form.nmant}", written(form.max), *(f"2^{power}" for power in powers)]
+        assert rows[form.name] == expected

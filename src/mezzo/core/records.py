@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, ClassVar, Union
+from typing import IO, Any, ClassVar
 
 from mezzo.core.errors import UsageError
 
@@ -119,7 +119,7 @@ class RunEnded:
     notes: list[str] = field(default_factory=list)
 
 
-Record = Union[RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded]
+Record = RunStarted | LossRecord | UpdateRecord | MemoryRecord | OpsRecord | RunEnded
 _KINDS: dict[str, type[Any]] = {
     cls.kind: cls for cls in (RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded)
 }
