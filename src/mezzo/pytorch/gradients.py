@@ -21,8 +21,9 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def values(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor]:
-    """The tensors that hold the gradients' numbers: `p.grad`, or the values of a sparse one. None are left
-    out.
+    """The tensors that hold the gradients' numbers: `p.grad`, or the values of a sparse one.
+
+    A sparse gradient becomes coalesced; parameters without one are left out.
 
     Raises:
         UsageError: an fp16 gradient (unless allowed): dividing it by the loss scale would flush it to zero.
@@ -38,10 +39,8 @@ def values(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor
                 "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16')."
             )
         if grad.is_sparse:
-            # Two entries of one index can be finite apart and overflow together, so fp16 is summed before the
-            # check.
-            if grad.dtype is torch.float16:
-                param.grad = grad = grad.coalesce()
+            # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
+            param.grad = grad = grad.coalesce()
             grad = grad._values()
         found.append(grad)
     return found
