@@ -179,7 +179,25 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
         "baseline": "fp32",
         "candidates": {
             "bf16": candidate(
-                seeds=seeds, steps=steps, loss_gap_interval=[-0.0011, 0.0005], power=0.93, pairs=pairs
+                seeds=seeds,
+                steps=steps,
+                loss_gap_interval=[-0.0011, 0.0005],
+                power=0.93,
+                pairs=pairs,
+                fp32_loss=0.0415,
+                loss_gap_relative=-0.0072,
+                margin_relative=0.005,
+                noise_floor=0.0009,
+                seed_noise=0.0031,
+                pairs_needed=3,
+                fp32_metric=98.35,
+                metric_gap=0.05,
+                metric_gap_interval=[-0.02, 0.12],
+                metric_margin=0.2,
+                metric_power=0.99,
+                steps_timed=840,
+                notes=["seed 0: a note of the verdict"],
+                exit_status=0,
             ),
             "fp16": candidate(
                 seeds=seeds,

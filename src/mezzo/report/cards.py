@@ -7,8 +7,8 @@ from typing import Any
 
 from mezzo.report.charts.gap import gap as gauge
 from mezzo.report.gaps import Gap, gaps
-from mezzo.report.markup import Markup, element, join
-from mezzo.report.numbers import count, finite, number, pair, ratio, signed, significant, size
+from mezzo.report.markup import Markup, element
+from mezzo.report.numbers import count, finite, number, pair, percent, ratio, signed, significant, size
 from mezzo.report.reading import Comparison
 
 # Parity word -> (the icon's path in a 16-unit square, the word in one line). Colour never stands alone.
@@ -57,11 +57,10 @@ def card(comparison: Comparison, name: str, series: str) -> Markup:
             "dl",
             _speed(values),
             _memory(comparison, name, values),
-            _gap(found[0]),
             _skips(comparison, name, values),
             class_="stats",
         ),
-        [_gauge(one, series, len(found) > 1) for one in found],
+        [_gap(one, series) for one in found],
         element(
             "dl",
             [element("div", element("dt", term), element("dd", text)) for term, text in _rest(values, found)],
@@ -93,33 +92,24 @@ def _memory(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Mar
     found = finite(values.get("peak_memory_ratio"))
     if found is None:
         return _stat("Peak memory", "–", "not measured")
-    peaks = [
-        next((run.memory.peak_bytes for run in comparison.of(one) if run.memory), None)
-        for one in (name, comparison.baseline)
-    ]
+    peaks = [comparison.peak(one) for one in (name, comparison.baseline)]
     both = f"{size(peaks[0])} of {size(peaks[1])}" if None not in peaks else "of FP32's"
     return _stat("Peak memory", ratio(found), both)
 
 
-def _gap(found: Gap) -> Markup:
-    return _stat(
-        f"{found.quantity.capitalize()} gap",
-        "–" if found.value is None else signed(found.value, 2),
-        "not measured" if found.value is None else _margin(found),
-    )
-
-
-def _margin(found: Gap) -> str:
-    return "" if found.margin is None else f"margin ±{significant(found.margin, 3)}"
-
-
-def _gauge(found: Gap, series: str, named: bool) -> Markup | None:
+def _gap(found: Gap, series: str) -> Markup:
+    """A gap in numbers, and beside them the gauge; parity needs every gap of a card to be harmless."""
+    term = f"{found.quantity.capitalize()} gap"
+    if found.value is None:
+        numbers = _stat(term, "–", "not measured")
+    else:
+        share = "" if found.share is None else f" ({percent(found.share)})"
+        detail = "" if found.margin is None else f"margin ±{significant(found.margin, 2)}"
+        if detail and found.margin_share is not None:
+            detail += f" ({percent(found.margin_share)})"
+        numbers = _stat(term + share, signed(found.value, 2), detail)
     drawn = gauge(found.value, found.margin, found.interval, series)
-    if drawn is None or not named:
-        return drawn
-    # With a metric there are two, and parity needs both.
-    words = f"{found.quantity.capitalize()} gap {signed(found.value, 2)}"
-    return join([element("p", words, class_="unit"), drawn])
+    return element("div", element("dl", numbers), drawn, class_="gap")
 
 
 def _skips(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Markup:
@@ -132,25 +122,29 @@ def _skips(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Mark
     )
 
 
+_COUNTS = (("seeds", "Paired seeds"), ("steps", "Steps a run"), ("steps_timed", "Steps timed"))
+
+
 def _rest(values: Mapping[str, Any], found: list[Gap]) -> list[tuple[str, str]]:
     rows = []
-    for one, final in zip(found, (values.get("final_loss"), values.get("final_metric"))):
-        final = one.candidate if one.candidate is not None else final
-        if number(final) is not None or one.quantity == "loss":
-            against = "" if one.baseline is None else f" (FP32 {significant(one.baseline)})"
-            rows.append((f"Final {one.quantity}", significant(final) + against))
-    if len(found) == 1 and number(values.get("final_metric")) is not None:
-        rows.append(("Final metric", significant(values.get("final_metric"))))
-    for key, term in (("seeds", "Paired seeds"), ("steps", "Steps"), ("steps_timed", "Steps timed")):
+    for quantity in ("loss", "metric"):
+        final, base = values.get(f"final_{quantity}"), values.get(f"fp32_{quantity}")
+        if number(final) is not None or quantity == "loss":
+            rows.append((f"Final {quantity}", significant(final)))
+        if number(base) is not None:
+            rows.append((f"FP32's final {quantity}", significant(base)))
+    for key, term in _COUNTS:
         if finite(values.get(key)) is not None:
             rows.append((term, count(values.get(key))))
     loss = found[0]
-    if loss.noise is not None:
-        rows.append(("Noise", f"{significant(loss.noise, 2)} ({loss.noise_source or 'FP32 against itself'})"))
-    if loss.power is not None:
-        rows.append(("Power", f"{100 * loss.power:.0f} %"))
-    if loss.pairs_needed is not None:
-        rows.append(("Pairs for 80 % power", count(loss.pairs_needed)))
+    for noise, source in ((loss.noise, "of a one-ulp twin"), (loss.seed_noise, "between seeds")):
+        if noise is not None:
+            rows.append((f"Noise {source}", significant(noise, 2)))
+    for one in found:
+        if one.power is not None:
+            rows.append(("Power" if len(found) == 1 else f"Power, {one.quantity}", percent(one.power, 0)))
+    if finite(values.get("pairs_needed")) is not None:
+        rows.append(("Pairs for 80 % power", count(values.get("pairs_needed"))))
     status = finite(values.get("exit_status"))
     if status:
         rows.append(("Exit status", f"{status:.0f}"))

@@ -11,67 +11,46 @@ from mezzo.report.numbers import finite, number, pair
 
 @dataclass(frozen=True)
 class Gap:
-    """One quantity, candidate minus FP32, in the quantity's own unit; None for what was not measured."""
+    """One quantity, candidate minus FP32, in the quantity's own unit; None for what was not measured.
+
+    ``share`` and ``margin_share`` are the gap and the margin as parts of FP32's value.
+    """
 
     quantity: str
     value: float | None
-    margin: float | None = None
-    interval: tuple[float, float] | None = None
-    baseline: float | None = None
-    candidate: float | None = None
-    noise: float | None = None
-    noise_source: str = ""
-    power: float | None = None
-    pairs_needed: float | None = None
+    margin: float | None
+    interval: tuple[float, float] | None
+    candidate: float | None
+    baseline: float | None
+    share: float | None
+    margin_share: float | None
+    noise: float | None
+    seed_noise: float | None
+    power: float | None
+    parity: str
 
 
 def gaps(values: Mapping[str, Any]) -> list[Gap]:
     """The loss's gap, and the metric's where there is one, from a candidate of `verdict.json`."""
-    loss = values.get("loss")
-    loss = loss if isinstance(loss, dict) else {}
-    found = [
-        _gap(
-            "loss",
-            {
-                **values,
-                "gap": values.get("loss_gap"),
-                "interval": values.get("loss_gap_interval", values.get("interval")),
-                "candidate": values.get("final_loss"),
-                "baseline": None,
-                "noise": values.get("noise_floor"),
-                **loss,
-            },
-        )
-    ]
-    metric = values.get("metric")
-    if isinstance(metric, dict):
-        found.append(_gap("metric", metric))
-    elif number(values.get("metric_gap")) is not None:
-        found.append(
-            _gap(
-                "metric",
-                {
-                    "gap": values.get("metric_gap"),
-                    "margin": values.get("metric_margin"),
-                    "interval": values.get("metric_gap_interval", values.get("metric_interval")),
-                    "candidate": values.get("final_metric"),
-                },
-            )
-        )
+    found = [_gap(values, "loss", "")]
+    if number(values.get("metric_gap")) is not None:
+        found.append(_gap(values, "metric", "metric_"))
     return found
 
 
-def _gap(quantity: str, values: Mapping[str, Any]) -> Gap:
-    source = values.get("noise_source")
+def _gap(values: Mapping[str, Any], quantity: str, prefix: str) -> Gap:
+    parity = values.get(f"{quantity}_parity")
     return Gap(
-        quantity,
-        number(values.get("gap")),
-        finite(values.get("margin")),
-        pair(values.get("interval")),
-        finite(values.get("baseline")),
-        number(values.get("candidate")),
-        finite(values.get("noise")),
-        source if isinstance(source, str) else "",
-        finite(values.get("power")),
-        finite(values.get("pairs_needed")),
+        quantity=quantity,
+        value=number(values.get(f"{quantity}_gap")),
+        margin=finite(values.get(f"{prefix}margin")),
+        interval=pair(values.get(f"{quantity}_gap_interval")),
+        candidate=number(values.get(f"final_{quantity}")),
+        baseline=finite(values.get(f"fp32_{quantity}")),
+        share=finite(values.get(f"{quantity}_gap_relative")),
+        margin_share=finite(values.get(f"{prefix}margin_relative")),
+        noise=finite(values.get(f"{prefix}noise_floor")),
+        seed_noise=finite(values.get(f"{prefix}seed_noise")),
+        power=finite(values.get(f"{prefix}power")),
+        parity=parity if isinstance(parity, str) else "",
     )

@@ -77,6 +77,18 @@ def ratio(value: object) -> str:
     return MISSING if found is None else f"{found:,.2f}×"
 
 
+def percent(value: object, digits: int = 2) -> str:
+    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break.
+
+    >>> [" ".join(percent(share).split()) for share in (0.005, -0.0131, None)], percent(0.934, 0)[:2]
+    (['0.50 %', '−1.3 %', 'not measured'], '93')
+    """
+    found = finite(value)
+    if found is None:
+        return MISSING
+    return (significant(100 * found, digits) if digits else f"{100 * found:.0f}") + "\u00a0%"
+
+
 def count(value: object) -> str:
     """A whole number with thousands marked."""
     found = finite(value)

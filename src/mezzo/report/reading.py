@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ class Comparison:
     def twins(self) -> list[Run]:
         """FP32 runs whose initial weights were moved by one ulp, by seed."""
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
+
+    def peak(self, precision: str) -> float | None:
+        """Peak memory of one precision in bytes: the median over its runs; None where none recorded it."""
+        found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
+        return median(found) if found else None
 
     def metrics(self, precision: str) -> dict[int, float]:
         """The final metric of each run of one precision, by seed, from the pairs that the verdict lists."""

@@ -45,7 +45,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
             float(n - final_count(n)),
             float(n - 1),
             "margin",
-            f"margin ±{significant(margin, 3)}, shaded where it counts",
+            f"margin ±{significant(margin, 2)}, shaded where it counts",
         )
     if noise is not None:
         if twins.shape[0] > 1:

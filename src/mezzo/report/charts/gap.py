@@ -54,8 +54,8 @@ def gap(
     else:
         parts.append(element("circle", cx=place(value), cy=12, r=4.5, class_=f"dot {series}"))
     parts += [
-        element("text", f"{signed(-margin)}", x=left, y=36, class_="label middle"),
+        element("text", signed(-margin, 2), x=left, y=36, class_="label middle"),
         element("text", "0", x="50%", y=36, class_="label middle"),
-        element("text", f"{signed(margin)}", x=right, y=36, class_="label middle"),
+        element("text", signed(margin, 2), x=right, y=36, class_="label middle"),
     ]
     return element("svg", parts, class_="gauge", role="img")

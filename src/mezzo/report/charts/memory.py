@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from mezzo.report.charts.bars import Bar, bars
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import finite, ratio, size
@@ -12,7 +10,7 @@ from mezzo.report.reading import Comparison
 
 def memory(comparison: Comparison, colours: dict[str, str]) -> Markup | None:
     """The figure, or None where no run recorded its memory and no candidate has a ratio."""
-    peaks = {name: _peak(comparison, name) for name in (comparison.baseline, *comparison.candidates)}
+    peaks = {name: comparison.peak(name) for name in (comparison.baseline, *comparison.candidates)}
     ratios = {name: finite(values.get("peak_memory_ratio")) for name, values in comparison.candidates.items()}
     base = peaks[comparison.baseline]
     if base is None or not any(peaks[name] for name in ratios):
@@ -40,8 +38,3 @@ def memory(comparison: Comparison, colours: dict[str, str]) -> Markup | None:
         rows,
         reference=base,
     )
-
-
-def _peak(comparison: Comparison, precision: str) -> float | None:
-    found = [float(run.memory.peak_bytes) for run in comparison.of(precision) if run.memory]
-    return median(found) if found else None
