@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -415,3 +417,54 @@ def test_fingerprints_depend_on_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     before = Policy("bf16").fingerprint()
     monkeypatch.setattr("mezzo.core.policy.TABLE_VERSION", "another")
     assert Policy("bf16").fingerprint() != before
+
+
+# The documentation, as far as it can be run.
+
+DOCUMENT = Path(__file__).parents[1] / "docs/policies.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def test_the_documents_examples_give_what_they_say() -> None:
+    found = "\n".join(blocks("python"))
+    example = doctest.DocTestParser().get_doctest(found, {}, "policies.md", str(DOCUMENT), 0)
+    assert len(example.examples) >= 12
+    report: list[str] = []
+    failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=report.append)
+    assert failed == 0, "".join(report)
+
+
+def test_the_documents_toml_file_is_the_string_beside_it(tmp_path: Path) -> None:
+    (text,) = blocks("toml")
+    path = tmp_path / "policy.toml"
+    path.write_text(text, encoding="utf-8")
+    assert f"That file is this string: `{policy(path)}`" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_the_document_shows_the_table_as_it_is() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for row in RULES.values():
+        rule = "; ".join([row.rule.value, *(f"{rule} in {fmt}" for fmt, rule, _ in row.by_format)])
+        families.setdefault((row.family, rule, row.reason), []).append(f"`{row.op}`")
+    for (family, rule, reason), names in families.items():
+        assert f"| {family} | {rule} | {', '.join(names)} | {reason} |" in text
+    assert f"the {len(RULES)} ops" in text
+    for rule in Rule:
+        assert re.search(rf"^\| `{rule}` \|", text, re.MULTILINE)
+
+
+def test_the_documents_patterns_match_what_it_says() -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## Module patterns")[2].partition("## ")[0]
+    rows = [
+        re.findall(r"`([^`]+)`", cell) for line in section.splitlines() for cell in [line] if "| `" in line
+    ]
+    assert len(rows) == 4
+    for line in (line for line in section.splitlines() if "| `" in line):
+        glob, yes, no = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|"))
+        assert [path for path in yes + no if matches(glob[0], path)] == yes
