@@ -461,10 +461,8 @@ def test_the_document_shows_the_table_as_it_is() -> None:
 
 def test_the_documents_patterns_match_what_it_says() -> None:
     section = DOCUMENT.read_text(encoding="utf-8").partition("## Module patterns")[2].partition("## ")[0]
-    rows = [
-        re.findall(r"`([^`]+)`", cell) for line in section.splitlines() for cell in [line] if "| `" in line
-    ]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     assert len(rows) == 4
-    for line in (line for line in section.splitlines() if "| `" in line):
-        glob, yes, no = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|"))
-        assert [path for path in yes + no if matches(glob[0], path)] == yes
+    for row in rows:
+        (glob,), yes, no = (re.findall(r"`([^`]+)`", cell) for cell in row)
+        assert [path for path in yes + no if matches(glob, path)] == yes
