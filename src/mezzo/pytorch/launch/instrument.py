@@ -65,7 +65,7 @@ class Instrument:
         self._steps = steps = Steps(session, veto, self.watch)
         module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
         original_call = module.__call__
-        self._imports.when("torch._dynamo.utils", lambda utils: _tell_dynamo(utils, original_call))
+        self._imports.when("torch._dynamo.utils", lambda utils: _tell_dynamo(patches, utils, original_call))
         self._imports.when("torch._dynamo.trace_rules", _skip_our_files)
         preparation = Preparation(session, steps)
         patches.set(module, "__call__", regions.make_call(session, preparation, original_call))
@@ -89,16 +89,16 @@ class Instrument:
         return watch_initialize(self._session, self._patches, what)
 
 
-def _tell_dynamo(utils: Any, original_call: Any) -> None:
+def _tell_dynamo(patches: Patches, utils: Any, original_call: Any) -> None:
     """Dynamo takes a short cut past `nn.Module.__call__` where it finds the one that it found at its own
     import.
 
     Ours was in place by then, so it would go past ours, and a compiled step would have no region.
     """
-    utils.unpatched_nn_module_call = original_call
+    patches.set(utils, "unpatched_nn_module_call", original_call)
     users = sys.modules.get("torch._dynamo.variables.nn_module")
     if users is not None:
-        vars(users)["unpatched_nn_module_call"] = original_call
+        patches.set(users, "unpatched_nn_module_call", original_call)
 
 
 def _skip_our_files(trace_rules: ModuleType | Any) -> None:

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Veto
 
@@ -172,6 +174,6 @@ class Steps:
 
 def _is_finite(loss: Any) -> bool:
     try:
-        return math.isfinite(float(loss))
+        return math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss))
     except (TypeError, ValueError, RuntimeError):
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import runpy
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -61,8 +62,10 @@ def _script(target: str) -> Target:
     if not os.access(file, os.R_OK):
         raise UsageError(f"the script {target!r} can't be read. Check its permissions.")
     full = os.path.abspath(file)
-    path0 = os.path.abspath(path) if folder else os.path.dirname(os.path.realpath(file))
-    return Target(target, target, path0, full, None, None, "" if folder else None)
+    if folder:
+        path0 = os.path.abspath(path)
+        return Target(target, target, path0, full, None, PathFinder.find_spec("__main__", [path0]), "")
+    return Target(target, target, os.path.dirname(os.path.realpath(file)), full, None, None, None)
 
 
 def _module(target: str) -> Target:
@@ -90,7 +93,7 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
         __file__=target.file,
         __package__=target.package,
         __spec__=target.spec,
-        __builtins__=__builtins__,
+        __builtins__=builtins,
         __cached__=None if target.spec is None else target.spec.cached,
         __loader__=SourceFileLoader("__main__", target.file) if target.spec is None else target.spec.loader,
         __annotations__={},
@@ -115,18 +118,21 @@ def execute(target: Target, namespace: dict[str, Any]) -> int:
     An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
     means what it means to Python. Threads that are no daemons are waited for.
     """
+    failed: BaseException | None = None
+    status = 0
     try:
         code = target.code
         if code is None:
             with io.open_code(target.file) as stream:
                 code = compile(stream.read(), target.file, "exec", dont_inherit=True)
         exec(code, namespace)
-        status = 0
     except SystemExit as stop:
         status = exit_status(stop)
     except BaseException as error:
-        status = 130 if isinstance(error, KeyboardInterrupt) else 1
-        show(error)
+        failed = error
+    if failed is not None:  # outside the handler, so that a failing hook has no context, as in Python
+        status = 130 if isinstance(failed, KeyboardInterrupt) else 1
+        show(failed)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -150,9 +156,12 @@ def show(error: BaseException) -> None:
     carries.
     """
     strip(error)
+    second: BaseException | None = None
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as second:  # the script's own hook fails: Python then shows both
+    except BaseException as raised:
+        second = raised
+    if second is not None:  # the script's own hook fails: Python then shows both
         print("Error in sys.excepthook:", file=sys.stderr)
         strip(second)
         traceback.print_exception(second)

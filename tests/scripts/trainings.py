@@ -1,0 +1,410 @@
+"""Small trainings, each of a kind that zero-code precision could get wrong. Plain PyTorch, unless told otherwise.
+
+    python trainings.py --only clipping                 plain
+    mezzo run --precision fp16 trainings.py ...          under test
+    python trainings.py --by-hand fp16 ...               the same with Mezzo's calls written into it
+
+Prints, for each training, its losses and a digest of its weights, every bit of them.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+TRAININGS = {}
+
+
+class Plain:
+    """What a script without mixed precision does."""
+
+    scale = 1.0
+
+    def call(self, model, *args):
+        return model(*args)
+
+    def region(self):
+        return contextlib.nullcontext()
+
+    def backward(self, loss, **kwargs):
+        loss.backward(**kwargs)
+
+    def grad(self, loss, inputs, **kwargs):
+        return torch.autograd.grad(loss, inputs, **kwargs)
+
+    def unscale(self, optimizer):
+        pass
+
+    def step(self, optimizer, closure=None):
+        return optimizer.step() if closure is None else optimizer.step(closure)
+
+    def update(self):
+        pass
+
+    def grads(self, parameters):
+        return [p.grad for p in parameters]
+
+
+class ByHand(Plain):
+    """What the documentation of mixed precision tells people to write."""
+
+    def __init__(self, policy):
+        import mezzo
+
+        self.mezzo = mezzo
+        self.policy = mezzo.policy(policy)
+        machine = self.policy.make_loss_scale()
+        self.scaler = mezzo.GradScaler("cpu", init_scale=machine.scale, enabled=machine.scale != 1.0)
+
+    def call(self, model, *args):
+        with self.region():
+            out = model(*args)
+        return out.float()
+
+    def region(self):
+        return self.mezzo.autocast(self.policy, "cpu")
+
+    def backward(self, loss, **kwargs):
+        self.scaler.scale(loss).backward(**kwargs)
+
+    def grad(self, loss, inputs, **kwargs):
+        inverse = 1.0 / self.scaler.get_scale()
+        return tuple(g * inverse for g in torch.autograd.grad(self.scaler.scale(loss), inputs, **kwargs))
+
+    def unscale(self, optimizer):
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer, closure=None):
+        return self.scaler.step(optimizer) if closure is None else self.scaler.step(optimizer, closure)
+
+    def update(self):
+        self.scaler.update()
+
+
+def training(function):
+    TRAININGS[function.__name__] = function
+    return function
+
+
+def data(n=24, width=12, classes=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, width, generator=generator)
+    return x, torch.randint(0, classes, (n,), generator=generator)
+
+
+def network(width=12, classes=4):
+    return nn.Sequential(
+        nn.Linear(width, 32),
+        nn.GELU(),
+        nn.LayerNorm(32),
+        nn.Linear(32, 32),
+        nn.ReLU(),
+        nn.Linear(32, classes),
+    )
+
+
+@training
+def fused_adamw(by, report):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    criterion = nn.CrossEntropyLoss()
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = criterion(by.call(model, x), y)
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    return model
+
+
+@training
+def clipping(by, report):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(6):
+        loss = F.cross_entropy(by.call(model, x), y)
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.unscale(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        by.step(optimizer)
+        by.update()
+        scheduler.step()
+        report(loss, norm)
+    return model
+
+
+@training
+def overflowing(by, report):
+    """The loss is so large that fp16 skips the first steps; a value clip would hide the infinities."""
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(8):
+        loss = 64 * F.cross_entropy(by.call(model, x), y)
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.unscale(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    return model
+
+
+@training
+def accumulation(by, report):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        for part in range(3):
+            window = slice(8 * part, 8 * part + 8)
+            factor = (
+                1024.0 if part == 1 else 1.0
+            )  # one micro-step in three overflows, until the scale has come down
+            loss = factor * F.cross_entropy(by.call(model, x[window]), y[window]) / 3
+            by.backward(loss)
+            report(loss)
+        by.step(optimizer)
+        by.update()
+        optimizer.zero_grad(set_to_none=False)
+    return model
+
+
+@training
+def gradient_penalty(by, report):
+    model, (x, _) = network(classes=1), data()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        x.requires_grad_(True)
+        score = by.call(model, x)
+        (slope,) = by.grad(score.mean(), [x], create_graph=True)
+        with by.region():
+            penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        loss = score.square().mean() + 10 * penalty.float()
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss, slope.sum())
+    return model
+
+
+@training
+def two_optimizers(by, report):
+    torch.manual_seed(5)
+    generator, critic = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 12)), network(classes=1)
+    g_opt = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    d_opt = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    real, _ = data()
+    for _ in range(5):
+        fake = by.call(generator, torch.randn(24, 6))
+        d_loss = F.softplus(-by.call(critic, real)).mean() + F.softplus(by.call(critic, fake.detach())).mean()
+        d_opt.zero_grad()
+        by.backward(d_loss)
+        by.step(d_opt)
+        g_loss = F.softplus(-by.call(critic, fake)).mean()
+        g_opt.zero_grad()
+        by.backward(g_loss)
+        by.step(g_opt)
+        by.update()
+        report(d_loss, g_loss)
+    return nn.ModuleList([generator, critic])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens)))
+
+
+@training
+def shared_parameters(by, report):
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(0, 20, (4, 9))
+    for _ in range(5):
+        logits = by.call(model, tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    return model
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first = nn.Linear(12, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
+        )
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def checkpointed(by, report, use_reentrant):
+    model, (x, y) = Checkpointed(use_reentrant), data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        loss = F.cross_entropy(by.call(model, x), y)
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    return model
+
+
+@training
+def checkpointing(by, report):
+    return checkpointed(by, report, False)
+
+
+@training
+def reentrant_checkpointing(by, report):
+    return checkpointed(by, report, True)
+
+
+@training
+def lbfgs(by, report):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = 2.0**14 * F.cross_entropy(by.call(model, x), y)
+            by.backward(loss)
+            return loss
+
+        loss = by.step(optimizer, closure)
+        by.update()
+        report(loss)
+    return model
+
+
+@training
+def several_losses(by, report):
+    """retain_graph, backward on part of the leaves, a loss that is no scalar."""
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        out = by.call(model, x)
+        optimizer.zero_grad()
+        by.backward(F.cross_entropy(out, y), retain_graph=True)
+        by.backward(
+            out.square().mean(), retain_graph=True, inputs=[p for p in model.parameters() if p.dim() == 2]
+        )
+        by.backward(out, gradient=torch.full_like(out, 1e-3))
+        by.step(optimizer)
+        by.update()
+        report(out.sum())
+    return model
+
+
+@training
+def batch_norm(by, report):
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+    (_, y), x = data(), torch.randn(24, 1, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = F.cross_entropy(by.call(model, x), y)
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    model.eval()
+    with torch.no_grad():
+        report(by.call(model, x).sum())
+    return model
+
+
+@training
+def compiled_model(by, report):
+    model, (x, y) = network(), data()
+    compiled = torch.compile(model, backend=OPTIONS.backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = F.cross_entropy(by.call(compiled, x), y)
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
+    return model
+
+
+@training
+def compiled_step(by, report):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend=OPTIONS.backend)
+    def step(x, y):
+        with by.region():
+            out = model(x)
+        loss = F.cross_entropy(out.float(), y)
+        by.backward(loss)
+        by.step(optimizer)
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = step(x, y)
+        by.update()
+        report(loss)
+    return model
+
+
+def hexed(tensor):
+    return float(tensor.detach()).hex()
+
+
+def digest(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[
+        :16
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--by-hand", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--backend", default="aot_eager")
+    OPTIONS = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen = OPTIONS.only.split(",") if OPTIONS.only else list(TRAININGS)
+    by = ByHand(OPTIONS.by_hand) if OPTIONS.by_hand else Plain()
+    for name in chosen:
+        torch.manual_seed(0)
+        values = []
+        model = TRAININGS[name](
+            by,
+            lambda *tensors, values=values: values.extend(hexed(t) for t in tensors),
+        )
+        print(json.dumps({"training": name, "values": values, "weights": digest(model)}), flush=True)
