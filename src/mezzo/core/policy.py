@@ -252,6 +252,11 @@ def policy(spec: str | os.PathLike[str] | Policy) -> Policy:
         return spec
     if isinstance(spec, os.PathLike) or spec.endswith(".toml"):
         return Policy.from_toml(spec)
+    return _parsed(spec)
+
+
+@lru_cache(maxsize=256)  # a region may be entered with the same string at every step
+def _parsed(spec: str) -> Policy:
     return _assembled(read_string(spec, PRESETS), f"policy {spec!r}: ")
 
 

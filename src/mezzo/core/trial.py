@@ -50,8 +50,8 @@ class PrecisionTrial:
         steps_each: timed steps of each precision, at least 1.
         warmup: steps of each precision that come first and are not counted (allocation, autotuning,
             compilation).
-        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of a few
-            steps' medians, and no reason to change a run's numerics.
+        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of a
+            few steps' medians, and no reason to change a run's numerics.
         seconds: the times observed so far, warm-up included, in order.
 
     Raises:
