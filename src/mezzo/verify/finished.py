@@ -85,7 +85,7 @@ class FinishedRun:
 
 
 def read_run(runs: Path, name: str) -> FinishedRun:
-    """Read a run's records; a run that left none, or none that can be read, has neither a start nor an end."""
+    """Read a run's records; a run that left none has neither a start nor an end."""
     once: dict[str, Any] = {}
     losses: list[records.LossRecord] = []
     updates: list[records.UpdateRecord] = []

@@ -1,0 +1,72 @@
+"""Stands in for `python -m mezzo.pytorch.launch`: writes the records that its script, a JSON file, asks for.
+
+The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> behaviour, all optional::
+
+    shift 0.1     add to every loss              metric 98.5   print "accuracy: 98.5 %"
+    seconds 0.01  a step's duration              memory 1000   the peak
+    losses 40     how many                       nan 7         the loss that is NaN
+    status 1      the exit status                crash "text"  print a traceback that ends so, exit 1
+    say "text"    print it                       signal 9      kill oneself after the losses
+    hang true     sleep for a minute instead     unmoved true  no update moves
+    refuse "why"  end as the real one does for a request that can't be run
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from mezzo.core import records
+
+
+def main() -> int:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    script = Path(request["target"])
+    path = Path(request["records"])
+    asked = json.loads(script.read_text(encoding="utf-8"))
+    does = {**asked.get("*", {}), **asked.get(request["policy"], {}), **asked.get(path.stem, {})}
+    with script.with_suffix(".calls").open("a") as calls:
+        print(path.stem, os.getpid(), file=calls)
+    if "refuse" in does:
+        print(f"mezzo: {does['refuse']}")
+        return 2
+    k = request["seed_offset"]
+    writer = records.RecordWriter(path)
+    machine = {"cpu": "a fake one", "torch": "0"}
+    writer.write(
+        records.RunStarted(
+            request["target"], request["argv"], request["policy"], k, request["nudge"], machine, "now"
+        )
+    )
+    noise = random.Random(f"{k} {request['nudge']} {request['policy']}")
+    level = 0.03 * random.Random(k).gauss(0, 1)
+    at = 0.0
+    for i in range(does.get("losses", 40)):
+        loss = 1 + 1.5 * math.exp(-i / 4) + level + 1e-4 * noise.gauss(0, 1) + does.get("shift", 0.0)
+        at += does.get("seconds", 0.01) * (1 + 0.02 * noise.gauss(0, 1))
+        writer.write(records.LossRecord(i, float("nan") if i == does.get("nan") else float(loss), at))
+        moved = not does.get("unmoved", False)
+        writer.write(records.UpdateRecord(i, 0, moved, not moved, 1.0, at))
+    if request["observe"]:
+        writer.write(records.MemoryRecord(does.get("memory", 1000), "tensor bytes"))
+    print(does.get("say", ""), flush=True)
+    if "metric" in does:
+        print(f"accuracy: {does['metric'] + 0.01 * k} %", flush=True)
+    if does.get("hang"):
+        time.sleep(60)
+    if "signal" in does:
+        os.kill(os.getpid(), does["signal"])
+    if "crash" in does:
+        print(f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{does["crash"]}')
+    status = does.get("status", 1 if "crash" in does else 0)
+    writer.write(records.RunEnded(status, at, does.get("notes", [])))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,485 @@
+"""The comparison: which runs are made, in which order, what is kept, what is refused, and what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.verify import folder as folder_module
+from mezzo.verify.children import run_child
+from mezzo.verify.compare import compare, schedule
+from mezzo.verify.folder import strict, write_whole
+from mezzo.verify.metric import Metric
+from mezzo.verify.progress import Lines, Silent
+from mezzo.verify.request import Request, candidates
+
+FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
+PLAIN: dict[str, Any] = {"bf16": {"seconds": 0.005, "memory": 600}}
+CONTRACT = {
+    "speedup", "speedup_interval", "peak_memory_ratio", "parity", "seeds", "margin", "loss_gap", "final_loss",
+    "final_metric", "steps", "skipped_steps", "reason",
+}  # fmt: skip
+
+
+class Case:
+    """A script of a fake child, a folder, and the runs that were called for."""
+
+    def __init__(self, place: Path) -> None:
+        self.script = place / "train.json"
+        self.out = place / "out"
+
+    def write(self, behaviour: dict[str, Any]) -> None:
+        self.script.write_text(json.dumps(behaviour), encoding="utf-8")
+
+    def request(self, **changes: Any) -> Request:
+        return Request(**{"target": str(self.script), "precisions": ("bf16",), "seeds": 1, **changes})
+
+    def compare(self, **changes: Any) -> dict[str, Any]:
+        keep = {key: changes.pop(key) for key in ("fresh", "watcher") if key in changes}
+        return compare(self.request(**changes), self.out, command=FAKE, **keep)
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.script.with_suffix(".calls")
+        return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def forget_calls(self) -> None:
+        self.script.with_suffix(".calls").unlink()
+
+    @property
+    def files(self) -> set[str]:
+        return {str(p.relative_to(self.out)) for p in self.out.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    made = Case(tmp_path)
+    made.write(PLAIN)
+    return made
+
+
+# Which runs, in which order.
+
+
+def test_the_order_turns_round_and_fp32_comes_first() -> None:
+    request = Request("m", is_module=True, precisions=("bf16", "params=bf16,compute=fp16"), seeds=3)
+    names = [run.name for run in schedule(request)]
+    odd = "params-bf16-compute-fp16"
+    assert names == [
+        "fp32-0", "bf16-0", f"{odd}-0", "fp32-ulp-0", f"{odd}-1", "bf16-1", "fp32-1",
+        "fp32-2", "bf16-2", f"{odd}-2",
+    ]  # fmt: skip
+    assert [run.nudge for run in schedule(request)].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "remarks"),
+    [
+        (["bf16,fp16"], ("bf16", "fp16"), 0),
+        (["bf16", "fp16"], ("bf16", "fp16"), 0),
+        (["bf16,op.softmax=fp32,fp16"], ("bf16,op.softmax=fp32", "fp16"), 0),
+        (["params=fp32,compute=bf16"], ("params=fp32,compute=bf16",), 0),
+        (["bf16,bf16"], ("bf16",), 1),
+        (["bf16", "compute=bf16"], ("bf16",), 1),  # the same policy by another name
+        (["fp32,bf16"], ("bf16",), 1),
+        ([" bf16 , fp16,"], ("bf16", "fp16"), 0),
+    ],
+)
+def test_candidates_are_read_from_the_command_line(
+    words: list[str], expected: tuple[str, ...], remarks: int
+) -> None:
+    found, said = candidates(words)
+    assert found == expected
+    assert len(said) == remarks
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        (["bf61"], UnknownNameError, "Did you mean 'bf16'"),
+        (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
+        (["fp32"], UsageError, "no candidate is left"),
+        ([","], UsageError, "no candidate is left"),
+    ],
+)
+def test_wrong_candidates(words: list[str], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        candidates(words)
+
+
+# What is written.
+
+
+def test_a_comparison_writes_its_folder(case: Case) -> None:
+    found = case.compare(seeds=3)
+    one = found["candidates"]["bf16"]
+    assert case.calls == [run.name for run in schedule(case.request(seeds=3))]
+    names = case.calls
+    runs = {f"runs/{name}{suffix}" for name in names for suffix in (".jsonl", ".log")}
+    assert case.files == {"comparison.json", "verdict.json", *runs}
+    assert json.loads((case.out / "verdict.json").read_text()) == found
+    assert found["schema"] == 1
+    assert found["baseline"] == "fp32"
+    assert found["machine"]["cpu"] == "a fake one"
+    assert set(one) >= CONTRACT
+    assert one["parity"] == "equivalent", one["reason"]
+    assert one["speedup"] == pytest.approx(2.0, rel=0.05)
+    assert one["speedup_interval"][0] > 1
+    assert one["peak_memory_ratio"] == pytest.approx(0.6)
+    assert (one["seeds"], one["steps"], one["skipped_steps"], one["final_metric"]) == (3, 40, 0, None)
+    assert one["margin"] == pytest.approx(0.005 * one["fp32_loss"])
+    assert one["final_loss"] - one["fp32_loss"] == pytest.approx(one["loss_gap"])
+    assert "faster" in one["reason"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "changes", "parity", "says"),
+    [
+        ({"bf16": {"shift": 0.2}}, {}, "divergent", "harm is established"),
+        ({"bf16": {"shift": 0.02}}, {}, "inconclusive", "yet not established"),
+        ({}, {}, "consistent", "within the margin"),
+        ({"bf16": {"nan": 30}}, {}, "divergent", "its loss is nan from step 30"),
+        ({"bf16": {"unmoved": True}}, {}, "divergent", "no optimizer step moved"),
+        ({"bf16": {"losses": 0}}, {}, "divergent", "recorded no loss"),
+        ({"bf16": {"crash": "RuntimeError: no kernel"}}, {}, "divergent", "RuntimeError: no kernel"),
+        ({"bf16": {"signal": 11}}, {}, "divergent", "died without an end"),
+    ],
+)
+def test_what_a_candidate_is_called(
+    case: Case, behaviour: dict[str, Any], changes: dict[str, Any], parity: str, says: str
+) -> None:
+    case.write(behaviour)
+    one = case.compare(**changes)["candidates"]["bf16"]
+    assert one["parity"] == parity, one["reason"]
+    assert says in one["reason"]
+
+
+def test_a_candidate_that_failed_is_not_run_again_and_the_others_go_on(case: Case) -> None:
+    case.write({"bf16-0": {"crash": "ValueError: x", "status": 3}})
+    found = case.compare(seeds=2, precisions=("bf16", "fp16"))["candidates"]
+    assert "bf16-1" not in case.calls
+    assert found["bf16"]["exit_status"] == 3
+    assert found["bf16"]["failed"] is True
+    assert found["fp16"]["failed"] is False
+    assert found["fp16"]["seeds"] == 2
+
+
+def test_a_metric_is_read_and_judged(case: Case) -> None:
+    case.write({"*": {"metric": 97.0}, "bf16": {"metric": 91.0}})
+    one = case.compare(seeds=3, metric=r"accuracy: ([0-9.]+)")["candidates"]["bf16"]
+    assert one["metric_margin"] == pytest.approx(0.2)
+    assert one["final_metric"] == pytest.approx(91.01)
+    assert one["loss_parity"] == "equivalent"
+    assert one["parity"] == "divergent"
+
+
+# Resuming.
+
+
+def test_finished_runs_are_kept(case: Case) -> None:
+    first = case.compare()
+    case.forget_calls()
+    (case.out / "runs" / "bf16-0.jsonl").unlink()
+    (case.out / "verdict.json").unlink()
+    assert case.compare() == first
+    assert case.calls == ["bf16-0"]
+
+
+def test_a_run_without_its_end_runs_again(case: Case) -> None:
+    case.compare()
+    case.forget_calls()
+    path = case.out / "runs" / "fp32-ulp-0.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    case.compare()
+    assert case.calls == ["fp32-ulp-0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"margin": 0.01}, "margin was 0.005 and is now 0.01"),
+        ({"seeds": 2}, "seeds was 1 and is now 2"),
+        ({"argv": ("--epochs", "3")}, "argv was"),
+        ({"precisions": ("fp16",)}, "precisions was"),
+    ],
+)
+def test_another_declaration_is_refused_once_a_candidate_ran(
+    case: Case, changes: dict[str, Any], names: str
+) -> None:
+    case.compare()
+    before = (case.out / "verdict.json").read_text()
+    with pytest.raises(UsageError, match="declared otherwise") as caught:
+        case.compare(**changes)
+    assert names in str(caught.value)
+    assert "--fresh" in str(caught.value)
+    assert (case.out / "verdict.json").read_text() == before
+    case.forget_calls()
+    case.compare(**changes, fresh=True)
+    assert case.calls[0] == "fp32-0"
+
+
+def test_an_edited_script_is_another_comparison(case: Case) -> None:
+    case.compare()
+    case.write({"bf16": {"shift": 0.1}})
+    with pytest.raises(UsageError, match="script_sha256"):
+        case.compare()
+
+
+def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> None:
+    case.write({"*": {"metric": 97.0}})
+    with pytest.raises(UsageError, match=r"matches nothing.*(?s:.)*accuracy: 97.0 %"):
+        case.compare(metric="precision: ([0-9.]+)")
+    assert not (case.out / "verdict.json").exists()
+    one = case.compare(metric="accuracy: ([0-9.]+)")["candidates"]["bf16"]
+    assert one["final_metric"] == 97.0
+    assert case.calls == ["fp32-0", "bf16-0", "fp32-ulp-0"]
+
+
+def test_a_wrong_metric_is_told_again_after_the_run_was_kept(case: Case) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match="matches nothing"):
+            case.compare(metric="precision: ([0-9.]+)")
+    assert case.calls == ["fp32-0"]
+
+
+class StopAt(Silent):
+    """Interrupts when a run has done a step, as Ctrl-C would."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.here = False
+
+    def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
+        self.here = name == self.name
+
+    def steps(self, done: int) -> None:
+        if self.here and done:
+            raise KeyboardInterrupt
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None:
+    case.write({"bf16": {"hang": True}})
+    since = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        case.compare(watcher=StopAt("bf16-0"))
+    assert time.monotonic() - since < 30  # it hangs for sixty
+    assert case.files == {"comparison.json", "runs/fp32-0.jsonl", "runs/fp32-0.log"}
+    pid = int(case.script.with_suffix(".calls").read_text().splitlines()[-1].split()[1])
+    assert gone(pid)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "changes", "error", "says"),
+    [
+        ({"fp32": {"crash": "ZeroDivisionError: division by zero"}}, {}, ScriptError, "ZeroDivisionError"),
+        ({"fp32": {"status": 7}}, {}, ScriptError, "exit status 7 in FP32"),
+        ({"fp32": {"nan": 5}}, {}, ScriptError, "loss of fp32-0 is nan at step 5"),
+        ({"fp32": {"losses": 0}}, {}, ScriptError, "without a call of backward"),
+        ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
+        ({"bf16": {"refuse": "no kernel here"}}, {}, UnsupportedPrecisionError, "bf16 can't run: no kernel"),
+        ({"bf16": {"crash": "OSError: [Errno 28] No space left on device"}}, {}, UsageError, "no space left"),
+        ({"*": {"say": "accuracy: high"}}, {"metric": "accuracy: (.*)"}, UsageError, "'high', which is no"),
+    ],
+)
+def test_what_ends_a_comparison(
+    case: Case, behaviour: dict[str, Any], changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    case.write(behaviour)
+    with pytest.raises(error, match=says):
+        case.compare(**changes)
+    assert not (case.out / "verdict.json").exists()
+    case.write(PLAIN)
+    case.compare(fresh=True)
+
+
+def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
+    case.write({"fp32": {"crash": "ValueError: bad data"}})
+    with pytest.raises(ScriptError) as caught:
+        case.compare()
+    assert 'File "train.py", line 3, in <module>\nValueError: bad data' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target": "nowhere/train.py"}, "no such file"),
+        ({"seeds": 0}, "give 1 or more"),
+        ({"margin": 0.0}, "between 0 and 1"),
+        ({"margin": float("nan")}, "between 0 and 1"),
+        ({"precisions": ()}, "at least one precision"),
+        ({"metric": "accuracy ("}, "not a regular expression"),
+        ({"metric": "accuracy"}, "no group"),
+        ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),
+        ({"metric": "(a)", "metric_better": "up"}, "auto, higher, lower"),
+    ],
+)
+def test_a_request_that_makes_no_sense(case: Case, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        case.request(**changes)
+
+
+def test_a_missing_script_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"there is: train\.py"):
+        Request(str(tmp_path / "trian.py"))
+
+
+def test_a_folder_of_other_files_is_left_alone(case: Case) -> None:
+    case.out.mkdir()
+    (case.out / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match=r"holds other files \(thesis.tex\)"):
+        case.compare(fresh=True)
+    assert case.files == {"thesis.tex"}
+
+
+def test_a_file_in_the_folders_place(case: Case) -> None:
+    case.out.write_text("a file")
+    with pytest.raises(UsageError, match="is a file"):
+        case.compare()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, case: Case) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="Not a directory"):
+        compare(case.request(), tmp_path / "file" / "out", command=FAKE)
+
+
+@pytest.mark.parametrize("at", ["comparison.json", "verdict.json"])
+def test_a_full_disk_leaves_no_half_file(case: Case, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+
+    def full(source: str, target: Path) -> None:
+        if target.name == at:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(folder_module.os, "replace", full)
+    with pytest.raises(UsageError, match="no space left on the disk"):
+        case.compare()
+    assert at not in case.files
+    assert not [name for name in case.files if name.startswith(".")]
+    monkeypatch.undo()
+    case.compare()
+
+
+def test_a_damaged_declaration(case: Case) -> None:
+    case.compare()
+    (case.out / "comparison.json").write_text("{")
+    with pytest.raises(UsageError, match=r"not readable.*--fresh"):
+        case.compare()
+
+
+# The parts.
+
+
+def test_writing_whole_replaces_or_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_strict_json_has_no_nan() -> None:
+    assert strict({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
+
+
+def test_a_childs_grandchildren_go_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        f"open({str(pids)!r}, 'w').write(str(p.pid)); print('up', flush=True); time.sleep(60)"
+    )
+
+    def interrupt(_: int) -> None:
+        if pids.exists() and pids.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child((sys.executable, "-c", code), tmp_path / "log", tmp_path / "none", interrupt)
+    until = time.monotonic() + 20
+    while not _zombie_or_gone(int(pids.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _zombie_or_gone(pid: int) -> bool:
+    """Whether a process that is not our child has ended; where there is no init, nobody reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return gone(pid)
+
+
+def test_a_child_has_no_input_and_both_streams_in_order(tmp_path: Path) -> None:
+    code = (
+        "import sys; print('out'); print('err', file=sys.stderr); print(repr(sys.stdin.read())); sys.exit(5)"
+    )
+    log = tmp_path / "log"
+    assert run_child((sys.executable, "-c", code), log, tmp_path / "none") == 5
+    assert log.read_text().splitlines() == ["out", "err", "''"]
+
+
+def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
+    path = tmp_path / "said"
+    with path.open("w") as file:
+        case.compare(watcher=Lines(file))
+        case.compare(watcher=Lines(file))
+    said = path.read_text().splitlines()
+    assert said[0].startswith("[1/3] fp32-0: 40 steps, ")
+    assert len(said) == 4
+    assert said[3] == f"{case.out}: finished runs are kept"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "expected"),
+    [
+        (r"acc ([0-9.]+)", "acc 1\nacc 97.5 %\n", (97.5, True)),
+        (r"acc ([0-9.]+)%", "acc 97.5%", (97.5, True)),
+        (r"acc ([0-9.]+)", "acc 0.975", (0.975, False)),
+        (r"acc (\S+)", "acc 97.5%", (97.5, True)),
+        (r"acc ([0-9.]+)", "nothing", None),
+        (r"^loss (\S+)$", "x loss 9\nloss 1e-3\n", (0.001, False)),
+    ],
+)
+def test_the_last_match_counts(pattern: str, text: str, expected: tuple[float, bool] | None) -> None:
+    assert Metric(pattern).read(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "percent", "margin", "higher", "relative"),
+    [
+        (Metric("accuracy (.)"), True, 0.2, True, False),
+        (Metric("accuracy (.)"), False, 0.002, True, False),
+        (Metric("Validation Loss (.)"), False, 0.005, False, True),
+        (Metric("error rate (.)"), True, 0.005, False, True),
+        (Metric("loss (.)", better="higher"), False, 0.002, True, False),
+        (Metric("score (.)", better="lower"), False, 0.005, False, True),
+        (Metric("score (.)", margin=3.0), False, 3.0, True, False),
+        (Metric("loss (.)", margin=3.0), False, 3.0, False, False),
+    ],
+)
+def test_direction_and_margin_of_a_metric(
+    metric: Metric, percent: bool, margin: float, higher: bool, relative: bool
+) -> None:
+    found = metric.margins(0.005, percent)
+    assert (found.metric, found.metric_higher, found.metric_relative) == (margin, higher, relative)

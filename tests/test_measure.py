@@ -1,0 +1,107 @@
+"""Step times from records, and the speed ratio with an interval that holds what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mezzo.core.records import LossRecord, UpdateRecord
+from mezzo.verify.measure import Speed, speed, step_times
+
+
+def updates(at: Sequence[float], observed: Sequence[int] = (), optimizer: int = 0) -> list[UpdateRecord]:
+    return [UpdateRecord(i, optimizer, True, False, 1.0, t, observed=i in observed) for i, t in enumerate(at)]
+
+
+@pytest.mark.parametrize(
+    ("count", "observed", "left"),
+    [
+        (1, (), []),
+        (6, (), []),
+        (7, (), [5]),  # six intervals; the first five are warm-up
+        (11, (), [5, 6, 7, 8, 9]),
+        (11, (8,), [5, 6, 9]),  # the interval that ends at the observed update, and the one that begins there
+        (11, (1, 2), [5, 6, 7, 8, 9]),
+        (200, (), list(range(10, 199))),  # five percent
+    ],
+)
+def test_which_steps_are_timed(count: int, observed: tuple[int, ...], left: list[int]) -> None:
+    at = np.cumsum(np.arange(count, dtype=float))  # interval i lasts i + 1 seconds
+    assert step_times(updates(at, observed)).tolist() == [i + 1 for i in left]
+
+
+def test_only_the_first_optimizer_counts() -> None:
+    both = sorted(
+        [*updates(np.arange(12.0)), *updates(np.arange(12.0) + 0.1, optimizer=1)],
+        key=lambda update: update.at,
+    )
+    assert step_times(both).tolist() == [1.0] * 6
+
+
+def test_losses_stand_in_where_no_optimizer_steps() -> None:
+    losses = [LossRecord(i, 1.0, 2.0 * i) for i in range(10)]
+    assert step_times([], losses).tolist() == [2.0] * 4
+    assert step_times([]).size == 0
+
+
+def times(rng: np.random.Generator, seconds: float, count: int = 60, spread: float = 0.05) -> np.ndarray:
+    return seconds * np.exp(spread * rng.standard_normal(count))
+
+
+def test_the_ratio_is_fp32s_time_over_the_candidates() -> None:
+    rng = np.random.default_rng(0)
+    found = speed([(times(rng, 0.30), times(rng, 0.15)) for _ in range(3)])
+    assert found is not None
+    assert found.speedup == pytest.approx(2.0, rel=0.03)
+    assert found.interval[0] < found.speedup < found.interval[1]
+    assert found.word == "faster"
+    assert (found.pairs, found.steps) == (3, 360)
+
+
+def test_long_steps_do_not_move_it() -> None:
+    fp32, ours = np.full(50, 0.2), np.full(50, 0.1)
+    ours[::10] = 9.0  # a validation pass now and then
+    found = speed([(fp32, ours)] * 3)
+    assert found is not None
+    assert found.speedup == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"), [((1.01, 1.2), "faster"), ((0.99, 1.2), "not told apart"), ((0.8, 0.99), "slower")]
+)
+def test_faster_is_said_only_where_the_interval_leaves_one_out(
+    interval: tuple[float, float], word: str
+) -> None:
+    assert Speed(1.1, interval, 3, 100).word == word
+
+
+def test_too_few_steps_give_no_speed() -> None:
+    assert speed([]) is None
+    assert speed([(np.ones(4), np.ones(100))]) is None
+    assert speed([(np.zeros(10), np.ones(10))]) is None
+
+
+def test_the_same_times_give_the_same_interval() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(times(rng, 0.3), times(rng, 0.2)) for _ in range(2)]
+    assert speed(pairs) == speed(pairs)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("pairs", [2, 3, 5])
+def test_the_interval_holds_the_truth_though_runs_differ(pairs: int) -> None:
+    """Runs differ in speed (a machine drifts): 95 % intervals from few pairs must still hold."""
+    rng = np.random.default_rng(pairs)
+    draws, held, wide = 100, 0, []
+    for _ in range(draws):
+        own = np.exp(0.02 * rng.standard_normal((pairs, 2)))
+        made = [(times(rng, 0.3 * a, 20), times(rng, 0.2 * b, 20)) for a, b in own]
+        found = speed(made)
+        assert found is not None
+        held += found.interval[0] <= 1.5 <= found.interval[1]
+        wide.append(found.interval[1] / found.interval[0])
+    assert held / draws >= 0.88  # 0.95 less three binomial deviations
+    if pairs == 5:
+        assert np.median(wide) < 1.15  # and it is no empty promise
