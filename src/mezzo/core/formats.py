@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from mezzo.core.errors import unknown_name
 if TYPE_CHECKING:
     from decimal import Decimal
 
-    import torch
     from numpy.typing import NDArray
 
     from mezzo.core.bits import Bits
@@ -206,6 +205,15 @@ OVERFLOW: Mapping[str, str] = MappingProxyType(
 _FRAMEWORKS = {"torch": ("Tensor", "mezzo.pytorch.rounding")}
 
 
+class _TensorLike(Protocol):
+    """What tells a torch tensor from all else here, where torch itself is not to be named."""
+
+    requires_grad: bool
+
+
+_Tensor = TypeVar("_Tensor", bound=_TensorLike)
+
+
 def named(format: str | Format) -> Format:
     """The format of that name; a `Format` is handed back as it is.
 
@@ -235,7 +243,7 @@ def round(x: Number | Decimal, format: str | Format, *, overflow: str = ...) -> 
 @overload
 def round(x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str = ...) -> NDArray[Any]: ...
 @overload
-def round(x: torch.Tensor, format: str | Format, *, overflow: str = ...) -> torch.Tensor: ...
+def round(x: _Tensor, format: str | Format, *, overflow: str = ...) -> _Tensor: ...
 def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
     """The nearest value of a format; of two equally near, the one whose last mantissa bit is 0 (ties to
     even).
