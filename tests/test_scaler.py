@@ -389,6 +389,32 @@ def test_a_closure_that_overflows_runs_again_at_a_smaller_scale() -> None:
     assert params[1].item() == pytest.approx(0.2)
 
 
+def test_a_closure_that_no_scale_helps_is_skipped_at_the_floor() -> None:
+    params = parameters()
+    optimizer = OPTIMIZERS["sgd"](params)
+    scaler = mezzo.GradScaler(init_scale=4.0, floor=1.0, patience=2)
+    scales = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(params, 1.0)
+        scales.append(scaler.get_scale())
+        assert len(scales) < 10
+        scaler.scale(loss).backward()
+        params[0].grad.fill_(INF)  # type: ignore[union-attr]
+        return loss
+
+    before = [p.detach().clone() for p in params]
+    assert scaler.step(optimizer, closure) is None
+    assert scales == [4.0, 2.0, 1.0]
+    assert scaler.was_skipped(optimizer) is True
+    assert same([p.detach() for p in params], before)
+    scaler.update()
+    scaler.step(optimizer, closure)
+    with pytest.raises(LossScaleCollapseError):
+        scaler.update()
+
+
 def test_a_closure_that_fails_in_the_middle_of_a_step_leaves_no_trace() -> None:
     params, loss_fn = problem()
     optimizer = torch.optim.LBFGS(params, lr=0.5, max_iter=5)
@@ -559,6 +585,26 @@ def test_sparse_gradients_are_checked_and_unscaled_by_their_values(event: float)
     moved = (before - embedding.weight.detach())[:, 0]
     expected = [0.0, 2.0, 0.0, 1.0, 0.0] if event == 1.0 else [0.0] * 5
     assert moved.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_setters_take_effect_as_in_torch(started: bool) -> None:
+    traces = []
+    for make in (torch.amp.GradScaler, mezzo.GradScaler):
+        params = parameters()
+        optimizer = OPTIMIZERS["sgd"](params)
+        scaler = make("cpu", init_scale=64.0)
+        if started:
+            train(scaler, optimizer, params, 1.0)
+        scaler.set_growth_factor(4.0)
+        scaler.set_backoff_factor(0.125)
+        scaler.set_growth_interval(2)
+        trace = [scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()]
+        for event in (1.0, 1.0, 1.0, INF):
+            train(scaler, optimizer, params, event)
+            trace.append(scaler.get_scale())
+        traces.append(trace)
+    assert traces[0] == traces[1]
 
 
 def test_nothing_is_kept_of_an_optimizer_that_is_gone() -> None:

@@ -177,6 +177,7 @@ def test_clipping_comes_after_unscaling(decides: str) -> None:
         (None, None, [3.0, -4.0]),
         (3.5, None, [3.0, -3.5]),
         (None, 1.0, [0.6, -0.8]),
+        (None, 10.0, [3.0, -4.0]),
         (1.0, 1.0, [0.5**0.5, -(0.5**0.5)]),
     ],
 )
@@ -195,6 +196,15 @@ def test_value_is_clipped_before_norm_and_the_norm_told_is_the_gradients_own(
     result = mp.step((weight.weight * torch.tensor([[3.0, -4.0]])).sum())
     assert result.grad_norm == 5.0
     assert (-weight.weight.detach()).flatten().tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sparse_gradient_s_norm_is_of_the_sums_by_index() -> None:
+    model = nn.Embedding(5, 1, sparse=True)
+    nn.init.zeros_(model.weight)
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp16", clip_norm=1.0)
+    result = mp.step(model(torch.tensor([1, 1, 1, 3, 3, 3, 3])).sum())
+    assert result.grad_norm == 5.0
+    assert model.weight.detach().flatten().tolist() == pytest.approx([0, -0.6, 0, -0.8, 0], rel=1e-5)
 
 
 # ------------------------------------------------------------------------- skips
@@ -635,3 +645,27 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
     assert not torch.equal(before["3.bias"], model[3].bias)
     assert torch.equal(before["0.bias"], model[0].bias)
     assert x.grad is None
+
+
+# ------------------------------------------------------------------------ module overrides
+
+
+def test_module_overrides_of_the_policy_hold_while_it_is_open() -> None:
+    model = network()
+    mp = make(model, precision="bf16,module.0=fp32")
+    seen: list[torch.dtype] = []
+    for index in (0, 3):
+        model[index].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    run(mp)
+    assert seen == [torch.float32, torch.bfloat16]
+    mp.close()
+    with mezzo.autocast("bf16", "cpu"):
+        model(batch()[0])
+    assert seen[2:] == [torch.bfloat16, torch.bfloat16]
+
+
+def test_a_pattern_that_matches_no_module_is_refused_and_owns_nothing() -> None:
+    model = network()
+    with pytest.raises(UnknownNameError, match="matches no module"):
+        make(model, precision="bf16,module.head=fp32")
+    make(model)

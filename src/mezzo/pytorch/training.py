@@ -36,6 +36,7 @@ from mezzo.pytorch.autocast import Region, autocast
 from mezzo.pytorch.backward import backward_around, backward_into, has_reentrant_checkpoint
 from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
 from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.result import StepResult
 from mezzo.pytorch.running_statistics import RunningStatistics
 
@@ -154,7 +155,7 @@ class MixedPrecision:
         self._window = Window()
         self._reentrant: bool | None = None
         self._statistics = RunningStatistics(model)
-        self._overrides: Any = None
+        self._overrides: ModuleOverrides | None = None
         self._trial: auto.TimedTrial | None = None
         self._decision: TrialDecision | None = None
         resolved, reason = auto.resolve(asked, self._device_type)
@@ -179,9 +180,7 @@ class MixedPrecision:
             self._overrides.remove()
             self._overrides = None
         if policy.modules:
-            from mezzo.pytorch.autocast import apply_module_overrides  # type: ignore[attr-defined,unused-ignore]
-
-            self._overrides = apply_module_overrides(self.model, policy)
+            self._overrides = apply_module_overrides(self.model, policy, self._device_type)
 
     @property
     def policy(self) -> Policy:
