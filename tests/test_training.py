@@ -235,6 +235,7 @@ def test_a_skip_leaves_no_trace_in_parameters_optimizer_statistics_scheduler_or_
     assert result.moved
     assert not same(everything(mp), before)
     assert all(t.isfinite().all() for t in everything(mp))
+    assert int(model[1].num_batches_tracked) == 3 * accumulate
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -509,6 +510,31 @@ def test_a_state_that_does_not_fit_is_refused(change: Callable[[Any], Any], mess
     run(mp)
     with pytest.raises(UsageError, match=message):
         mp.load_state_dict(change(mp.state_dict()))
+
+
+def test_a_backward_that_raises_drops_its_window() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise RuntimeError("out of memory")
+
+    weights = []
+    for fails in (True, False):
+        model = network()
+        mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16", accumulate=2)
+        if fails:
+            run(mp, 5)
+            x = torch.tanh(model[0](batch(6)[0]))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                mp.step(model[3](x).sum() + model[3](Fails.apply(x)).sum())
+        assert not run(mp, 0).moved
+        assert run(mp, 1).moved
+        weights.append([p.detach() for p in model.parameters()])
+    assert same(*weights)
 
 
 def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:

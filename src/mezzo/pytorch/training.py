@@ -231,7 +231,7 @@ class MixedPrecision:
         Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
         afterwards. Inside a window `.grad` holds scaled gradients. The host waits for the device only where
         the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for a
-        `scheduler` or `ema`.
+        `scheduler` or `ema`. If backward raises, the window is dropped with its gradients.
 
         Args:
             loss: one element, on the graph; not scaled, not divided.
@@ -283,21 +283,27 @@ class MixedPrecision:
         return self._end_window(None)
 
     def _backward(self, loss: Tensor, retain_graph: bool) -> None:
-        seed = None
-        if self._window.scale is not None or self.accumulate > 1:
-            scale = 1.0 if self._window.scale is None else self._window.scale.to(loss.device)
-            share = torch.ones((), dtype=torch.float32, device=loss.device) * scale / self.accumulate
-            seed = share.to(loss.dtype).expand_as(loss)
         params = [p for p in gradients.parameters(self.optimizer) if p.requires_grad]
         if not params:
             raise UsageError("step(): no parameter of the optimizer requires a gradient")
+        seed = None
+        if self._window.scale is not None:
+            seed = (self._window.scale.to(loss.device) / self.accumulate).to(loss.dtype).expand_as(loss)
+        elif self.accumulate > 1:
+            seed = torch.full_like(loss, 1.0 / self.accumulate)
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
-        if self._reentrant:
-            others = [p for mp in _ALIVE if mp is not self for p in gradients.parameters(mp.optimizer)]
-            backward_around(loss, seed, others, retain_graph=retain_graph)
-        else:
-            backward_into(loss, seed, params, retain_graph=retain_graph)
+        try:
+            if self._reentrant:
+                others = [p for mp in _ALIVE if mp is not self for p in gradients.parameters(mp.optimizer)]
+                backward_around(loss, seed, others, retain_graph=retain_graph)
+            else:
+                backward_into(loss, seed, params, retain_graph=retain_graph)
+        except BaseException:
+            # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
+            self._window = Window()
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
     def _end_window(self, loss: Tensor | None) -> StepResult:
         window, self._window = self._window, Window()
@@ -325,9 +331,14 @@ class MixedPrecision:
             if self.scheduler is not None:
                 self.scheduler.step()
         result = StepResult(True, skipped if found is not None else None, loss, norm, window.scale)
-        self._observe(machine, found, skipped)
+        if machine is not None and found is not None:
+            self._machine = machine = machine.next(found)
         self._record(result)
         self._try_on(result)
+        self._unchecked += 1
+        if machine is not None and (skipped is True or self._unchecked >= machine.pure.patience):
+            self._unchecked = 0
+            machine.check()
         return result
 
     def _update(self, found: Tensor | None) -> Tensor | bool:
@@ -343,15 +354,6 @@ class MixedPrecision:
         if not skipped:
             self.optimizer.step()
         return skipped
-
-    def _observe(self, machine: DeviceLossScale | None, found: Tensor | None, skipped: Tensor | bool) -> None:
-        if machine is None or found is None:
-            return
-        self._machine = machine.next(found)
-        self._unchecked += 1
-        if skipped is True or self._unchecked >= machine.pure.patience:
-            self._unchecked = 0
-            self._machine.check()
 
     def _record(self, result: StepResult) -> None:
         if self._records is not None:
