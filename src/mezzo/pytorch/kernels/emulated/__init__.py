@@ -17,19 +17,20 @@ from mezzo.pytorch.kernels.emulated.call import Emulated
 
 __all__ = ["EMULATED", "NATIVE_ONLY", "Emulated"]
 
-# Per row: the lowest rank from which a saved tensor that is no input is rounded too (`packing.Packing`),
-# or None. Attention's log-sum-exp has a dimension less than its probabilities and its output. A recurrent
-# step's gates and states are matrices; the FP32 kernel's LSTM keeps them in one opaque workspace, which
-# stays as it is.
+# Per row: the lowest rank from which a saved tensor that is no input is rounded too (`packing.Packing`), or
+# None. What a product of broadcast inputs saves is a copy of them and loses nothing; an attention's
+# probabilities and output and a recurrent step's gates are rounded. The LSTM of the FP32 kernel keeps its
+# gates in one opaque workspace, which stays as it is.
 _ROWS: dict[str, int | None] = {
     "linear": None,
     "bilinear": None,
-    "matmul": None,
+    "matmul": 1,
     "linalg_matmul": None,
     "mm": None,
     "bmm": None,
     "mv": None,
     "addmm": None,
+    "_addmm_activation": None,
     "addmv": None,
     "addr": None,
     "addbmm": None,
@@ -47,8 +48,12 @@ _ROWS: dict[str, int | None] = {
     "conv_transpose3d": None,
     "convolution": None,
     "_convolution": None,
+    "cudnn_convolution": None,
+    "cudnn_convolution_transpose": None,
     "prelu": None,
-    "scaled_dot_product_attention": 4,
+    "scaled_dot_product_attention": 3,
+    "_native_multi_head_attention": None,
+    "mkldnn_rnn_layer": None,
     "lstm": 2,
     "gru": 2,
     "rnn_tanh": 2,
@@ -59,13 +64,25 @@ _ROWS: dict[str, int | None] = {
     "rnn_relu_cell": 1,
 }
 
-#: Ops of the lower-precision lists that have no FP32 form to emulate with, and why none is needed.
+#: The other ops of the table's rule `lower`, and why they need no row above.
+_INNER = "has statistics and random state among its results, in formats of their own"
 NATIVE_ONLY: Mapping[str, str] = MappingProxyType(
     {
-        "_scaled_dot_product_flash_attention": "exists only where the device has the 16-bit format; "
-        "scaled_dot_product_attention, which calls it, chooses another kernel elsewhere",
-        "_thnn_fused_lstm_cell": "a CUDA kernel with FP32 arithmetic for 16-bit gates; lstm_cell calls it",
-        "_thnn_fused_gru_cell": "a CUDA kernel with FP32 arithmetic for 16-bit gates; gru_cell calls it",
+        **dict.fromkeys(
+            (
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+            ),
+            f"a CUDA kernel that {_INNER}; scaled_dot_product_attention, which calls it, is emulated whole",
+        ),
+        **dict.fromkeys(
+            ("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"),
+            "a CUDA kernel with FP32 arithmetic for 16-bit gates; lstm_cell and gru_cell, which call it, are "
+            "emulated whole",
+        ),
+        "_cudnn_rnn": f"a CUDA kernel that {_INNER}; lstm, gru and rnn, which call it, are emulated whole",
+        "_mps_convolution": "a kernel of Apple's GPUs; conv1d to conv3d, which call it, are emulated whole",
     }
 )
 

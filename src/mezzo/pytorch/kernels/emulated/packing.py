@@ -47,8 +47,9 @@ class Packing:
     Args:
         inputs: the op's floating inputs.
         compute: the 16-bit format.
-        keep_rank: a saved FP32 tensor that is no input is rounded if it has at least this many dimensions;
-            ``None`` keeps all such tensors in FP32.
+        keep_rank: a saved FP32 tensor that is no input is rounded if it has at least this many dimensions and
+            is no statistic of an input's rows (its shape without the last dimension: a log-sum-exp); ``None``
+            keeps all such tensors in FP32.
         outer: the hooks in force around the call, or ``None``.
     """
 
@@ -59,6 +60,7 @@ class Packing:
         self._keep_rank = keep_rank
         self._outer = outer
         self._inputs = {item.wide.untyped_storage().data_ptr(): item for item in inputs if item.wide.numel()}
+        self._statistics = {item.wide.shape[:-1] for item in inputs}
 
     def pack(self, saved: Tensor) -> Any:
         """The hook for saving: a recipe from which `unpack` restores ``saved``."""
@@ -66,9 +68,9 @@ class Packing:
             return _Kept(self._through(saved), self._outer)
         item = self._inputs.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
         if item is None:
-            if self._keep_rank is not None and saved.dim() >= self._keep_rank:
-                return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
-            return _Kept(self._through(saved), self._outer)
+            if self._keep_rank is None or saved.dim() < self._keep_rank or saved.shape in self._statistics:
+                return _Kept(self._through(saved), self._outer)
+            return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
         source = item.source
         if source.is_leaf and source.requires_grad and source.dtype == torch.float32:
             if source.is_contiguous() and item.wide.is_contiguous():
