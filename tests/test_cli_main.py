@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import io
 import subprocess
 import sys
 from types import ModuleType
@@ -90,6 +90,14 @@ def test_exit_statuses(
     assert capsys.readouterr().err == error
 
 
+def test_a_verb_may_close_standard_output(verb: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["formats"]) == 0
+
+
 def test_a_bug_is_not_dressed_up_as_the_users_mistake(
     verb: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,14 +134,20 @@ def test_python_dash_m_and_its_exit_status() -> None:
     assert (done.returncode, done.stdout) == (0, f"mezzo {mezzo.__version__}\n")
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a shell's pipes")
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m mezzo formats --json | head -n 1",
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "{\n"
-    assert done.stderr == ""
+    words = [
+        sys.executable,
+        "-m",
+        "mezzo",
+        "formats",
+        "--json",
+        "show",
+        *["1/3"] * 200,
+    ]  # more than a pipe holds
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == "{\n"
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait() == 0

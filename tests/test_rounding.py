@@ -25,9 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mezzo.core import formats
+from mezzo.core import formats, rounding
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS
+from mezzo.pytorch.rounding import round_tensor
 
 SMALL = {
     "fp16": (np.float16, torch.float16, np.uint16),
@@ -419,6 +420,26 @@ def test_autograd_sees_a_cast() -> None:
     y.backward(torch.tensor([0.1, 0.2, 0.3]))
     assert x.grad is not None
     assert x.grad.tolist() == torch.tensor([0.1, 0.2, 0.3]).tolist()
+
+
+def test_tensors_round_inside_torch_func_and_a_compiled_graph() -> None:
+    x = torch.from_numpy(points("e5m2")).reshape(4, -1)
+    expected = formats.round(x, "fp16")
+    each_row = torch.func.vmap(lambda row: formats.round(row, "fp16"))(x)
+    assert same_bits(each_row.numpy(), expected.numpy())
+    slopes = torch.func.vmap(torch.func.grad(lambda row: formats.round(row, "fp16").nan_to_num().sum()))
+    assert torch.equal(slopes(torch.ones(2, 3)), torch.ones(2, 3))
+    form = FORMATS["fp16"]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: round_tensor(t, form, "infinity"), backend="eager", fullgraph=True)
+    assert same_bits(compiled(x).numpy(), expected.numpy())
+    torch._dynamo.reset()
+
+
+def test_blocks_of_an_array_join_without_a_seam() -> None:
+    size = 2 * rounding._BLOCK + 5
+    x = np.linspace(-70000, 70000, size, dtype=np.float32)
+    assert same_bits(formats.round(x, "fp16"), by_ml_dtypes(x, "fp16"))
 
 
 def test_flushing_denormals_changes_nothing() -> None:

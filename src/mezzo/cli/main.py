@@ -8,7 +8,9 @@ where it says `PASSES_ON = True`, all that follows `--` is a script's and reache
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -37,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb not in VERBS:
             raise unknown_name("command", verb, VERBS)
-        return _run(verb, words[1:])
+        status = _run(verb, words[1:])
+        with contextlib.suppress(AttributeError, ValueError):  # a script may have replaced or closed it
+            sys.stdout.flush()  # here, where a reader that has left is no error, and not as Python shuts down
+        return status
     except MezzoError as error:
         print(f"mezzo {verb}: {error}" if verb in VERBS else f"mezzo: {error}", file=sys.stderr)
         return 2
@@ -45,7 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mezzo {verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        _leave_the_pipe()
         return 0
+
+
+def _leave_the_pipe() -> None:
+    """Nobody reads any more: what is still buffered goes nowhere, in silence."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(verb: str, words: list[str]) -> int:

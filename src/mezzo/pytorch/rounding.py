@@ -62,6 +62,8 @@ def _round(values: torch.Tensor, plan: BitPlan, word: torch.dtype) -> torch.Tens
 class _Straight(torch.autograd.Function):
     """Rounding in forward, nothing in backward."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(values: torch.Tensor, plan: BitPlan, word: torch.dtype) -> torch.Tensor:
         return _round(values, plan, word)
