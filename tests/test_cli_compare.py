@@ -1,0 +1,221 @@
+"""`mezzo compare` at the command line: what it prints, its exit status, and one run of the real thing."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import mezzo.cli.compare as verb
+from mezzo.cli.main import main
+from mezzo.verify.compare import compare
+from mezzo.verify.table import show
+
+FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory in which runs are pretended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb, "compare", functools.partial(compare, command=FAKE))
+    return tmp_path
+
+
+def script(place: Path, behaviour: dict[str, Any]) -> str:
+    path = place / "train.py"
+    path.write_text(json.dumps(behaviour))
+    return path.name
+
+
+def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = script(here, {"bf16": {"seconds": 0.005, "memory": 600}, "*": {"metric": 97.0}})
+    words = ["compare", name, "--precision", "bf16", "--metric", "accuracy: ([0-9.]+)", "--", "--epochs", "3"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "bf16: equivalent" in out
+    assert "bf16 is equivalent. Final loss" in out
+    assert "peak memory    0.60x (" in out
+    assert "Report: mezzo-compare-train/report.html" in out
+    assert "Again:  mezzo compare train.py --precision bf16 --seeds 3" in out
+    assert out.rstrip().endswith("--out mezzo-compare-train --fresh -- --epochs 3")
+    assert "[7/7] bf16-2: 40 steps" in err
+    assert (here / "mezzo-compare-train" / "report.html").read_text().startswith("<!")
+    assert json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())["argv"] == [
+        "--epochs",
+        "3",
+    ]
+
+
+def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = script(here, {"bf16": {"shift": 0.3}})
+    assert main(["compare", name, "--precision", "bf16", "--seeds", "1", "--json", "--out", "there"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == json.loads((here / "there" / "verdict.json").read_text())
+    assert json.loads(out)["candidates"]["bf16"]["parity"] == "divergent"
+    assert err == ""
+
+
+def test_what_is_left_out_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = script(here, {})
+    assert main(["compare", name, "--precision", "fp32,bf16,bf16", "--seeds", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "note: fp32 is the baseline" in err
+    assert "note: bf16 is the same as bf16: run once." in err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb, "compare", stop)
+    assert main(["compare", script(here, {})]) == 130
+    assert (
+        "finished runs are kept in mezzo-compare-train: the same command goes on" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
+        (["train.py", "--demo", "digits"], "received train.py, digits"),
+        (["--demo", "digit"], "unknown demo 'digit'. Use one of digits, text-gpt. Did you mean 'digits'?"),
+        (["missing.py"], "script 'missing.py': no such file"),
+        (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
+        (["train.py", "--precision", "bf16,op.sofmax=fp32"], "softmax"),
+        (["train.py", "--precision", "fp32"], "no candidate is left"),
+        (["train.py", "--seeds", "0"], "--seeds 0: give 1 or more"),
+        (["train.py", "--seeds", "many"], "invalid int value: 'many'"),
+        (["train.py", "--margin", "0"], "--margin 0: give a share"),
+        (["train.py", "--margin", "much"], "'much' is no number: write 0.005 or 0.5%"),
+        (["train.py", "--metric", "accuracy"], "no group"),
+        (["train.py", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
+        (["train.py", "--precision", "none.toml"], "none.toml"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_two(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    script(here, {})
+    assert main(["compare", *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+def test_a_script_that_fails_in_fp32_shows_its_traceback(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script(here, {"fp32": {"crash": "KeyError: 'labels'"}})
+    assert main(["compare", name]) == 2
+    err = capsys.readouterr().err
+    assert "KeyError: 'labels'" in err
+    assert 'File "train.py", line 3' in err
+
+
+@pytest.mark.parametrize(("text", "share"), [("0.01", 0.01), ("1%", 0.01), ("0.5%", 0.005)])
+def test_a_margin_may_be_a_percentage(here: Path, text: str, share: float) -> None:
+    name = script(here, {})
+    assert main(["compare", name, "--precision", "bf16", "--seeds", "1", "--margin", text, "--json"]) == 0
+    declared = json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())
+    assert declared["margin"] == pytest.approx(share)
+
+
+def test_the_demos_metric_is_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def keep(request: Any, *_: Any, **__: Any) -> None:
+        seen.append(request)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verb, "compare", keep)
+    main(["compare", "--demo", "text-gpt", "--", "--steps", "5"])
+    assert seen[0].metric == r"validation loss: ([0-9.]+)"
+    assert seen[0].argv == ("--steps", "5")
+    assert seen[0].how_metric.higher is False
+
+
+def verdict_of(here: Path, behaviour: dict[str, Any]) -> dict[str, Any]:
+    name = script(here, behaviour)
+    main(["compare", name, "--seeds", "1", "--fresh"])
+    found: dict[str, Any] = json.loads((here / "mezzo-compare-train" / "verdict.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "terminal"), [(40, True), (80, True), (110, True), (160, True), (80, False)]
+)
+def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) -> None:
+    found = verdict_of(here, {"bf16": {"crash": "[bold]ValueError[/]: [red]x"}, "*": {"metric": 0.9}})
+    file = io.StringIO()
+    show(
+        Console(file=file, width=width, force_terminal=terminal, color_system=None),
+        found,
+        Path("r.html"),
+        ["a b"],
+    )
+    text = file.getvalue()
+    joined = "".join(text.split())
+    assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
+    assert "fp16isconsistent" in joined
+    assert "'ab'" in joined
+    for one in ("divergent", "speed", "peak", "margin", "power"):
+        assert one in joined
+    assert "±-" not in joined
+    assert ("┃" in text) is (terminal and width >= 80)
+
+
+TRAINING = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    data = torch.randn(256, 16)
+    labels = (data[:, :4].sum(1) > 0).long()
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(30):
+        rows = torch.randint(0, 256, (64,))
+        loss = nn.functional.cross_entropy(model(data[rows]), labels[rows], label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        right = (model(data).argmax(1) == labels).float().mean()
+    print(f"accuracy: {100 * right:.2f} %")
+"""
+
+
+@pytest.mark.heavy
+def test_the_real_thing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An ordinary script, real child processes, real bf16: no harm is found, and everything is measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
+    words = ["compare", "train.py", "--precision", "bf16", "--seeds", "1", "--metric", "accuracy: ([0-9.]+)"]
+    status = main([*words, "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    one = json.loads(out)["candidates"]["bf16"]
+    assert one["parity"] == "consistent", one["reason"]
+    assert one["steps"] == 30
+    assert one["peak_memory_ratio"] is not None
+    assert one["noise_floor"] is not None  # the one-ulp twin left the FP32 run
+    assert 0 < one["noise_floor"] < 0.01
+    assert one["final_metric"] > 80
+    assert abs(one["loss_gap"]) < 0.02
+    assert json.loads(out)["machine"]["torch"]
+    ended = (tmp_path / "mezzo-compare-train" / "report.html").read_text()
+    assert "consistent" in ended
