@@ -189,11 +189,11 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
 def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
-        notes = " ".join(run.ended.notes) if run.ended else ""
+        notes = [note for note in (run.ended.notes if run.ended else []) if "never called" not in note]
         raise ScriptError(
             f"{request.target} ended without a call of backward(), so it has no loss to compare. "
             "Compare a script that trains; one that only evaluates, or trains in other processes, has none "
-            f"here. {notes}"
+            f"here. {' '.join(notes)}".rstrip()
         )
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])

@@ -75,13 +75,13 @@ class FinishedRun:
         return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
 
     def failure(self) -> str:
-        """The end of the log: from its last traceback on, or its last lines."""
+        """The end of the log: from its last traceback on, or its last lines; words for an empty one."""
         lines = self.output.rstrip().splitlines()
         start = max((i for i, line in enumerate(lines) if line.startswith(TRACEBACK)), default=None)
         kept = lines[start:] if start is not None else lines[-20:]
         if len(kept) > MOST_LINES:
             kept = [*kept[: MOST_LINES // 2], "  ...", *kept[-MOST_LINES // 2 :]]
-        return "\n".join(kept)
+        return "\n".join(kept) or "(it printed nothing)"
 
 
 def read_run(runs: Path, name: str) -> FinishedRun:
