@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -174,3 +175,18 @@ def test_wrong_usage_exits_2_and_says_how_to_mend_it(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err
+
+
+def test_every_key_and_word_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
+    found: set[str] = set()
+    for words in (["formats", "--json"], ["formats", "--json", "show", "1", "0.1", "1e-6", "1e-50", "1e9"]):
+        assert main(words) == 0
+        shown = json.loads(capsys.readouterr().out)
+        found |= set(shown)
+        for outer in shown.get("formats", []) + shown.get("numbers", []):
+            found |= set(outer)
+            for inner in outer.get("formats", []):
+                found |= set(inner) | {inner["word"]}
+    assert {"underflow", "overflow", "subnormal", "rounded", "exact", "relative_error", "epsneg"} <= found
+    assert {name for name in found if f"`{name}`" not in page} == set()

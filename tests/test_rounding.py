@@ -142,7 +142,9 @@ def test_every_number_rounds_as_arrays_do(name: str) -> None:
     assert same_bits(as_numbers, formats.round(x, name))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.heavy] * (FORMATS[name].bits > 8)) for name in SMALL]
+)
 def test_every_code_point_decodes_and_encodes(name: str) -> None:
     form = FORMATS[name]
     theirs = code_points(name)
