@@ -1,4 +1,4 @@
-"""A script runs as Python would run it: each row runs both ways, and all that can be seen from outside is compared."""
+"""A script runs as Python runs it: each row runs both ways, and what can be seen from outside is compared."""
 
 from __future__ import annotations
 

@@ -132,12 +132,13 @@ def _carefully(
     retain_graph: bool | None,
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
-    before = [(leaf.grad, veto.flags(leaf)) for leaf in leaves]
+    before = [(leaf, leaf.grad, list(veto.flags(leaf))) for leaf in leaves]
     scale = session.scale.scale
     try:
         while True:
-            for leaf in leaves:
-                leaf.grad = None
+            for leaf, old, flags in before:
+                leaf.grad = None if old is None else old.clone()
+                veto.flags(leaf)[:] = flags
             with unscaling(leaves, scale) as found:
                 veto.remember(leaves, found)
                 run(scale, True if scale > 1.0 else retain_graph)
@@ -145,19 +146,18 @@ def _carefully(
                 break
             scale = session.overflowed(scale)
     finally:
-        for leaf, (old, flags) in zip(leaves, before):
-            if old is not None:
-                veto.flags(leaf).extend(flags)
-                leaf.grad = old if leaf.grad is None else _sum(old, leaf.grad, in_place=not create_graph)
+        if not create_graph:
+            _into_the_old(before)
     if not session.optimizers:
         session.observe(found_inf=any(found.read()))
 
 
-def _sum(old: Tensor, new: Tensor, *, in_place: bool) -> Tensor:
-    if not in_place:
-        return old + new
-    with torch.no_grad():
-        return old.add_(new)
+@torch.no_grad()
+def _into_the_old(before: list[tuple[Tensor, Tensor | None, Any]]) -> None:
+    """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
+    for leaf, old, _ in before:
+        if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
+            leaf.grad = old.copy_(leaf.grad)
 
 
 def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.tf32 import switch_off_tf32
+from mezzo.pytorch.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.optimizers import Steps
@@ -39,6 +40,14 @@ class Preparation:
         if known is None:
             known = self._known[module] = self._first_call(module)
         return known
+
+    def remember_statistics(self, module: nn.Module) -> None:
+        """Keep the running statistics as they are before the step, for the case that it is vetoed."""
+        statistics = self._steps.statistics.get(module)
+        if statistics is None:
+            statistics = self._steps.statistics[module] = RunningStatistics(module)
+        if not statistics.remembers:
+            statistics.remember()
 
     @quiet
     def _first_call(self, module: nn.Module) -> bool:
@@ -69,10 +78,10 @@ class Preparation:
         return True
 
     def _override(self, module: nn.Module, first: bool) -> None:
-        from mezzo.pytorch.autocast import apply_module_overrides
+        from mezzo.pytorch.modules import apply_module_overrides
 
         try:
-            apply_module_overrides(inner(module), self._session.policy)
+            apply_module_overrides(inner(module), self._session.policy, self._session.device_type)
         except UsageError as error:
             # Patterns are written for the script's model. Another module that they don't match is no mistake.
             if first:

@@ -73,6 +73,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
                 return original(self, *args, **kwargs)
             finally:
                 thread.in_fp32 = False
+        if self.training and session.scaling:
+            preparation.remember_statistics(self)
         with autocast(policy, session.device_type):
             out = original(self, *args, **kwargs)
         return to_fp32(out)

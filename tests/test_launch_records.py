@@ -1,0 +1,250 @@
+"""What a run writes down and tells: losses, updates, the observed step, notes, the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launching import Ran, launcher
+from mezzo.core.records import LossRecord, RunStarted, UpdateRecord
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+for step in range(5):
+    optimizer.zero_grad()
+    out = model(x)
+    loss = nn.functional.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), out.dtype)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    return launcher(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
+    launch: Any, policy: str
+) -> None:
+    ran = launch(TRAIN, "a", policy=policy)
+    assert ran.status == 0
+    assert isinstance(ran.records[0], RunStarted)
+    assert (ran.records[0].policy, ran.records[0].argv) == (policy, ["a"])
+    assert ran.records[0].machine["torch"] == torch.__version__
+    kinds = [r.kind for r in ran.records]
+    assert kinds == ["run", *["loss", "update"] * 5, "end"]
+    assert [f"{r.loss.hex()} torch.float32" for r in ran.of("loss")] == ran.lines
+    assert [r.index for r in ran.of("loss")] == [r.index for r in ran.of("update")] == list(range(5))
+    times = [r.at for r in ran.records if isinstance(r, (LossRecord, UpdateRecord))]
+    assert times == sorted(times)
+    assert times[-1] <= ran.of("end")[0].seconds
+    scale = 65536.0 if policy == "fp16" else 1.0
+    assert all(
+        (u.moved, u.skipped, u.loss_scale, u.observed) == (True, False, scale, False)
+        for u in ran.of("update")
+    )
+    assert ran.of("end")[0].status == 0
+    assert ran.of("end")[0].notes == []
+    assert f"mezzo: policy {policy}\n" in ran.err
+    assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
+
+
+def test_policies_differ_and_fp32_is_the_script_itself(
+    launch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(compile(TRAIN, "plain", "exec"), {"__name__": "__main__"})
+    plain = capsys.readouterr().out.splitlines()
+    printed = {policy: launch(TRAIN, policy=policy).lines for policy in ("fp32", "bf16", "fp16")}
+    assert printed["fp32"] == plain
+    assert len({tuple(lines) for lines in printed.values()}) == 3
+
+
+def test_everything_is_undone(launch: Any) -> None:
+    def patched() -> list[Any]:
+        adam = torch.optim.AdamW
+        return [
+            torch.nn.Module.__call__,
+            torch.autograd.backward,
+            torch.autograd.grad,
+            torch.optim.Optimizer.__dict__["_patch_step_function"],
+            torch.optim.Optimizer.__dict__["zero_grad"],
+            torch.amp.autocast_mode.autocast.__dict__["__enter__"],
+            torch.amp.GradScaler.__dict__["scale"],
+            adam.__dict__.get("step"),
+            torch.optim.Adam.__dict__.get("step"),
+            torch.manual_seed,
+        ]
+
+    launch(TRAIN, policy="fp32")
+    before = patched()
+    launch(TRAIN, policy="fp16", seed_offset=2)
+    assert all(a is b for a, b in zip(patched(), before))
+
+
+def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
+    pytest.importorskip("mezzo.pytorch.observe")
+    ran = launch(TRAIN, policy="bf16", observe=True)
+    assert [u.observed for u in ran.of("update")] == [False, False, True, False, False]
+    (memory,) = ran.of("memory")
+    parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert 4 * parameters <= memory.peak_bytes <= 10_000_000
+    (ops,) = ran.of("ops")
+    seen = {op.op: op for op in ops.ops}
+    linear = seen.get("linear") or seen["addmm"]
+    assert linear.calls == 2
+    assert "bf16" in linear.observed
+    assert "formats seen in one step" in ran.err
+    # Watching changes no number.
+    assert launch(TRAIN, policy="bf16").lines == ran.lines
+
+
+def test_a_script_too_short_to_observe_says_so(launch: Any) -> None:
+    ran = launch(TRAIN.replace("range(5)", "range(2)"), policy="bf16", observe=True)
+    assert ran.of("memory") == ran.of("ops") == []
+    assert "ended before its third update" in ran.notes
+
+
+def test_a_script_that_raises_has_its_end_recorded_and_only_its_own_frames_shown(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(3, 3)
+            def forward(self, x):
+                return self.inner(x)
+        Model()(torch.ones(2, 4)).sum().backward()
+        """,
+        policy="bf16",
+    )
+    assert ran.status == 1
+    assert ran.records[-1].kind == "end"
+    assert ran.of("end")[0].status == 1
+    assert "mat1 and mat2 shapes cannot be multiplied" in ran.err
+    assert 'script.py", line 9, in <module>' in ran.err
+    assert "return self.inner(x)" in ran.err
+    assert "mezzo/pytorch" not in ran.err
+    assert "launch" not in ran.err.replace("launching", "")
+
+
+def test_backward_fails_as_it_always_did(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        model = torch.nn.Linear(3, 3)
+        for loss, keywords in [
+            (model(torch.ones(2, 3)), {}),
+            (torch.ones(()), {}),
+            (model(torch.ones(2, 3)).sum(), {"inputs": []}),
+            (model(torch.ones(2, 3)).sum(), {"gradient": torch.ones(3)}),
+        ]:
+            try:
+                loss.backward(**keywords)
+            except RuntimeError as error:
+                print(str(error)[:50])
+        """,
+        policy="fp16",
+    )
+    assert ran.lines == [
+        "grad can be implicitly created only for scalar out",
+        "element 0 of tensors does not require grad and doe",
+        "`inputs` argument to `backward()` cannot be empty.",
+        "Mismatch in shape: grad_output[0] has a shape of t",
+    ]
+
+
+def test_no_model_and_no_backward(launch: Any) -> None:
+    ran = launch("print('hello')", policy="bf16")
+    assert ran.lines == ["hello"]
+    assert [r.kind for r in ran.records] == ["run", "end"]
+    assert "no model was called" in ran.err
+    assert "never called backward" in ran.notes
+    ran = launch(
+        "import torch\nwith torch.no_grad():\n    print(torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype)",
+        policy="bf16",
+    )
+    assert ran.lines == ["torch.float32"]
+    assert "1 call of Linear in bf16" in ran.err
+
+
+def test_summary_can_be_left_out(launch: Any) -> None:
+    assert launch("pass", policy="bf16", summary=False).err == ""
+
+
+def test_requests_travel_as_json() -> None:
+    from mezzo.core.errors import UsageError
+    from mezzo.pytorch.launch.request import RunRequest
+
+    full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False)
+    assert RunRequest.from_json(full.to_json()) == full
+    assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
+    for text, message in [
+        ("{", "not a run request"),
+        ('{"targett": "x"}', "Did you mean 'target'"),
+        ("{}", "target"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            RunRequest.from_json(text)
+    with pytest.raises(UsageError, match="seed_offset is -1"):
+        RunRequest("t.py", seed_offset=-1)
+
+
+LEFT_ALONE = {
+    "autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    out = model(x)", "torch.autocast itself"),
+    "decorator": (
+        "out = torch.autocast('cpu', torch.bfloat16)(lambda: model(x))()",
+        "torch.autocast itself (script.py line",
+    ),
+    "scaler": (
+        "out = model(x)\ntorch.amp.GradScaler('cpu', init_scale=2.0).scale(out.sum())",
+        "GradScaler itself",
+    ),
+    "bf16 weights": ("out = model.bfloat16()(x.bfloat16()).float()", "Linear holds bfloat16 parameters"),
+}
+NOT_LEFT_ALONE = {
+    "autocast off": "with torch.autocast('cpu', enabled=False):\n    out = model(x)",
+    "scaler off": "torch.amp.GradScaler('cpu', enabled=False).scale(model(x).sum())\nout = model(x)",
+    "only imported": "from torch.amp import autocast, GradScaler\nGradScaler('cpu')\nout = model(x)",
+    "checkpoint": "from torch.utils.checkpoint import checkpoint\nx.requires_grad_()\n"
+    "out = checkpoint(model, x, use_reentrant=False)\nout.sum().backward()",
+}
+AROUND = """
+import torch
+torch.manual_seed(0)
+model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+{}
+out = model(x.to(model.weight.dtype)).float()
+print(out.sum().item().hex())
+"""
+
+
+@pytest.mark.parametrize("row", LEFT_ALONE)
+def test_a_script_with_its_own_mixed_precision_is_left_alone(launch: Any, row: str) -> None:
+    lines, reason = LEFT_ALONE[row]
+    source = AROUND.format(lines)
+    ran = launch(source, policy="bf16")
+    assert ran.lines == launch(source, policy="fp32").lines
+    assert "this script ran as it is" in ran.err
+    assert reason in ran.notes
+
+
+@pytest.mark.parametrize("row", NOT_LEFT_ALONE)
+def test_what_is_no_use_of_mixed_precision(launch: Any, row: str) -> None:
+    source = AROUND.format(NOT_LEFT_ALONE[row])
+    ran = launch(source, policy="bf16")
+    assert ran.lines != launch(source, policy="fp32").lines
+    assert "left alone" not in ran.notes
