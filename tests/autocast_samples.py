@@ -9,10 +9,16 @@ overloads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 _UNARY = """acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan exp2 special_exp2
     special_expm1 special_log1p special_erfinv sigmoid log_sigmoid log_sigmoid_forward special_expit logit
@@ -274,3 +280,101 @@ def formats_of(result: Any) -> list[torch.dtype]:
     if isinstance(result, (tuple, list)):
         return [dtype for item in result for dtype in formats_of(item)]
     return []
+
+
+# Random ops are seeded before each call; these can't be asked on a FakeTensor of a build without CUDA, with the
+# reason that PyTorch gives there.
+NOT_FAKEABLE = {
+    "lstm.data": "reads the batch sizes from memory",
+    "gru": "looks for cuDNN or a CUDA kernel",
+    "gru.data": "reads the batch sizes from memory",
+    "gru_cell": "looks for a CUDA kernel",
+    "batch_norm": "looks for cuDNN",
+    "ctc_loss": "looks for cuDNN",
+    "_ctc_loss": "its output's size depends on values",
+    "grid_sampler": "looks for cuDNN",
+    "grid_sampler_2d": "looks for cuDNN",
+    "linalg_lstsq": "its output's size depends on values",
+    "istft": "reads the window",
+    "cov": "compares values",
+    "corrcoef": "compares values",
+    "fake_quantize_per_tensor_affine": "looks for a CUDA kernel",
+    "fake_quantize_per_channel_affine": "looks for a CUDA kernel",
+}
+
+
+def inputs_of(run: Callable[[], Any]) -> list[torch.dtype]:
+    """The dtypes of the floating tensors among a call's arguments, in order."""
+    args, kwargs = (
+        run.__closure__[run.__code__.co_freevars.index(name)].cell_contents for name in ("args", "kwargs")
+    )
+    return [dtype for dtype in formats_of([*args, *kwargs.values()]) if not dtype.is_complex]
+
+
+def outcome(name: str, dtype: torch.dtype, device: str, other: torch.dtype | None) -> str:
+    """What one call returns, as a string: formats, and on the CPU a hash of the bits; an error's type if it raises."""
+    run = call(name, dtype, device, other)
+    torch.manual_seed(0)
+    try:
+        result = run()
+    except Exception as error:
+        return type(error).__name__
+    text = ",".join(str(dtype).removeprefix("torch.") for dtype in formats_of(result))
+    if device == "cpu":
+        digest = hashlib.sha256()
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                bits = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+                digest.update(bits.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        text += " " + digest.hexdigest()[:12]
+    return text
+
+
+def under_torch_autocast() -> dict[str, str]:
+    """The outcome of every sample in a plain `torch.autocast` region: CPU in bits, FakeTensors on CUDA in formats."""
+    found = {}
+    for name in SAMPLES:
+        for dtype, other in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found[f"cpu {name} {dtype} {other}"] = outcome(name, dtype, "cpu", other)
+            if name not in NOT_FAKEABLE and other is None and dtype is torch.bfloat16:
+                with FakeTensorMode(), cuda_autocast(torch.bfloat16):
+                    found[f"cuda {name} {dtype} {other}"] = outcome(name, dtype, "cuda", other)
+    return found
+
+
+@contextmanager
+def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """What `torch.autocast("cuda", dtype)` does, on a machine without CUDA too, where it would disable itself."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+
+
+def dispatcher_lists() -> dict[str, list[str]]:
+    """Every ATen overload that has a kernel at an Autocast key, as the dispatcher tells."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return {
+        device: sorted(
+            name.removeprefix("aten::")
+            for name in names
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        )
+        for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
+    }
+
+
+if __name__ == "__main__":  # a process in which Mezzo was never imported
+    torch.set_num_threads(1)
+    print(
+        json.dumps(
+            {"lists": dispatcher_lists(), "outcomes": under_torch_autocast(), "modules": [*sys.modules]}
+        )
+    )

@@ -4,7 +4,8 @@
 and not those of the backends that carry the label. So the label is taken when the forward is checkpointed and
 rebound around the recomputation, at the one place that each variant has: the frame that holds the recomputing
 function (``use_reentrant=False``; also FSDP's and `torch.distributed`'s wrappers), and the autograd Function
-(``use_reentrant=True``). Outside Mezzo's regions both do what they always did.
+(``use_reentrant=True``). What was checkpointed outside Mezzo's regions is recomputed without a label, even where
+backward runs inside one.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ def _wrap_frame() -> None:
 
     @functools.wraps(original)
     def init_noting_label(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        code = identity.label()
-        original(self, _under(code, recompute_fn) if code else recompute_fn, *args, **kwargs)
+        original(self, _under(identity.label(), recompute_fn), *args, **kwargs)
 
     frame.__init__ = init_noting_label
 
@@ -54,8 +54,6 @@ def _wrap_function() -> None:
 
     @functools.wraps(backward)
     def backward_under_label(ctx: Any, *args: Any) -> Any:
-        if not ctx.mezzo_label:
-            return backward(ctx, *args)
         with identity.rebound(ctx.mezzo_label):
             return backward(ctx, *args)
 

@@ -86,9 +86,12 @@ class OpPlan:
     remedy: str = ""
 
     def output(self, inputs: Sequence[str]) -> str:
-        """The planned output format when the floating inputs arrive in these formats (names, in order)."""
+        """The planned output format when the floating inputs arrive in these formats (names, in order).
+
+        Empty where nothing floating came in; FP64 among the inputs is left alone, and stays.
+        """
         if not inputs or "fp64" in inputs:
-            return WIDEST
+            return "fp64" if inputs else ""
         if self.format_out == FIRST:
             return inputs[0]
         if self.format_out == WIDEST:

@@ -1,0 +1,242 @@
+"""The plan, and the kernels that carry it out, op by op: on the CPU with values, on CUDA with FakeTensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import autocast_samples as samples
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mezzo
+from mezzo.core.errors import BannedOpError, UsageError
+from mezzo.core.policy import policy
+from mezzo.core.rules import RULES
+from mezzo.pytorch import dispatch, identity
+from mezzo.pytorch.dispatch import plan
+from mezzo.pytorch.dtypes import dtype_of, name_of
+from mezzo.pytorch.torch_table import TORCH_TABLE
+
+# In a CUDA build the list has kernels of libraries that a CPU build lacks.
+CUDA_BUILD_ONLY = {"_cudnn_rnn", "miopen_convolution", "miopen_convolution_transpose"}
+MIXES = ["fp32", "low", "fp32 with low", "low with fp32"]
+
+
+@pytest.fixture
+def _both_native(monkeypatch):
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict:
+    """What a process says in which Mezzo was never imported."""
+    script = Path(samples.__file__)
+    output = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
+    told = json.loads(output)
+    assert not any(name.startswith("mezzo") for name in told["modules"])
+    return told
+
+
+@pytest.mark.heavy
+def test_the_data_are_pytorchs_own_lists(fresh):
+    for device in ("cpu", "cuda"):
+        assert set(fresh["lists"][device]) - CUDA_BUILD_ONLY == set(TORCH_TABLE[device]), device
+
+
+@pytest.mark.heavy
+def test_a_plain_torch_autocast_computes_what_it_always_did(fresh, _both_native):
+    """Bit for bit on the CPU, with every kernel registered that three very different policies need."""
+    everything = ",".join(f"op.{op}=fp32" for op in RULES if op.replace("_", "").isalnum())
+    for spec in ("bf16", "fp16", f"bf16,{everything}"):
+        with mezzo.autocast(spec):
+            pass
+        identity.successor(0, "cuda", policy(spec))
+    assert len(dispatch.registered("cpu")) > 200
+    assert len(dispatch.registered("cuda")) > 200
+    torch.set_num_threads(1)
+    now = samples.under_torch_autocast()
+    assert now.keys() == fresh["outcomes"].keys()
+    different = {name: (now[name], was) for name, was in fresh["outcomes"].items() if now[name] != was}
+    assert not different
+
+
+def _dtypes(mix: str, low: torch.dtype) -> tuple[torch.dtype, torch.dtype | None]:
+    first = torch.float32 if mix.startswith("fp32") else low
+    other = {"fp32 with low": low, "low with fp32": torch.float32}.get(mix)
+    return first, other
+
+
+# Normalisations refuse 16-bit parameters beside FP32 activations or statistics, with or without autocast.
+REFUSED = {"group_norm", "native_group_norm", "batch_norm"}
+
+
+def _departures(device: str, spec: str) -> list[str]:
+    """The samples whose output format is not the planned one, with a line on each."""
+    chosen = policy(spec)
+    plans = plan(chosen, device)
+    low = dtype_of(chosen.compute)
+    wrong = []
+    for name in samples.SAMPLES:
+        op = name.partition(".")[0]
+        op_plan = plans.get(op)
+        if op_plan is None or op_plan.how == "absent" or (device == "cuda" and name in samples.NOT_FAKEABLE):
+            continue
+        for mix in MIXES:
+            run = samples.call(name, *_dtypes(mix, low)[:1], device, _dtypes(mix, low)[1])
+            inputs = [name_of(dtype) for dtype in samples.inputs_of(run)]
+            planned = op_plan.output(inputs)
+            try:
+                observed = [name_of(dtype) for dtype in samples.formats_of(run())]
+            except BannedOpError:
+                observed = ["fp32"] if op_plan.how == "banned" and set(inputs) != {"fp32"} else ["banned"]
+            except Exception as error:  # told with the op's name
+                observed = [planned] if op in REFUSED and len(set(inputs)) > 1 else [str(error)[:60]]
+            if (
+                [fmt.replace("complex64", "fp32") for fmt in observed[:1]] != [planned]
+                and inputs
+                and observed
+            ):
+                wrong.append(f"{name}({', '.join(inputs)}) -> {observed}, planned {planned} ({op_plan.how})")
+    return wrong
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("spec", ["bf16", "fp16"])
+def test_every_op_gives_the_planned_format_on_the_cpu(spec):
+    with mezzo.autocast(spec, "cpu"):
+        assert _departures("cpu", spec) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("spec", ["bf16", "fp16"])
+def test_every_op_gives_the_planned_format_on_cuda(spec, _both_native):
+    code = identity.successor(0, "cuda", policy(spec))
+    with FakeTensorMode(), samples.cuda_autocast(dtype_of(spec)), identity.rebound(code):
+        assert _departures("cuda", spec) == []
+
+
+def test_every_op_of_the_table_has_a_sample():
+    elsewhere = {
+        *(
+            "cudnn_convolution",
+            "cudnn_convolution_transpose",
+            "_mps_convolution",
+            "_cudnn_rnn",
+            "mkldnn_rnn_layer",
+        ),
+        *("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_native_multi_head_attention"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        "_scaled_dot_product_cudnn_attention",
+    }
+    sampled = {name.partition(".")[0] for name in samples.SAMPLES}
+    assert set(RULES) - sampled - elsewhere == set()
+
+
+@pytest.mark.parametrize("spec", ["bf16", "fp16"])
+def test_cpu_and_cuda_follow_one_table(spec, _both_native):
+    """The same rule everywhere; the same formats wherever both devices have the evidence for 16 bits, or neither."""
+    cpu, cuda = plan(policy(spec), "cpu"), plan(policy(spec), "cuda")
+    assert cpu.keys() == cuda.keys()
+    differ = set()
+    for op, here in cpu.items():
+        there = cuda[op]
+        assert here.rule == there.rule, op
+        if "absent" not in (here.how, there.how) and here.format_out != there.format_out:
+            differ.add(op)
+    assert all(cpu[op].rule == "internal_fp32" for op in differ)
+    assert {(cpu[op].format_out, cuda[op].format_out) for op in differ} <= {
+        ("first input's", "fp32"),
+        ("fp32", "first input's"),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("spec", ["bf16", "fp16"])
+def test_the_hot_path_is_left_to_pytorch_where_the_format_is_native(spec, device, _both_native):
+    plans = plan(policy(spec), device)
+    for op in (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "scaled_dot_product_attention",
+    ):
+        assert plans[op].how == "pytorch", plans[op]
+        assert plans[op].overloads == ()
+    assert plans["add"].how == plans["mul"].how == plans["relu"].how == plans["embedding"].how == "pytorch"
+
+
+def test_what_is_not_native_is_emulated(monkeypatch):
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
+    plans = plan(policy("bf16"), "cpu")
+    for op in ("linear", "matmul", "conv2d", "lstm", "scaled_dot_product_attention"):
+        assert plans[op].how == "emulated"
+        assert plans[op].format_out == "bf16"
+
+
+def test_a_plan_prints_and_computes_outputs():
+    plans = plan(policy("bf16,op.softmax=internal_fp32,op.add=lower"), "cpu")
+    assert str(plans["linear"]).split()[:2] == ["linear", "lower"]
+    assert "the policy says op.add=lower" in plans["add"].reason
+    assert plans["cat"].output(["fp16", "bf16"]) == "fp32"
+    assert plans["cat"].output(["bf16", "bf16"]) == "bf16"
+    assert plans["linear"].output(["fp32"]) == "bf16"
+    assert plans["linear"].output(["fp64", "fp64"]) == "fp64"
+    assert plans["add"].output(["fp32", "bf16"]) == "bf16"
+
+
+@pytest.mark.parametrize("rule", ["lower", "fp32", "promote", "internal_fp32"])
+def test_numbers_stand_where_the_schema_has_tensors(rule):
+    """`x * 0.1` reaches the kernel of mul.Tensor with a plain number."""
+    x = torch.full((3,), 0.5, dtype=torch.bfloat16)
+    expected = {"lower": torch.bfloat16, "fp32": torch.float32}.get(rule, torch.bfloat16)
+    ops = "add sub mul div".split()
+    with mezzo.autocast("bf16," + ",".join(f"op.{op}={rule}" for op in ops)):
+        for result in (x + 1, x - 1, 1 - x, 2 * x, x * 0.5, x / 2, x.double() * 2, torch.add(x, 2, alpha=3)):
+            assert result.dtype in (expected, torch.float64), result
+        assert (x * x).dtype is expected
+        assert (x * 2).tolist() == [1.0] * 3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x * 2).dtype is torch.bfloat16
+    assert (x * 2).dtype is torch.bfloat16
+
+
+def test_a_plan_needs_a_format_and_a_device():
+    with pytest.raises(UsageError, match="auto has no plan"):
+        plan(policy("auto"), "cpu")
+    with pytest.raises(UsageError, match="unknown device type 'tpu'"):
+        plan(policy("bf16"), "tpu")
+
+
+def test_nothing_is_registered_that_no_policy_needs():
+    code = (
+        "import torch, mezzo\n"
+        "from mezzo.pytorch import dispatch\n"
+        "import mezzo.pytorch.autocast\n"
+        "assert dispatch.registered() == ()\n"
+        "with mezzo.autocast('fp32', 'cpu'): pass\n"
+        "assert dispatch.registered() == ()\n"
+        "with mezzo.autocast('bf16', 'cpu'): pass\n"
+        "assert 'sigmoid' in dispatch.registered('cpu'), dispatch.registered()\n"
+        "assert not {'linear', 'add.Tensor', 'relu'} & set(dispatch.registered('cpu'))\n"
+        "assert dispatch.registered('cuda') == ()\n"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=True,
+        env={**_environment(), "MEZZO_ASSUME_NATIVE": "bf16"},
+    )
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
