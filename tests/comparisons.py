@@ -134,6 +134,7 @@ def candidate(**changes: Any) -> dict[str, Any]:
     """A candidate of `verdict.json`, healthy unless changed."""
     values: dict[str, Any] = {
         "speedup": 1.62,
+        "speed_word": "faster",
         "speedup_interval": [1.58, 1.66],
         "peak_memory_ratio": 0.61,
         "parity": "equivalent",

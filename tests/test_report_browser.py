@@ -32,7 +32,7 @@ addEventListener("load", () => {
     script: document.documentElement.dataset.script,
     cards: all(".card").filter(shown).map((e) => e.querySelector("h3").textContent + " " +
       e.querySelector(".badge").textContent),
-    curves: all("figure .chart path.line").map((e) =>
+    curves: all("figure .chart path:is(.line, .under)").map((e) =>
       [e.getBoundingClientRect().width > 50, getComputedStyle(e).stroke]),
     charts: all("svg.chart").map((e) => Math.round(e.getBoundingClientRect().width)),
     labels: all("svg.chart text").map((e) => getComputedStyle(e).fontSize),

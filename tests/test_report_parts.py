@@ -55,7 +55,7 @@ def test_elements_escape_what_is_text_and_keep_what_is_markup() -> None:
         (size(999_900), "1.00 MB"), (size(1e3), "1.00 kB"), (size(0), "0 B"), (size(123.4e6), "123 MB"),
         (size(9.876e9), "9.88 GB"), (seconds(0.1824), "182 ms"), (seconds(7.28), "7.28 s"),
         (seconds(125), "2 min 5 s"),
-        (seconds(2e-5), "20 µs"), (seconds(None), "not measured"), (count(1234567), "1,234,567"),
+        (seconds(2e-5), "20.0 µs"), (seconds(None), "not measured"), (count(1234567), "1,234,567"),
         (count("x"), "not measured"),
         (tick_label(0.02), "0.02"), (tick_label(-1500.0), "−1,500"), (tick_label(20_000), "20k"),
         (tick_label(1e-5), "1e-5"),

@@ -85,7 +85,10 @@ def _speed(values: Mapping[str, Any]) -> Markup:
     detail = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else ""
     if speedup is None:
         return _stat("Speed", "–", "not measured")
-    return _stat("Speed", ratio(speedup), detail or ("times FP32" if speedup else ""))
+    word = values.get("speed_word")
+    return _stat(
+        "Speed", ratio(speedup), ", ".join(part for part in (detail, word) if isinstance(part, str) and part)
+    )
 
 
 def _memory(comparison: Comparison, name: str, values: Mapping[str, Any]) -> Markup:

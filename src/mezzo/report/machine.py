@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mezzo.report.markup import Markup, element
+from mezzo.report.numbers import size
 from mezzo.report.reading import Comparison
 
 
@@ -17,7 +18,11 @@ def machine(comparison: Comparison) -> Markup | None:
     if not found:
         return None
     rows = [
-        element("div", element("dt", str(key).replace("_", " ")), element("dd", _plain(value)))
+        element(
+            "div",
+            element("dt", str(key).removesuffix("_bytes").replace("_", " ")),
+            element("dd", size(value) if str(key).endswith("_bytes") else _plain(value)),
+        )
         for key, value in found.items()
     ]
     return element("dl", rows, class_="facts")

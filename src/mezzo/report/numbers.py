@@ -118,11 +118,11 @@ def seconds(value: object) -> str:
     if found is None:
         return MISSING
     if found < 1e-3:
-        return f"{found * 1e6:.3g} µs"
+        return f"{significant(found * 1e6, 3)} µs"
     if found < 1:
-        return f"{found * 1e3:.3g} ms"
+        return f"{significant(found * 1e3, 3)} ms"
     if found < 60:
-        return f"{found:.3g} s"
+        return f"{significant(found, 3)} s"
     minutes, rest = divmod(round(found), 60)
     return f"{minutes} min {rest} s"
 

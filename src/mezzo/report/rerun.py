@@ -33,13 +33,14 @@ def command_line(comparison: Comparison) -> str:
     else:
         words.append(str(script))
     precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
-    words += [
-        "--precision",
-        precisions if isinstance(precisions, str) else ",".join(str(one) for one in precisions),
-    ]
+    # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
+    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
+        words += ["--precision", str(one)]
     for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
         if request.get(key) not in (None, "", "auto"):
             words += [f"--{key.replace('_', '-')}", str(request[key])]
+    # In the same folder the finished runs would be kept, and nothing run again.
+    words += ["--out", comparison.directory.resolve().name, "--fresh"]
     arguments = request.get("argv", started.argv if started else [])
     if isinstance(arguments, (list, tuple)) and arguments:
         words += ["--", *(str(word) for word in arguments)]

@@ -60,7 +60,8 @@ def loss(comparison: Comparison, candidate: str, series: str) -> Markup | None:
             frame.line(*thin(raw[0]), series=colour, style="raw")
         if part.shape[0] > 1:
             frame.band(*thin_band(over.low, over.high), series=colour)
-        frame.line(*thin(over.mean), series=colour, name=name)
+        # FP32 is drawn broad and pale under the candidate, so that both are seen where they agree.
+        frame.line(*thin(over.mean), series=colour, name=name, style="line" if colour == series else "under")
         values = np.full(steps, np.nan)
         values[: len(over.mean)] = over.mean
         columns.append((name, colour, values[picks]))

@@ -30,9 +30,10 @@ def loss_scale(comparison: Comparison, candidate: str, series: str) -> Markup | 
     steps = max(len(track) for _, track in tracks)
     scales = [u.loss_scale for u in updates if math.isfinite(u.loss_scale) and u.loss_scale > 0]
     low, high = (min(scales), max(scales)) if scales else (1.0, 2.0)
+    told = _grouped(tracks)
     frame = Frame(
         title=f"Loss scale: {candidate}",
-        described=" ".join(_told(*track) for track in tracks),
+        described=" ".join(told),
         x=Axis(0.0, float(max(1, steps - 1))),
         y=Axis(low / 2, high * 2, log=True),
         x_name="update",
@@ -51,7 +52,7 @@ def loss_scale(comparison: Comparison, candidate: str, series: str) -> Markup | 
     frame.keys.append(Key(series, "line", "loss scale"))
     if marked:
         frame.keys.append(Key("skip", "tick", "skipped update"))
-    frame.notes += [_told(*track) for track in tracks]
+    frame.notes += told
     return frame.render()
 
 
@@ -65,15 +66,23 @@ def _tracks(run: Run) -> list[tuple[str, Updates]]:
     ]
 
 
-def _told(name: str, track: Updates) -> str:
+def _grouped(tracks: list[tuple[str, Updates]]) -> list[str]:
+    """What there is to tell of each track, with those of which the same is true told together."""
+    names: dict[str, list[str]] = {}
+    for name, track in tracks:
+        names.setdefault(_told(track), []).append(name)
+    return [f"{'; '.join(who)}: {what}" for what, who in names.items()]
+
+
+def _told(track: Updates) -> str:
     skipped = [place for place, update in enumerate(track) if update.skipped]
     if not skipped:
-        return f"{name}: none of {counted(len(track), 'update')} skipped."
+        return f"none of {counted(len(track), 'update')} skipped."
     named = ", ".join(f"{place:,}" for place in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
     reasons = sorted({update.reason for update in track if update.skipped and update.reason})
     why = f" ({'; '.join(reasons[:3])})" if reasons else ""
     return (
-        f"{name}: {len(skipped):,} of {counted(len(track), 'update')} skipped, "
+        f"{len(skipped):,} of {counted(len(track), 'update')} skipped, "
         f"at {named}{why}; "
         f"the last scale is {significant(track[-1].loss_scale, 6)}."
     )
