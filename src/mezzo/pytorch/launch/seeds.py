@@ -50,8 +50,7 @@ class Seeds:
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
         random.seed(BASE + self._offset)
-        if self._offset:
-            self._patch_random()
+        self._patch_random()
         self._imports.when("numpy", self._numpy_imported)
         self._imports.when("torch", self._torch_imported)
 
@@ -104,14 +103,16 @@ class Seeds:
         namespace = numpy.random
         namespace.seed((BASE + self._offset) % 2**32)
         self._replace_function(namespace, "default_rng", always=False, fresh=True)
+        self._replace_function(namespace, "seed", always=True, bits=32, absent=BASE + self._offset)
         if self._offset:
-            self._replace_function(namespace, "seed", always=True, bits=32, absent=BASE + self._offset)
             for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
                 bits = 32 if name in ("RandomState", "MT19937") else 64
                 self._patches.set(namespace, name, _shifting_class(getattr(namespace, name), self, bits))
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
         torch.manual_seed(BASE + self._offset)
+        for owner in (torch, torch.random):
+            self._patches.set(owner, "seed", self._unpredictable(torch.manual_seed))
         if not self._offset:
             return
         for owner in (torch, torch.random):
@@ -129,6 +130,15 @@ class Seeds:
         Generator.__qualname__ = Generator.__name__ = "Generator"
         Generator.__module__ = generator.__module__
         self._patches.set(torch, "Generator", Generator)
+
+    def _unpredictable(self, manual_seed: Callable[[int], Any]) -> Callable[[], int]:
+        def seed() -> int:
+            """Seed the global streams; the number used, which a paired run uses as well."""
+            number = self._fresh()
+            manual_seed(number)
+            return number
+
+        return seed
 
     def _replace_function(
         self,
