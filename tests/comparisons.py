@@ -193,6 +193,7 @@ def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
                 pairs_needed=3,
                 fp32_metric=98.35,
                 metric_gap=0.05,
+                metric_better="higher",
                 metric_gap_interval=[-0.02, 0.12],
                 metric_margin=0.2,
                 metric_power=0.99,

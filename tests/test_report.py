@@ -88,7 +88,8 @@ def test_a_healthy_folder_shows_what_a_reader_asks(tmp_path: Path) -> None:
     found = outline(comparisons.healthy(tmp_path / "run"))
     for words in (
         "bf16 equivalent", "fp16 consistent", "1.62×", "1.58 to 1.66", "0.61×", "251 MB of 412 MB",
-        "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "of 900 updates", "98.40",
+        "Loss gap (−0.72 %) −0.00030 margin ±0.0021 (0.50 %)", "Metric gap (higher is better) +0.050",
+        "of 900 updates", "98.40",
         "Difference: fp16 minus FP32 of the same seed", "averaged over 5 steps",
         "FP32 twins moved by one ulp", "2 of 300 updates skipped, at 1, 3 (inf in the gradients)",
         "1 op departed from the plan.", "Every op ran as planned.", "not as planned", "AMD EPYC 9R14",

@@ -106,7 +106,9 @@ def _gap(found: Gap, series: str) -> Markup:
     if found.value is None:
         numbers = _stat(term, "–", "not measured")
     else:
-        share = "" if found.share is None else f" ({percent(found.share)})"
+        share = f" ({found.better} is better)" if found.better else ""
+        if found.share is not None:
+            share = f" ({percent(found.share)})"
         detail = "" if found.margin is None else f"margin ±{significant(found.margin, 2)}"
         if detail and found.margin_share is not None:
             detail += f" ({percent(found.margin_share)})"

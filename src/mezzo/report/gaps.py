@@ -13,7 +13,8 @@ from mezzo.report.numbers import finite, number, pair
 class Gap:
     """One quantity, candidate minus FP32, in the quantity's own unit; None for what was not measured.
 
-    ``share`` and ``margin_share`` are the gap and the margin as parts of FP32's value.
+    ``share`` and ``margin_share`` are the gap and the margin as parts of FP32's value; ``better`` is
+    "higher" or "lower" for a metric.
     """
 
     quantity: str
@@ -27,7 +28,7 @@ class Gap:
     noise: float | None
     seed_noise: float | None
     power: float | None
-    parity: str
+    better: str
 
 
 def gaps(values: Mapping[str, Any]) -> list[Gap]:
@@ -39,7 +40,7 @@ def gaps(values: Mapping[str, Any]) -> list[Gap]:
 
 
 def _gap(values: Mapping[str, Any], quantity: str, prefix: str) -> Gap:
-    parity = values.get(f"{quantity}_parity")
+    better = values.get("metric_better") if prefix else None
     return Gap(
         quantity=quantity,
         value=number(values.get(f"{quantity}_gap")),
@@ -52,5 +53,5 @@ def _gap(values: Mapping[str, Any], quantity: str, prefix: str) -> Gap:
         noise=finite(values.get(f"{prefix}noise_floor")),
         seed_noise=finite(values.get(f"{prefix}seed_noise")),
         power=finite(values.get(f"{prefix}power")),
-        parity=parity if isinstance(parity, str) else "",
+        better=better if better in ("higher", "lower") else "",
     )
