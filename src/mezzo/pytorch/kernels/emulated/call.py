@@ -95,7 +95,7 @@ def _may_pack(inputs: list[Rounded]) -> bool:
     """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing or
     subclasses.
 
-    A compiler decides by itself what to save, and sees that the 16-bit form is the smaller one.
+    A compiler decides by itself what to save.
     """
     return (
         torch.is_grad_enabled()
