@@ -144,7 +144,7 @@ def from_line(line: str) -> Record:
         data = json.loads(line)
         cls = _KINDS[data.pop("kind")]
         is_float = _FIELDS[cls]
-        kept = {
+        kept: dict[str, Any] = {
             name: float(value) if is_float[name] else value
             for name, value in data.items()
             if name in is_float
