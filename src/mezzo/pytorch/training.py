@@ -215,12 +215,7 @@ class MixedPrecision:
         training = self.model.training and torch.is_grad_enabled()
         if training and self._trial is not None:
             self._trial.start()
-        if (
-            training
-            and self._window.seen == 0
-            and not self._statistics.remembers
-            and self._scaling() is not None
-        ):
+        if training and not self._statistics.remembers and self._scaling() is not None:
             self._statistics.remember()
         with self._regions[self.precision] as region:
             yield region

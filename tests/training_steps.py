@@ -1,0 +1,84 @@
+"""Small networks, batches and steps for the tests of MixedPrecision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.pytorch import training
+
+INF, NAN = float("inf"), float("nan")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def nobody_owns_anything() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    for mp in list(training._ALIVE):
+        mp.close()
+
+
+@pytest.fixture(name="decides", params=["host", "device"])
+def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
+    if request.param == "device":
+        monkeypatch.setattr(training, "_reading_is_free", lambda tensor: False)
+    name: str = request.param
+    return name
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, generator=generator), torch.randint(0, 2, (size,), generator=generator)
+
+
+def run(mp: Any, seed: int = 0, factor: float = 1.0, size: int = 16) -> Any:
+    x, y = batch(seed, size)
+    with mp.autocast():
+        loss = nn.functional.cross_entropy(mp.model(x), y)
+    return mp.step(loss * factor)
+
+
+def everything(mp: Any) -> list[Tensor]:
+    """Parameters, buffers and the optimizer's state, copied."""
+    state = mp.optimizer.state_dict()["state"]
+    kept = [value for key in sorted(state) for _, value in sorted(state[key].items())]
+    tensors = (*mp.model.parameters(), *mp.model.buffers(), *kept)
+    return [t.detach().clone() for t in tensors if t is not None]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+class Waits(TorchDispatchMode):
+    """Notes the ops that read a tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
