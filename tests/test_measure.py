@@ -97,7 +97,7 @@ def test_the_interval_holds_the_truth_though_runs_differ(pairs: int) -> None:
     draws, held, wide = 100, 0, []
     for _ in range(draws):
         own = np.exp(0.02 * rng.standard_normal((pairs, 2)))
-        made = [(times(rng, 0.3 * a, 20), times(rng, 0.2 * b, 20)) for a, b in own]
+        made = [(times(rng, 0.3 * a, 20, 0.005), times(rng, 0.2 * b, 20, 0.005)) for a, b in own]
         found = speed(made)
         assert found is not None
         held += found.interval[0] <= 1.5 <= found.interval[1]

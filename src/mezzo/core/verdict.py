@@ -33,7 +33,7 @@ from mezzo.core.equivalence import CONFIDENCE, paired_interval
 from mezzo.core.errors import ScriptError, UsageError
 
 COLLAPSE_SHARE = 0.25
-COLLAPSE_SPREAD = 4.0
+COLLAPSE_SPREAD = 6.0
 
 
 @dataclass(frozen=True)
