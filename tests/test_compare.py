@@ -325,6 +325,8 @@ def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
         ({"margin": 0.0}, "between 0 and 1"),
         ({"margin": float("nan")}, "between 0 and 1"),
         ({"precisions": ()}, "at least one precision"),
+        ({"precisions": ("a/p.toml", "a-p.toml")}, "would share the file"),
+        ({"precisions": ("fp32",)}, "would share the file"),
         ({"metric": "accuracy ("}, "not a regular expression"),
         ({"metric": "accuracy"}, "no group"),
         ({"metric": "(a)", "metric_margin": -1.0}, "above 0"),

@@ -68,6 +68,13 @@ class Request:
             raise UsageError("nothing to compare: give at least one precision, such as --precision bf16,fp16")
         if not self.is_module:
             _script(Path(self.target))
+        slugs = [BASELINE, TWIN, *map(self.slug, self.precisions)]
+        for name in self.precisions:
+            if slugs.count(self.slug(name)) > 1:
+                raise UsageError(
+                    f"{name!r} and another precision would share the file runs/{self.slug(name)}-0.jsonl. "
+                    "Rename one of them, or compare them in two folders."
+                )
         _ = self.how_metric
 
     @property
@@ -77,10 +84,7 @@ class Request:
 
     def slug(self, precision: str) -> str:
         """A precision as it stands in the name of a run's files."""
-        text = re.sub(
-            r"[^A-Za-z0-9.]+", "-", Path(precision).stem if precision.endswith(".toml") else precision
-        )
-        return text.strip("-").lower()
+        return re.sub(r"[^A-Za-z0-9.]+", "-", precision).strip("-").lower()
 
     def declared(self) -> dict[str, Any]:
         """What is written down: every field, what script and policies contain, and the versions that run."""
