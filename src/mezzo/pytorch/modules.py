@@ -75,24 +75,25 @@ def apply_module_overrides(
         alone = replace(policy, modules=((pattern, fmt),))
         if not any(alone.format_for_module(path) for path in paths):
             raise _no_such_module(pattern, paths)
-    formats = {path: own for path in paths if (own := policy.format_for_module(path)) is not None}
+    formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
         module = model.get_submodule(path)
         before = module.__dict__.get("forward")
         if isinstance(before, _InOwnFormat):
             before.undo()
-        inner = replace(policy, compute=fmt, modules=(), loss_scale="none")
-        module.forward = _InOwnFormat(module, policy, inner, device)
+        # The patterns stay: a module inside this one that another pattern matches asks whether they are in
+        # force.
+        own = replace(policy, compute=fmt, params="fp32", output="fp32", loss_scale="none")
+        module.forward = _InOwnFormat(module, own, device)
     return ModuleOverrides(model, formats)
 
 
 class _InOwnFormat:
     """A module's `forward` inside a region of the module's own format."""
 
-    def __init__(self, module: torch.nn.Module, outer: Policy, own: Policy, device_type: str) -> None:
+    def __init__(self, module: torch.nn.Module, own: Policy, device_type: str) -> None:
         self._module = module
-        self._outer = outer
         self._own = own
         self._device_type = device_type
         self._before = module.__dict__.get("forward")
@@ -100,13 +101,16 @@ class _InOwnFormat:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         forward = type(module).forward.__get__(module) if self._before is None else self._before
-        if not _in_force(self._outer.compute, self._device_type):
+        if not _in_force(self._device_type):
             return forward(*args, **kwargs)
         if self._own.compute == "fp32":
             args = tuple(_to_fp32(value) for value in args)
             kwargs = {key: _to_fp32(value) for key, value in kwargs.items()}
+        lowered_around = torch.is_autocast_enabled(self._device_type)
         with autocast(self._own, self._device_type):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        # Where autocast is off around, FP32 weights would meet a 16-bit activation.
+        return result if lowered_around else _to_fp32(result)
 
     def undo(self) -> None:
         """Give the module its own `forward` back."""
@@ -116,12 +120,14 @@ class _InOwnFormat:
             self._module.forward = self._before
 
 
-def _in_force(compute: str, device_type: str) -> bool:
-    """Whether this is inside a region of Mezzo's in which the outer policy, or an override of it, is at
-    work."""
-    if compute == "fp32":
-        return identity.label() != 0
-    return torch.is_autocast_enabled(device_type) and identity.label() != 0
+def _in_force(device_type: str) -> bool:
+    """Whether a policy is in force here, or an override of one."""
+    return identity.current_policy(device_type) is not None
+
+
+# A constant while tracing (as by torch.compiler.assume_constant_result): Dynamo guards the autocast state it
+# reads.
+_in_force._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _to_fp32(value: Any) -> Any:

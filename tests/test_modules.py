@@ -1,0 +1,159 @@
+"""Per-module overrides by path pattern."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.core.errors import UnknownNameError
+from mezzo.core.policy import policy
+from mezzo.pytorch.modules import apply_module_overrides
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Probe(nn.Module):
+    """A linear layer that notes the formats of its input and its product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = (None, None)
+
+    def forward(self, x: torch.Tensor, *, extra: object = None) -> torch.Tensor:
+        out = self.linear(x)
+        self.seen = (x.dtype, out.dtype)
+        return out if extra is None else (out, extra)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Probe(), Probe())
+        self.head = Probe()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+    @property
+    def products(self) -> list[torch.dtype]:
+        return [probe.seen[1] for probe in (*self.blocks, self.head)]
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+ROWS = [
+    ("bf16,module.head=fp32", [BF16, BF16, FP32]),
+    ("bf16,module.blocks.*=fp32", [FP32, FP32, BF16]),
+    ("bf16,module.blocks=fp32,module.blocks.1=bf16", [FP32, BF16, BF16]),
+    ("bf16,module.head=fp16", [BF16, BF16, FP16]),
+    ("fp16,module.blocks.0=bf16,module.head=fp32", [BF16, FP16, FP32]),
+    ("fp32,module.blocks=bf16", [BF16, BF16, FP32]),
+    ("bf16,module.**.linear=fp32", [FP32, FP32, FP32]),
+]
+
+
+@pytest.mark.parametrize(("spec", "expected"), ROWS)
+def test_each_module_runs_in_its_own_format(net, spec, expected):
+    chosen = policy(spec)
+    handle = apply_module_overrides(net, chosen, "cpu")
+    with mezzo.autocast(chosen, "cpu"):
+        net(X)
+    assert net.products == expected
+    net(X)  # outside every region nothing is lowered
+    assert net.products == [FP32] * 3
+    with mezzo.autocast(chosen, "cpu", enabled=False):
+        net(X)
+    assert net.products == [FP32] * 3
+    handle.remove()
+    handle.remove()
+    assert not any("forward" in module.__dict__ for module in net.modules())
+    with mezzo.autocast("bf16", "cpu"):
+        net(X)
+    assert net.products == [BF16] * 3
+
+
+def test_fp32_modules_get_fp32_inputs_and_others_their_own(net):
+    apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
+    low, double = X.to(BF16), torch.ones(2, dtype=FP64)
+    with mezzo.autocast("bf16,module.head=fp32", "cpu"):
+        _, extra = net.head(low, extra={"a": [low, (double, 3)], "b": torch.arange(2)})
+    assert net.head.seen == (FP32, FP32)
+    assert extra["a"][0].dtype is FP32
+    assert extra["a"][1][0].dtype is FP64
+    assert extra["a"][1][1] == 3
+    assert extra["b"].dtype is torch.int64
+
+
+def test_gradients_equal_those_of_the_region_written_by_hand(net):
+    other = copy.deepcopy(net)
+    chosen = policy("bf16,module.head=fp32")
+    apply_module_overrides(net, chosen, "cpu")
+    with mezzo.autocast(chosen, "cpu"):
+        mine = net(X)
+    with mezzo.autocast("bf16", "cpu"):
+        hidden = other.blocks(X)
+        with mezzo.autocast("bf16", "cpu", enabled=False):
+            theirs = other.head(hidden.float())
+    mine.sum().backward()
+    theirs.sum().backward()
+    for mine, theirs in zip(net.parameters(), other.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_overridden_and_is_its_own(net, duplicate):
+    chosen = policy("bf16,module.head=fp32")
+    apply_module_overrides(net, chosen, "cpu")
+    twin = duplicate(net)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    with mezzo.autocast(chosen, "cpu"):
+        assert twin(X).abs().max() == 0
+        assert net(X).abs().max() > 0
+    assert twin.products == net.products == [BF16, BF16, FP32]
+
+
+def test_hooks_state_and_class_stay(net):
+    keys, calls = list(net.state_dict()), []
+    net.head.register_forward_hook(lambda *_: calls.append("hook"))
+    apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
+    with mezzo.autocast("bf16", "cpu"):
+        net(X)
+    assert calls == ["hook"]
+    assert list(net.state_dict()) == keys
+    assert type(net.head) is Probe
+
+
+def test_a_pattern_that_matches_nothing(net):
+    with pytest.raises(
+        UnknownNameError, match=r"'heads' matches no module of the model\. The nearest is 'head'"
+    ):
+        apply_module_overrides(net, policy("bf16,module.blocks.0=fp32,module.heads=fp32"), "cpu")
+    assert not any("forward" in module.__dict__ for module in net.modules())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_overrides_compile_whole(net, backend):
+    torch._dynamo.reset()
+    chosen = policy("bf16,module.head=fp32")
+    apply_module_overrides(net, chosen, "cpu")
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    with mezzo.autocast(chosen, "cpu"):
+        expected, got = net(X), compiled(X)
+    assert got.dtype is FP32
+    torch.testing.assert_close(got, expected)
+    assert compiled(X).dtype is FP32
+    torch.testing.assert_close(compiled(X), net(X))
