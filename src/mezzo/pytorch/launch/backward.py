@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_Key = torch._C._TorchDispatchModeKey
+_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
@@ -49,7 +51,7 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
         inputs: Any = None,
     ) -> Any:
         rest = (retain_graph, create_graph, grad_variables)
-        if session.left_alone is not None:
+        if session.left_alone is not None or _tracing():
             return original(tensors, grad_tensors, *rest, inputs=inputs)
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
@@ -85,7 +87,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not session.scaling or _graph_task() != -1:
+        if not session.scaling or _graph_task() != -1 or _tracing():
             return original(outputs, inputs, grad_outputs, *args, **kwargs)
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
@@ -306,6 +308,13 @@ def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
     if isinstance(value, (Tensor, GradientEdge)):
         return (value,)
     return tuple(value)
+
+
+def _tracing() -> bool:
+    """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by
+    `autograd.grad`.
+    """
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def _in_functorch() -> bool:

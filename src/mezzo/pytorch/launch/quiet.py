@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo import eval_frame
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -20,10 +20,21 @@ def quiet(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def undisturbed(*args: Any, **kwargs: Any) -> Any:
-        before = set_eval_frame(None)
+        before = eval_frame.set_eval_frame(None)
         try:
             return function(*args, **kwargs)
         finally:
-            set_eval_frame(before)
+            eval_frame.set_eval_frame(before)
 
     return cast("_Function", undisturbed)
+
+
+def pass_over(function: Callable[..., Any]) -> None:
+    """Have Dynamo run this function's own frame as it is, and look at the frames that it calls.
+
+    It is still traced where a compiled function calls it. What `torch.compiler.disable(recursive=False)`
+    does inside.
+    """
+    pieces: Any = eval_frame
+    as_it_is = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)
+    pieces.set_code_exec_strategy(function.__code__, as_it_is)

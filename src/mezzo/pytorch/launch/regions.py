@@ -19,10 +19,12 @@ import torch
 from torch import nn
 
 from mezzo.pytorch import identity
-from mezzo.pytorch.autocast import autocast
+from mezzo.pytorch.autocast import Region, autocast
 from mezzo.pytorch.launch.outputs import to_fp32
+from mezzo.pytorch.launch.quiet import pass_over, quiet
 
 if TYPE_CHECKING:
+    from mezzo.core.policy import Policy
     from mezzo.pytorch.launch.prepare import Preparation
     from mezzo.pytorch.launch.session import Session
 
@@ -61,23 +63,44 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
+    @quiet
+    def begin(module: nn.Module) -> Policy | None:
+        """The policy for an outermost call of this module; None if the call is none of ours."""
         if session.left_alone is not None or _graph_task() != -1 or _tracing_state() is not None:
-            return original(self, *args, **kwargs)
-        if thread.in_fp32 or not preparation.prepare(self):
-            return original(self, *args, **kwargs)
+            return None
+        if thread.in_fp32 or not preparation.prepare(module):
+            return None
         policy = session.enter()
+        if module.training and session.scaling:
+            preparation.remember_statistics(module)
+        return policy
+
+    @quiet
+    def open_region(policy: Policy) -> Region:
+        return autocast(policy, session.device_type).__enter__()
+
+    @quiet
+    def close_region(region: Region, out: Any = None) -> Any:
+        region.__exit__(None, None, None)
+        return to_fp32(out)
+
+    def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        policy = begin(self)
+        if policy is None:
+            return original(self, *args, **kwargs)
         if policy.is_fp32:
             thread.in_fp32 = True
             try:
                 return original(self, *args, **kwargs)
             finally:
                 thread.in_fp32 = False
-        if self.training and session.scaling:
-            preparation.remember_statistics(self)
-        with autocast(policy, session.device_type):
+        region = open_region(policy)
+        try:
             out = original(self, *args, **kwargs)
-        return to_fp32(out)
+        except BaseException:
+            close_region(region)
+            raise
+        return close_region(region, out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL):
@@ -86,4 +109,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             return traced(self, args, kwargs)
         return outermost(self, args, kwargs)
 
+    # Met as a frame of its own (the module inside a compiled model), this is passed over, as PyTorch's own
+    # `__call__` is: what is compiled then is the module's `forward`. It is still traced inside a compiled step.
+    pass_over(call)
+    pass_over(outermost)
     return call
