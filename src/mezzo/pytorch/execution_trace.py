@@ -12,12 +12,14 @@ import json
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ExecutionTraceObserver
 
 _TENSOR = re.compile(r"Tensor\(([^()]+)\)")
@@ -31,6 +33,9 @@ _FORMATS = {
 }
 # A step whose trace is larger than this is not read: it would take longer than the step is worth.
 _LARGEST = 1 << 29
+
+_lock = threading.Lock()
+_active = False
 
 
 @dataclass
@@ -63,7 +68,7 @@ class Call:
 
 
 class ExecutionTrace:
-    """Records from `start` to `stop`; one at a time in a process."""
+    """Records from `start` to `stop`; one at a time in a process. A child made by ``fork`` records nothing."""
 
     def __init__(self) -> None:
         self._observer: ExecutionTraceObserver | None = None
@@ -71,30 +76,39 @@ class ExecutionTrace:
 
     def start(self) -> str:
         """Begin; returns why it could not, or an empty string."""
-        handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
-        os.close(handle)
-        self._path = Path(name)
-        observer = ExecutionTraceObserver()
-        with _without_chatter():
-            observer.register_callback(name)
-            registered = bool(observer.is_registered)
-            if registered:
+        global _active
+        busy = "another execution trace is being recorded in this process"
+        with _lock:
+            if _active:
+                return busy
+            handle, name = tempfile.mkstemp(prefix="mezzo-trace-", suffix=".json")
+            os.close(handle)
+            observer = ExecutionTraceObserver()
+            with _without_chatter() as said:
+                observer.register_callback(name)
+            if not observer.is_registered or any(b"already registered" in line for line in said):
+                # PyTorch says True either way. To unregister now would end the other one's recording.
+                observer._registered = False
+                os.unlink(name)
+                return busy
+            with _without_chatter():
                 observer.start()
-        if not registered:
-            self._path.unlink()
-            return "another execution trace is being recorded in this process"
-        self._observer = observer
+            _active = True
+        self._observer, self._path = observer, Path(name)
         return ""
 
     def stop(self) -> tuple[list[Call], str]:
         """End; returns the outermost calls in order, or none of them and why they can't be read."""
+        global _active
         observer, self._observer = self._observer, None
         path, self._path = self._path, None
         if observer is None or path is None:
             return [], "nothing was recorded"
-        with _without_chatter():
-            observer.stop()
+        with _lock, _without_chatter():
+            # Its own `stop` would crash if someone else had ended the recording; this doesn't.
+            observer._execution_trace_running = False
             observer.unregister_callback()
+            _active = False
         try:
             size = path.stat().st_size
             if size > _LARGEST:
@@ -104,6 +118,17 @@ class ExecutionTrace:
             return [], f"the trace of the step can't be read ({error})"
         finally:
             path.unlink(missing_ok=True)
+
+
+def _in_forked_child() -> None:
+    """A child shares the file with its parent: what it writes would break the parent's trace."""
+    if _active:
+        with _without_chatter():
+            torch._C._profiler._disable_execution_trace_observer()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _roots(trace: dict[str, Any]) -> list[Call]:
@@ -152,21 +177,25 @@ def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def _without_chatter() -> Iterator[None]:
-    """Take out of stderr the lines in which the observer announces itself; anything else is let through."""
+def _without_chatter() -> Iterator[list[bytes]]:
+    """Take out of stderr the lines in which the observer announces itself, and hand them over; anything else
+    is let through."""
+    said: list[bytes] = []
     try:
         kept = os.dup(2)
     except OSError:  # a process without stderr
-        yield
+        yield said
         return
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
         try:
-            yield
+            yield said
         finally:
             os.dup2(kept, 2)
             os.close(kept)
             caught.seek(0)
             for line in caught:
-                if b"execution_trace_observer" not in line:
+                if b"execution_trace_observer" in line:
+                    said.append(line)
+                else:
                     os.write(2, line)

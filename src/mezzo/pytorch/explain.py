@@ -22,7 +22,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.autocast import autocast
 from mezzo.pytorch.modules import apply_module_overrides
-from mezzo.pytorch.observe import COMPILED, MODULE_MARK, OpObserver
+from mezzo.pytorch.observe import MODULE_MARK, OpObserver
 from mezzo.pytorch.plan import plan
 
 __all__ = ["Explanation", "explain"]
@@ -263,8 +263,6 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
             f"{policy.compute} is not native to this device: computed in FP32 between casts: "
             f"{', '.join(emulated)}."
         )
-    if any(row.op == COMPILED for row in rows):
-        notes.append("part of the model is compiled: formats not observed there.")
     return notes
 
 

@@ -227,15 +227,16 @@ class _Reading:
     def _visit(self, call: Call, module: str) -> None:
         if call.name.startswith(MODULE_MARK):
             module = call.name[len(MODULE_MARK) :]
-        elif call.name.startswith("CompiledFunction"):
+        elif call.name.startswith(
+            ("Torch-Compiled Region", "CompiledFunction", _ENGINE + "CompiledFunction")
+        ):
             self.compiled += 1
             return
         elif call.name.startswith(_ENGINE):
             self._visit_backward(call)
             return
-        elif call.name.startswith(_OPTIMIZER):
-            seen = _Seen(call.name[len(_OPTIMIZER) :], (), (), (), 0, False)
-            self.others.extend(_together(seen, call))
+        elif marked := _optimizer(call):
+            self.others.extend(_together(_Seen(marked, (), (), (), 0, False), call))
             return
         elif "::" in call.name and not call.name.startswith("autograd::") and self._is_op(call):
             seen = _resolved(call, module)
@@ -267,6 +268,13 @@ class _Reading:
         return _is_kernel(call) and not any(
             inner.name.startswith("aten::") and inner.op in RULES for inner in call.walk()
         )
+
+
+def _optimizer(call: Call) -> str:
+    """The optimizer's step that this call is, or an empty string. Under a dispatch mode PyTorch's mark does not
+    enclose the step: it comes first, and what it marks comes after it."""
+    first = call.children[0] if call.name == "PythonDispatchMode" and call.children else call
+    return first.name[len(_OPTIMIZER) :] if first.name.startswith(_OPTIMIZER) else ""
 
 
 def _together(seen: _Seen, call: Call) -> list[_Seen]:

@@ -1,0 +1,182 @@
+"""mezzo.explain: a model op by op, printed to fit, and the model as it was."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.core.policy import Policy
+from mezzo.pytorch.explain import Explanation
+from mezzo.pytorch.observe import OpObserver
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, *, flip: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = nn.functional.dropout(self.norm(x))
+        out: torch.Tensor = torch.sigmoid(self.head(-x if flip else x))
+        return out
+
+
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp16", "fp32", Policy("bf16", modules=(("head", "fp32"),))], ids=str
+)
+def test_every_op_runs_as_planned_and_says_where(precision: Any) -> None:
+    result = mezzo.explain(Model(), torch.randn(4, 8), precision=precision)
+    assert result.departed == []
+    rows = {(row.op, row.module): row for row in result.ops}
+    low = str(precision)[:4]
+    assert rows["linear", "blocks.*.up"].observed == f"{low} -> {low}"
+    assert rows["linear", "blocks.*.up"].calls == 2
+    head = "fp32" if "head" in str(precision) else low
+    assert rows["linear", "head"].observed == f"{head} -> {head}"
+    assert rows["sigmoid", ""].observed == "fp32 -> fp32"
+    assert all(row.reason for row in result.ops)
+
+
+def test_the_text_has_each_op_and_fits() -> None:
+    result = mezzo.explain(Model(), torch.randn(4, 8), precision="fp16")
+    for width in (60, 80, 110, 200):
+        text = result.as_text(width)
+        assert max(map(len, text.splitlines())) <= width
+        for row in result.ops:
+            assert row.op[:8] in text
+    assert str(result) == result.as_text(110)  # piped
+    assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
+    assert "* fp16 is not native to this device: computed in FP32 between casts: linear." in str(result)
+    assert "* internal_fp32 by the native 16-bit kernel: gelu, batch_norm." in str(result).replace(
+        "batch_norm, gelu", "gelu, batch_norm"
+    )
+    assert "run in fp32, since nothing shows" in str(result)
+
+
+def test_a_departure_is_said_first() -> None:
+    class Stubborn(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return torch.mm(x, x)
+
+    result = mezzo.explain(Stubborn(), torch.randn(2, 2), precision="bf16")
+    assert [row.op for row in result.departed] == ["mm"]
+    lines = str(result).splitlines()
+    assert lines[0].endswith("1 NOT AS PLANNED.")
+    assert lines[1].startswith("! mm: planned bf16 -> bf16, observed fp32 -> fp32.")
+    assert json.loads(result.to_json())["departed"] == 1
+
+
+def test_json_holds_the_table() -> None:
+    result = mezzo.explain(Model(), torch.randn(4, 8), precision="bf16")
+    data = json.loads(result.to_json())
+    assert data["precision"] == "bf16"
+    assert [row["op"] for row in data["ops"]] == [row.op for row in result.ops]
+    assert all(row["as_planned"] for row in data["ops"])
+
+
+def test_the_model_and_the_random_state_are_as_before() -> None:
+    model = Model()
+    x = torch.randn(4, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = dict(model.norm.named_buffers())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    mezzo.explain(model, x, precision="bf16")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(buffer is buffers[name] for name, buffer in model.norm.named_buffers())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert "forward" not in model.head.__dict__
+
+
+def test_a_model_that_raises_is_restored_too() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(4, 2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        mezzo.explain(model, torch.randn(4, 8), precision="bf16,module.1=fp32")
+    assert model[0].num_batches_tracked == 0
+    assert not model[1]._forward_hooks
+    assert "forward" not in model[1].__dict__
+    assert mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16").departed == []
+
+
+def test_keyword_arguments_reach_the_model() -> None:
+    result = mezzo.explain(Model(), torch.randn(4, 8), precision="bf16", flip=True)
+    assert "neg" in [row.op for row in result.ops]
+
+
+def test_auto_says_what_it_is() -> None:
+    result = mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2))
+    assert result.precision in ("fp32", "bf16", "fp16")
+    assert any(note.startswith(f"auto is {result.precision} here") for note in result.notes)
+
+
+WRONG = [
+    (("bf16", torch.ones(1)), {}, UsageError, r"received str\. The precision goes by name"),
+    ((None,), {}, UsageError, r"received NoneType\. Pass the model first"),
+    (
+        (nn.Linear, torch.ones(1)),
+        {},
+        UsageError,
+        r"received the class Linear\. Make one first: Linear\(\.\.\.\)",
+    ),
+    ((nn.Linear(2, 2), torch.ones(1, 2)), {"precision": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
+    (
+        (nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)),
+        {"precision": "bf16,module.haed=fp32"},
+        UnknownNameError,
+        "matches no module",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "error", "message"), WRONG)
+def test_errors_say_how_to_mend_it(args: Any, kwargs: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        mezzo.explain(*args, **kwargs)
+
+
+def test_one_trace_at_a_time() -> None:
+    with OpObserver("bf16"), pytest.raises(UnsupportedPrecisionError, match="another execution trace"):
+        mezzo.explain(nn.Linear(2, 2), torch.ones(1, 2), precision="bf16")
+
+
+@pytest.mark.heavy
+def test_a_compiled_model_is_said_to_be_compiled() -> None:
+    model = torch.compile(nn.Linear(2, 2), backend="aot_eager")
+    result = mezzo.explain(model, torch.ones(1, 2), precision="bf16")
+    assert any("compiled: formats not observed" in note for note in result.notes)
+    assert isinstance(result, Explanation)

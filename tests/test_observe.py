@@ -1,0 +1,274 @@
+"""OpObserver: the formats that ran are read from the trace, op by op, and compared with the plan."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mezzo
+from mezzo.core.records import OpFormats
+from mezzo.pytorch.execution_trace import ExecutionTrace
+from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.observe import COMPILED, OpObserver
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+class Everything(nn.Module):
+    """A little of each family."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.lstm, self.gru = nn.LSTM(4, 6), nn.GRU(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.layer_norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.norm(self.conv(x))).flatten(2).mean(2).unsqueeze(0)
+        h, _ = self.lstm(h)
+        h, _ = self.gru(h)
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        out: torch.Tensor = self.head(self.layer_norm(h)).squeeze(0)
+        return out
+
+
+def _step(policy: str, *, observer: OpObserver | None = None) -> list[OpFormats]:
+    model = Everything()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer = observer or OpObserver(policy)
+    x, target = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
+    observer.enter()
+    with mezzo.autocast(policy, "cpu"):
+        out = model(x)
+    F.cross_entropy(out.float(), target).backward()
+    optimizer.step()
+    observer.exit()
+    return observer.table()
+
+
+def _find(table: list[OpFormats], op: str) -> OpFormats:
+    return next(row for row in table if row.op == op)
+
+
+FP16 = {"conv2d": "fp16 -> fp16", "batch_norm": "fp16+fp32 -> fp16", "cross_entropy_loss": "fp32 -> fp32"}
+SEEN = [
+    ("bf16", {op: text.replace("fp16", "bf16") for op, text in FP16.items()}),
+    ("fp16", FP16),
+    ("fp32", {op: "fp32 -> fp32" for op in FP16}),
+    ("bf16,op.conv2d=fp32,op.batch_norm=fp32", {"conv2d": "fp32 -> fp32", "batch_norm": "fp32 -> fp32"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "seen"), SEEN, ids=[row[0] for row in SEEN])
+def test_formats_seen_are_those_planned(policy: str, seen: dict[str, str]) -> None:
+    table = _step(policy)
+    assert [row for row in table if not row.as_planned] == []
+    for op, observed in seen.items():
+        row = _find(table, op)
+        assert (row.observed, row.planned) == (observed, observed)
+    low = policy[:4]
+    for op in ("lstm", "gru", "linear", "scaled_dot_product_attention"):
+        assert _find(table, op).observed == f"{low} -> {low}"
+    assert not any(row.op in ("addmm", "mkldnn_rnn_layer", "_softmax") for row in table)  # parts of others
+    assert not any(row.op in ("view", "transpose", "to", "empty") for row in table)
+
+
+@pytest.mark.parametrize(("policy", "inside"), [("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
+def test_backward_belongs_to_its_forward_op(policy: str, inside: str) -> None:
+    table = _step(policy)
+    conv = _find(table, "conv2d.backward")
+    assert conv.observed == f"{inside} -> {inside}"
+    assert conv.rule == "lower"
+    assert conv.planned == ""
+    assert ("16-bit values" in conv.reason) == (policy == "fp16")
+    for op in ("linear", "lstm", "gru", "batch_norm", "cross_entropy_loss"):
+        assert _find(table, f"{op}.backward").calls >= 1
+    assert _find(table, "SGD.step").observed == "fp32 -> fp32"
+
+
+def test_calls_and_casts_are_counted() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
+        layer(layer(layer(x)))
+    (row,) = observer.table()
+    # The input, and the weight and the bias once: autocast keeps their copies until the region ends.
+    assert (row.op, row.calls, row.casts) == ("linear", 3, 3)
+
+
+def test_a_departure_is_seen() -> None:
+    # Torch's own table in the place of the policy's: softmax stays in bf16 on a CPU.
+    x = torch.randn(2, 4).bfloat16()
+    with OpObserver("bf16") as observer, torch.autocast("cpu", torch.bfloat16):
+        torch.softmax(x, -1)
+    (row,) = observer.table()
+    assert (row.planned, row.observed, row.as_planned) == ("fp32 -> fp32", "bf16 -> bf16", False)
+
+
+def test_sixteen_bits_cast_up_are_no_fp32() -> None:
+    x = torch.randn(2, 4).bfloat16()
+    with OpObserver("bf16") as observer:
+        torch.sigmoid(x).float()
+    assert _find(observer.table(), "sigmoid").as_planned is False
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_op_outside_the_region_is_a_departure_only_where_all_should_be_inside(whole: bool) -> None:
+    a = torch.randn(2, 2)
+    observer = OpObserver("bf16", whole=whole)
+    with observer:
+        with mezzo.autocast("bf16", "cpu"):
+            inside = a @ a
+        F.linear(inside.float(), a)
+    assert _find(observer.table(), "matmul").as_planned
+    row = _find(observer.table(), "linear")
+    assert row.as_planned is not whole
+    assert ("outside the region" in row.reason) is not whole
+
+
+def test_where_nothing_was_lowered_nothing_is_excused() -> None:
+    a = torch.randn(2, 2)
+    with OpObserver("bf16") as observer:
+        torch.mm(a, a)
+    assert not observer.table()[0].as_planned
+
+
+def test_module_overrides_explain_either_format() -> None:
+    a = torch.randn(2, 2)
+    with OpObserver("bf16,module.head=fp32") as observer:
+        with mezzo.autocast("bf16", "cpu"):
+            torch.mm(a, a)
+        torch.mm(a, a)
+    assert all(row.as_planned for row in observer.table())
+
+
+def test_fp64_and_integers_have_no_plan() -> None:
+    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
+        torch.mm(torch.ones(2, 2).double(), torch.ones(2, 2).double())
+        torch.mm(torch.ones(2, 2).long(), torch.ones(2, 2).long())
+    (row,) = observer.table()
+    assert (row.planned, row.observed) == ("", "fp64 -> fp64")
+
+
+def test_in_place_ops_are_listed_without_a_rule() -> None:
+    x = torch.randn(3)
+    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
+        x.add_(1.0)
+    (row,) = observer.table()
+    assert (row.op, row.rule, row.observed) == ("add_", "", "fp32 -> fp32")
+    assert "in place" in row.reason
+
+
+def test_beside_a_dispatch_mode() -> None:
+    memory = PeakTensorBytes("cpu")
+    plain = _step("fp16")
+    memory.start()
+    beside = _step("fp16")
+    memory.stop()
+    assert [(r.op, r.observed, r.calls, r.casts) for r in beside] == [
+        (r.op, r.observed, r.calls, r.casts) for r in plain
+    ]
+
+
+def test_enter_and_exit_are_idempotent_and_reusable() -> None:
+    observer = OpObserver("bf16")
+    observer.exit()
+    assert observer.table() == []
+    for _ in range(2):
+        observer.enter()
+        observer.enter()
+        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+        observer.exit()
+        observer.exit()
+        assert [row.calls for row in observer.table()] == [1]
+
+
+def test_a_second_observer_says_why_it_sees_nothing() -> None:
+    with OpObserver("bf16") as first:
+        second = OpObserver("bf16")
+        with second:
+            torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    assert second.table() == []
+    assert "another execution trace" in second.note
+    assert len(first.table()) == 1
+
+
+def test_the_users_own_trace_is_not_ended(tmp_path: Path) -> None:
+    users = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    users.start()
+    observer = OpObserver("bf16")
+    with observer:
+        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    del observer
+    torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    users.stop()
+    users.unregister_callback()
+    assert (tmp_path / "trace.json").read_text().count('"aten::mm"') == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_write_into_the_trace() -> None:
+    with OpObserver("bf16") as observer:
+        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+        child = os.fork()
+        if child == 0:
+            for _ in range(500):
+                torch.add(torch.ones(1), 1)
+            os._exit(0)
+        os.waitpid(child, 0)
+        torch.mm(torch.ones(1, 1), torch.ones(1, 1))
+    assert [(row.op, row.calls) for row in observer.table()] == [("mm", 2)]
+
+
+def test_stderr_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with redirect_stderr(io.StringIO()) as python_side:
+        trace = ExecutionTrace()
+        assert trace.start() == ""
+        os.write(2, b"a line of the script's\n")
+        trace.stop()
+    assert python_side.getvalue() == ""
+    assert capfd.readouterr().err == "a line of the script's\n"
+
+
+def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with OpObserver("bf16"):
+        torch.ones(1)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.heavy
+def test_a_compiled_model_runs_as_before_and_is_reported() -> None:
+    layer = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4)
+
+    def step() -> torch.Tensor:
+        with mezzo.autocast("bf16", "cpu"):
+            out: torch.Tensor = layer(x)
+        out.float().sum().backward()
+        return out
+
+    before = step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with OpObserver("bf16") as observer:
+        after = step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs  # nothing was compiled again
+    assert torch.equal(before, after)
+    row = _find(observer.table(), COMPILED)
+    assert row.reason == "compiled: formats not observed"
+    assert not any(row.op.startswith(("linear", "addmm", "mm")) for row in observer.table())
