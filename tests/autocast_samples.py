@@ -71,7 +71,8 @@ _ROWS: dict[str, str] = {
     "conv_transpose2d": "img, t(4, 4, 3, 3), v",
     "conv_transpose3d": "vol, t(4, 4, 3, 3, 3), v",
     # recurrent layers
-    "lstm": "t(5, 2, 4), [t(1, 2, 3), t(1, 2, 3)], [t(12, 4), t(12, 3), t(12), t(12)], True, 1, 0.0, True, False, False",
+    "lstm": "t(5, 2, 4), [t(1, 2, 3), t(1, 2, 3)], [t(12, 4), t(12, 3), t(12), t(12)], "
+    "True, 1, 0.0, True, False, False",
     "lstm.data": "t(6, 4), sizes, [t(1, 2, 3), t(1, 2, 3)], "
     "[t(12, 4), t(12, 3), t(12), t(12)], True, 1, 0.0, True, False",
     "gru": "t(5, 2, 4), t(1, 2, 3), [t(9, 4), t(9, 3), t(9), t(9)], True, 1, 0.0, True, False, False",

@@ -346,7 +346,7 @@ def test_the_weight_cache_works_inside_a_region():
 
 
 def test_wrong_names():
-    with pytest.raises(UnknownNameError, match="bf61.*Did you mean 'bf16'"):
+    with pytest.raises(UnknownNameError, match=r"bf61.*Did you mean 'bf16'"):
         mezzo.autocast("bf61")
     with pytest.raises(UsageError, match="autocast knows no device type 'gpu'"):
         mezzo.autocast("bf16", "gpu")
@@ -361,8 +361,8 @@ def test_wrong_names():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens on a machine without CUDA")
 def test_an_absent_device_leaves_no_policy():
+    region = mezzo.autocast("bf16", "cuda")
     with pytest.warns(UserWarning, match="CUDA is not available"):
-        region = mezzo.autocast("bf16", "cuda")
         region.__enter__()
     assert identity.current_policy("cuda") is None
     assert identity.label() == 0

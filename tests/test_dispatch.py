@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import autocast_samples as samples
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import autocast_samples as samples
 import mezzo
 from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
@@ -27,7 +28,7 @@ MIXES = {"cpu": ["fp32", "low", "fp32 with low", "low with fp32"], "cuda": ["low
 
 
 @pytest.fixture
-def _both_native(monkeypatch):
+def both_native(monkeypatch):
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")
 
 
@@ -48,7 +49,7 @@ def test_the_data_are_pytorchs_own_lists(fresh):
 
 
 @pytest.mark.heavy
-def test_a_plain_torch_autocast_computes_what_it_always_did(fresh, _both_native):
+def test_a_plain_torch_autocast_computes_what_it_always_did(fresh, both_native):
     """Bit for bit on the CPU, with every kernel registered that three very different policies need."""
     everything = ",".join(f"op.{op}=fp32" for op in RULES if op.replace("_", "").isalnum())
     for spec in ("bf16", "fp16", f"bf16,{everything}"):
@@ -113,7 +114,7 @@ def test_every_op_gives_the_planned_format_on_the_cpu(spec):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("spec", ["bf16", "fp16"])
-def test_every_op_gives_the_planned_format_on_cuda(spec, _both_native):
+def test_every_op_gives_the_planned_format_on_cuda(spec, both_native):
     code = identity.successor(0, "cuda", policy(spec))
     with FakeTensorMode(), samples.cuda_autocast(dtype_of(spec)), identity.rebound(code):
         assert _departures("cuda", spec) == []
@@ -137,7 +138,7 @@ def test_every_op_of_the_table_has_a_sample():
 
 
 @pytest.mark.parametrize("spec", ["bf16", "fp16"])
-def test_cpu_and_cuda_follow_one_table(spec, _both_native):
+def test_cpu_and_cuda_follow_one_table(spec, both_native):
     """The same rule everywhere; the same formats wherever both devices have the evidence for 16 bits, or neither."""
     cpu, cuda = plan(policy(spec), "cpu"), plan(policy(spec), "cuda")
     assert cpu.keys() == cuda.keys()
@@ -156,7 +157,7 @@ def test_cpu_and_cuda_follow_one_table(spec, _both_native):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("spec", ["bf16", "fp16"])
-def test_the_hot_path_is_left_to_pytorch_where_the_format_is_native(spec, device, _both_native):
+def test_the_hot_path_is_left_to_pytorch_where_the_format_is_native(spec, device, both_native):
     plans = plan(policy(spec), device)
     for op in (
         "linear",
@@ -198,7 +199,7 @@ def test_numbers_stand_where_the_schema_has_tensors(rule):
     """`x * 0.1` reaches the kernel of mul.Tensor with a plain number."""
     x = torch.full((3,), 0.5, dtype=torch.bfloat16)
     expected = torch.bfloat16 if rule in ("lower", "promote") else torch.float32
-    ops = "add sub mul div".split()
+    ops = ["add", "sub", "mul", "div"]
     with mezzo.autocast("bf16," + ",".join(f"op.{op}={rule}" for op in ops)):
         for result in (x + 1, x - 1, 1 - x, 2 * x, x * 0.5, x / 2, x.double() * 2, torch.add(x, 2, alpha=3)):
             assert result.dtype in (expected, torch.float64), result
@@ -232,11 +233,5 @@ def test_nothing_is_registered_that_no_policy_needs():
     subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         check=True,
-        env={**_environment(), "MEZZO_ASSUME_NATIVE": "bf16"},
+        env={**os.environ, "MEZZO_ASSUME_NATIVE": "bf16"},
     )
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)

@@ -65,12 +65,11 @@ def autocast(
 
     Args:
         policy: a `Policy`, a short string (``"bf16"``, ``"fp16,op.softmax=lower"``), or the path of a TOML
-        file.
-            ``"fp32"`` is a region with autocast off. ``"auto"`` takes what this device has.
+            file. ``"fp32"`` is a region with autocast off. ``"auto"`` takes what this device has.
         device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this machine, else ``"cpu"``.
-        enabled: False for a region without autocast and without a policy, wherever it stands. cache_enabled:
-        whether 16-bit copies of weights are kept until the outermost region ends (autocast's own
-            cache). Default: as outside.
+        enabled: False for a region without autocast and without a policy, wherever it stands.
+        cache_enabled: whether 16-bit copies of weights are kept until the outermost region ends (autocast's
+            own cache, cleared after each optimizer step). Default: as outside.
 
     A region inside another takes its place until it ends; a thread that should compute in a policy enters it
     itself. One region object may be entered many times, nested, and by several threads.
@@ -172,8 +171,7 @@ def default_device_type() -> str:
 
 
 def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
-    """The policy resolved for a device. Worked out once a policy or string; a file may change, so it is read
-    anew."""
+    """The policy resolved for a device: worked out once, but a file, which may change, is read each time."""
     key = (policy, device_type, enabled)
     found = _meanings.get(key)
     if found is None:
@@ -243,8 +241,7 @@ def _label_now() -> int:
 def _settings(
     policy: Any, device_type: str | None, enabled: bool, cache_enabled: bool | None, before: int
 ) -> tuple[tuple[str, torch.dtype, bool, bool | None], ...]:
-    """The region as settings of `torch.autocast`: (device type, dtype, enabled, cache_enabled) of each
-    object."""
+    """The arguments of each `torch.autocast` object that makes up the region, in order."""
     region = Region(
         Policy(*policy) if isinstance(policy, tuple) else policy, device_type, enabled, cache_enabled
     )

@@ -80,7 +80,10 @@ def label() -> int:
 
 def set_label(code: int) -> None:
     """Write a label into this thread's autocast state, as it was read by `label`."""
-    for device, dtype in _states.get(code) or label_state(code):
+    settings = _states.get(code, ())
+    if len(settings) != _digits:  # unknown so far, or made when labels had fewer digits
+        settings = label_state(code)
+    for device, dtype in settings:
         if dtype is None:
             _set_enabled(device, False)
         else:
@@ -89,15 +92,14 @@ def set_label(code: int) -> None:
 
 
 def label_state(code: int) -> tuple[tuple[str, torch.dtype | None], ...]:
-    """The label as autocast settings: for each device that any label so far uses, its dtype, or None for
-    off."""
-    state = []
+    """The label as autocast settings: the dtype, or None for off, of each device that labels use so far."""
+    settings = []
     rest = code
     for device in _devices[:_digits]:
         rest, digit = divmod(rest, 3)
-        state.append((device, _DTYPES[digit]))
-    _states[code] = tuple(state)
-    return _states[code]
+        settings.append((device, _DTYPES[digit]))
+    _states[code] = tuple(settings)
+    return tuple(settings)
 
 
 def binding_of(code: int) -> Binding:
@@ -118,8 +120,7 @@ def current_policy(device_type: str = "cpu") -> Policy | None:
 
 
 def state(device_type: str = "cpu") -> str:
-    """In a word: ``policy`` (one of Mezzo's is in force), ``torch`` (autocast is on with PyTorch's own
-    table), ``off``.
+    """In a word: ``policy`` (one is in force), ``torch`` (autocast is on, with PyTorch's own table), or ``off``.
 
     ``torch`` inside what should be Mezzo's region means that the policy's identity was not carried there.
     """
@@ -195,7 +196,6 @@ def _label_for(binding: Binding) -> int:
         _bindings[code] = binding
         while 3**_digits <= code:
             _digits += 1
-            _states.clear()
         _tag_compile_caches()
         return code
 

@@ -52,14 +52,15 @@ class ModuleOverrides:
 def apply_module_overrides(
     model: torch.nn.Module, policy: Policy, device_type: str | None = None
 ) -> ModuleOverrides:
-    """Make each module that a pattern of the policy matches run in its own format, inside the policy's
-    regions.
+    """Inside the policy's regions, run each module that one of its patterns matches in that pattern's format.
 
     For such a module it equals ``with mezzo.autocast(replace(policy, compute=format)): module(...)``; for
     ``fp32``, autocast off and every floating argument (in tuples, lists and dicts too) cast to FP32, FP64
-    left alone. Where no region of the policy is in force, and where autocast is disabled, nothing changes. A
-    module inside an overridden one that no pattern matches runs in that one's format. Ops that use a
-    submodule's weights without calling it (`nn.MultiheadAttention` with its ``out_proj``) are not reached.
+    left alone. A 16-bit module where the policy around it computes in FP32 hands its results back in FP32.
+    Where no policy is in force, and where autocast is disabled, nothing changes. A module inside an overridden
+    one that no pattern matches runs in that one's format. Ops that use a submodule's weights without calling it
+    (`nn.MultiheadAttention` with its ``out_proj``) are not reached. Parameters stay as they are: an ``fp32``
+    module needs FP32 parameters.
 
     Args:
         model: the model whose `named_modules` the patterns are matched against.
@@ -67,8 +68,7 @@ def apply_module_overrides(
         device_type: as for `mezzo.autocast`.
 
     Raises:
-        UnknownNameError: a pattern matches no module; the message names the nearest path. Nothing was
-        changed.
+        UnknownNameError: a pattern matches no module; the message names the nearest. Nothing was changed.
     """
     paths = [path for path, _ in model.named_modules()]
     for pattern, fmt in policy.modules:

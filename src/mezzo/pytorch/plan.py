@@ -66,11 +66,10 @@ class OpPlan:
         rule: the policy's rule.
         formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
             ``first input's`` (as they come).
-        format_out: format of the floating outputs, in the same words. how: ``pytorch`` (its own table or
-        kernel does this already; nothing is registered), ``native`` (a registered
-            kernel casts, the device's own kernel computes), ``emulated`` (stored in the format, computed in
-            FP32), ``fp32``, ``promote``, ``banned``,
-            ``absent``.
+        format_out: format of the floating outputs, in the same words.
+        how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
+            registered kernel casts, the device's own computes), ``emulated`` (stored in the format, computed in
+            FP32), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -194,8 +193,7 @@ def _promotes_by_itself(op: str, name: str) -> bool:
 
 @functools.cache
 def own_table(device_type: str) -> Mapping[str, str]:
-    """PyTorch's own autocast table on this kind of device: overload -> category, as it was before any
-    registration.
+    """PyTorch's own autocast table on a kind of device, as before any registration: overload -> category.
 
     XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op for
     which it has no kernel is not on the list, and a kernel that the lists do not name has the category
@@ -212,8 +210,7 @@ def own_table(device_type: str) -> Mapping[str, str]:
 
 @functools.cache
 def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
-    """The overloads of an op that a rule can serve: functional ones (no `out=`, nothing in place) that take
-    tensors.
+    """The overloads that a rule can serve: functional ones (no `out=`, nothing in place) that take tensors.
 
     Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return;
     those called `vec` only reckon sizes and call the op's own; quantised ones take scaled integers or FP8.

@@ -1,0 +1,200 @@
+"""Policies under torch.compile: around the call and inside the function, changed, nested, checkpointed."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.core.policy import Policy, policy
+from mezzo.pytorch import identity
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = "bf16,op.softmax=lower"
+
+# PyTorch's own, while it imports Inductor.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.heavy,
+        pytest.mark.compiler,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
+    ],
+)
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+
+WEIGHT = torch.linspace(-1, 1, 64).reshape(8, 8)
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert identity.label() == 0
+
+
+def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = x @ WEIGHT
+    return hidden, torch.softmax(hidden, -1)
+
+
+def formats(outputs) -> list[torch.dtype]:
+    return [output.dtype for output in outputs]
+
+
+class Holder:
+    """A training loop's object with a region of its own."""
+
+    def __init__(self, spec: str) -> None:
+        self.policy = policy(spec)
+
+    def autocast(self):
+        return mezzo.autocast(self.policy, "cpu")
+
+
+held: Policy = policy("bf16")
+holder = Holder("bf16")
+
+
+def with_string(x):
+    with mezzo.autocast("bf16", "cpu"):
+        return body(x)
+
+
+def with_global(x):
+    with mezzo.autocast(held, "cpu"):
+        return body(x)
+
+
+def with_method(x):
+    with holder.autocast():
+        return body(x)
+
+
+@mezzo.autocast("bf16", "cpu")
+def decorated(x):
+    return body(x)
+
+
+def several(x):
+    with mezzo.autocast("bf16", "cpu"):
+        one = body(x)
+        with mezzo.autocast(LOW, "cpu"):
+            two = body(x)
+        with mezzo.autocast("bf16", "cpu", enabled=False):
+            three = body(x)
+        four = body(x)
+    return *one, *two, *three, *four, *body(x)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "function",
+    [with_string, with_global, with_method, decorated, several],
+    ids=lambda function: function.__name__,
+)
+def test_a_region_inside_a_compiled_function(function, backend):
+    """The whole graph, the eager region's formats and values, and its gradients."""
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    got = torch.compile(function, fullgraph=True, backend=backend)(x)
+    expected = function(y)
+    assert formats(got) == formats(expected)
+    for mine, theirs in zip(got, expected):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    sum(out.float().square().sum() for out in got).backward()
+    sum(out.float().square().sum() for out in expected).backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=5e-2, atol=5e-2)
+
+
+@BACKENDS
+def test_a_region_around_a_compiled_call_and_its_change(backend):
+    compiled = torch.compile(body, fullgraph=True, backend=backend)
+    expected = {"bf16": [BF16, FP32], LOW: [BF16, BF16], "fp16": [FP16, FP32], "fp32": [FP32, FP32]}
+    for spec in ("bf16", LOW, "bf16", "fp16", "fp32", LOW):
+        with mezzo.autocast(spec, "cpu"):
+            assert formats(compiled(X)) == expected[spec], spec
+    with torch.autocast("cpu", dtype=BF16):
+        assert formats(compiled(X)) == [BF16, BF16]  # PyTorch's own table
+    assert formats(compiled(X)) == [FP32, FP32]
+
+
+@BACKENDS
+def test_a_policy_that_changes_under_a_compiled_function(backend, monkeypatch):
+    by_global = torch.compile(with_global, fullgraph=True, backend=backend)
+    by_method = torch.compile(with_method, fullgraph=True, backend=backend)
+    for spec, softmax in (("bf16", FP32), (LOW, BF16), ("bf16", FP32)):
+        monkeypatch.setitem(globals(), "held", policy(spec))
+        monkeypatch.setattr(holder, "policy", policy(spec))
+        assert formats(by_global(X)) == [BF16, softmax]
+        assert formats(by_method(X)) == [BF16, softmax]
+
+
+def test_many_policies_in_one_graph():
+    """Labels of several digits, some of them new while the function is being traced."""
+    ops = ("tan", "sinh", "cosh", "asin", "acos", "expm1", "log1p", "log2", "exp2", "erfinv")
+    specs = [
+        f"bf16,op.{op}=lower,op.special_{'expit' if odd else 'logit'}=lower" for odd, op in enumerate(ops)
+    ]
+
+    def function(x):
+        found = []
+        for spec, op in zip(specs, ops):
+            with mezzo.autocast(spec, "cpu"):
+                found.append(getattr(torch, op)(x))
+                found.append(torch.exp(x))
+        return found
+
+    low = torch.full((4,), 0.5, dtype=BF16)
+    assert formats(torch.compile(function, fullgraph=True, backend="aot_eager")(low)) == [BF16, FP32] * len(
+        ops
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("spec", ["bf16", LOW])
+def test_checkpoints_in_a_compiled_function(use_reentrant, spec):
+    def block(x):
+        hidden, probabilities = body(x)
+        return hidden * probabilities
+
+    def function(x):
+        with mezzo.autocast(spec, "cpu"):
+            return checkpoint(block, x, use_reentrant=use_reentrant)
+
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    got = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    expected = function(y)
+    assert got.dtype is expected.dtype
+    got.float().sum().backward()
+    expected.float().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
+
+
+def test_a_compiled_step_with_an_optimizer():
+    weight = torch.nn.Parameter(WEIGHT.clone())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with mezzo.autocast("bf16", "cpu"):
+        (X @ weight).float().square().sum().backward()
+    before = weight.detach().clone()
+    torch.compile(optimizer.step, backend="aot_eager")()
+    torch.testing.assert_close(weight.detach(), before - 0.1 * weight.grad)
+
+
+def test_a_region_object_made_outside_is_refused_whole_and_works_in_parts():
+    region = mezzo.autocast("bf16", "cpu")
+
+    def function(x):
+        with region:
+            return body(x)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Region"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(X)
+    torch._dynamo.reset()
+    assert formats(torch.compile(function, backend="aot_eager")(X)) == [BF16, FP32]
