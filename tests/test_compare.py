@@ -139,6 +139,13 @@ def test_a_comparison_writes_its_folder(case: Case) -> None:
     assert "faster" in one["reason"]
 
 
+def test_every_key_is_documented(case: Case) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verdict.md").read_text(encoding="utf-8")
+    found = case.compare()
+    for key in (*found, *found["candidates"]["bf16"], *found["candidates"]["bf16"]["pairs"][0]):
+        assert f"`{key}`" in page, key
+
+
 @pytest.mark.parametrize(
     ("behaviour", "changes", "parity", "says"),
     [

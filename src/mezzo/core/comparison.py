@@ -168,5 +168,5 @@ def sentence(part: Comparison) -> str:
         elif part.pairs_needed is None:
             text += " No number of pairs under 10,000 would prove equivalence within this margin."
         else:
-            text += f" To prove equivalence takes about {part.pairs_needed} pairs (80 % power)."
+            text += f" If there is no gap, about {part.pairs_needed} pairs would prove it (80 % power)."
     return text
