@@ -33,9 +33,10 @@ class Rounded:
             to inf).
     """
 
-    __slots__ = ("low", "source", "wide")
+    __slots__ = ("low", "reuse", "source", "wide")
 
     def __init__(self, source: Tensor, compute: torch.dtype) -> None:
+        self.reuse = _Reuse()
         self.source = source
         self.low = source.to(compute)
         self.wide = self.low.to(torch.float32)
@@ -74,9 +75,9 @@ class Packing:
         source = item.source
         if source.is_leaf and source.requires_grad and source.dtype == torch.float32:
             if source.is_contiguous() and item.wide.is_contiguous():
-                return _View(self._through(source.detach()), self._outer, self._compute, saved)
+                return _View(self._through(source.detach()), self._outer, item.reuse, self._compute, saved)
         elif item.low.stride() == item.wide.stride() and item.low.dtype == self._compute:
-            return _View(self._through(item.low.detach()), self._outer, self._compute, saved)
+            return _View(self._through(item.low.detach()), self._outer, item.reuse, self._compute, saved)
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
     def _through(self, kept: Tensor) -> Any:
@@ -124,18 +125,43 @@ class _Kept:
         return kept.to(torch.float32) if self._widen else kept
 
 
+class _Reuse:
+    """The FP32 form of an input that one call saved many times (a recurrent weight, each step): made at
+    the first use in backward, dropped at the last."""
+
+    __slots__ = ("left", "saved", "wide")
+
+    def __init__(self) -> None:
+        self.saved = 0
+        self.left = 0
+        self.wide: Tensor | None = None
+
+    def of(self, low: Tensor, compute: torch.dtype) -> Tensor:
+        wide = self.wide
+        if wide is None:
+            wide = low.to(compute).to(torch.float32)
+            self.left = self.saved
+        self.left -= 1
+        self.wide = wide if self.left > 0 else None
+        return wide
+
+
 class _View(_Kept):
     """A view of an input's FP32 form, kept as the input's 16-bit form (or the parameter) and the view's
     geometry."""
 
-    __slots__ = ("_compute", "_offset", "_size", "_stride")
+    __slots__ = ("_compute", "_offset", "_reuse", "_size", "_stride")
 
-    def __init__(self, handle: Any, outer: _Hooks | None, compute: torch.dtype, saved: Tensor) -> None:
+    def __init__(
+        self, handle: Any, outer: _Hooks | None, reuse: _Reuse, compute: torch.dtype, saved: Tensor
+    ) -> None:
         super().__init__(handle, outer)
         self._compute = compute
+        self._reuse = reuse
+        reuse.saved += 1
         self._size, self._stride, self._offset = saved.size(), saved.stride(), saved.storage_offset()
 
     def restore(self) -> Tensor:
-        wide = self._unpack(self._handle).to(self._compute).to(torch.float32)
+        wide = self._reuse.of(self._unpack(self._handle), self._compute)
         # A fresh FP32 tensor has the strides of the one that the op saw, so the view's geometry fits it.
         return wide.as_strided(self._size, self._stride, self._offset)
