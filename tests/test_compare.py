@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.verify import folder as folder_module
@@ -17,7 +19,7 @@ from mezzo.verify.children import run_child
 from mezzo.verify.compare import compare, schedule
 from mezzo.verify.folder import strict, write_whole
 from mezzo.verify.metric import Metric
-from mezzo.verify.progress import Lines, Silent
+from mezzo.verify.progress import Bar, Lines, Silent, watcher
 from mezzo.verify.request import Request, candidates
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
@@ -457,6 +459,20 @@ def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:
     assert said[0].startswith("[1/3] fp32-0: 40 steps, ")
     assert len(said) == 4
     assert said[3] == f"{case.out}: finished runs are kept"
+
+
+def test_a_bar_on_a_terminal(case: Case) -> None:
+    case.write({"bf16-0": {"crash": "ValueError: [red]x"}})
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80)
+    made = watcher(console)
+    assert isinstance(made, Bar)
+    case.compare(watcher=made)
+    said = file.getvalue()
+    assert "[1/3] fp32-0" in said
+    assert "40/40" in said
+    assert "failed with exit status 1" in said
+    assert isinstance(watcher(Console(file=file)), Lines)
 
 
 @pytest.mark.parametrize(
