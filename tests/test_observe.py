@@ -110,6 +110,13 @@ def test_calls_and_casts_are_counted() -> None:
     assert (row.op, row.calls, row.casts) == ("linear", 3, 3)
 
 
+def test_auto_is_resolved_as_a_region_resolves_it() -> None:
+    a = torch.randn(2, 2)
+    with OpObserver("auto") as observer, mezzo.autocast("auto", "cpu"):
+        torch.mm(a, a)
+    assert observer.table()[0].as_planned
+
+
 def test_a_departure_is_seen() -> None:
     # Torch's own table in the place of the policy's: softmax stays in bf16 on a CPU.
     x = torch.randn(2, 4).bfloat16()

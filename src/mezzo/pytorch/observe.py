@@ -14,6 +14,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
+from mezzo.pytorch.auto import resolve
 from mezzo.pytorch.execution_trace import Call, ExecutionTrace
 from mezzo.pytorch.plan import FIRST, WIDEST, OpPlan, plan
 
@@ -60,7 +61,7 @@ class OpObserver:
     """Records between `enter` and `exit`, which need not be nested with anything; then `table` tells.
 
     Args:
-        policy: what was meant to be in force, as for `mezzo.autocast`; ``auto`` must have been resolved.
+        policy: what was meant to be in force, as for `mezzo.autocast`.
         device_type: the kind of device whose plan is compared.
         whole: True if all that runs between `enter` and `exit` is inside the region, as in `explain`. Else an
             op that autocast would have lowered may have run outside the region (a loss, a metric), and that
@@ -76,6 +77,8 @@ class OpObserver:
 
     def __init__(self, policy: str | Policy, device_type: str = "cpu", *, whole: bool = False) -> None:
         self.policy = policy_of(policy)
+        if self.policy.compute == "auto":
+            self.policy = resolve(self.policy, device_type)[0]
         self.device_type = device_type
         self.note = ""
         self._whole = whole
