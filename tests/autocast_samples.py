@@ -305,6 +305,18 @@ NOT_FAKEABLE = {
 }
 
 
+# LAPACK's last bits depend on how its work space happens to be aligned: formats only.
+LAPACK = {
+    *_SQUARE.split(),
+    *(
+        name
+        for name in SAMPLES
+        if name.startswith("linalg_") or name.endswith(("solve", "svd", "qr", "geqrf"))
+    ),
+    *("pinverse", "nuclear_norm", "svd"),
+}
+
+
 def inputs_of(run: Callable[[], Any]) -> list[torch.dtype]:
     """The dtypes of the floating tensors among a call's arguments, in order."""
     args, kwargs = (
@@ -322,7 +334,7 @@ def outcome(name: str, dtype: torch.dtype, device: str, other: torch.dtype | Non
     except Exception as error:
         return type(error).__name__
     text = ",".join(str(dtype).removeprefix("torch.") for dtype in formats_of(result))
-    if device == "cpu":
+    if device == "cpu" and name not in LAPACK:
         digest = hashlib.sha256()
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

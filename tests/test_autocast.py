@@ -378,3 +378,14 @@ def test_rules_for_another_librarys_op():
             assert torch.ops.mezzotest.double(x).dtype is FP32
         with mezzo.autocast("bf16"):
             assert torch.ops.mezzotest.double(x).dtype is BF16
+
+
+def test_a_change_of_the_native_formats_is_noticed(monkeypatch):
+    """The variable is for tests, which run in one process: what another one assumed must not stick."""
+    x = torch.randn(2, 4, 4)
+    for assumed in ("bf16", "", "bf16"):
+        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", assumed)
+        with mezzo.autocast("bf16"):
+            out = torch.bmm(x.requires_grad_(), x)
+        native = out.grad_fn.name() == "BmmBackward0"
+        assert native == (assumed == "bf16"), (assumed, out.grad_fn.name())

@@ -26,6 +26,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch import checkpoint, dispatch, identity, weight_cache
 from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.machine import ASSUME_NATIVE
 
 __all__ = ["Region", "autocast"]
 
@@ -42,7 +43,7 @@ class _Meaning:
     labels: dict[int, int] = field(default_factory=dict)  # label outside -> label inside
 
 
-_meanings: dict[tuple[Any, str, bool], _Meaning] = {}
+_meanings: dict[tuple[Any, str, bool, str | None], _Meaning] = {}
 
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
@@ -172,7 +173,7 @@ def default_device_type() -> str:
 
 def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
     """The policy resolved for a device: worked out once, but a file, which may change, is read each time."""
-    key = (policy, device_type, enabled)
+    key = (policy, device_type, enabled, os.environ.get(ASSUME_NATIVE))
     found = _meanings.get(key)
     if found is None:
         found = _work_out(policy, device_type, enabled)

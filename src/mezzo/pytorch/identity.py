@@ -20,6 +20,7 @@ own table applies; `state` says so.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ import torch
 
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
+from mezzo.pytorch.machine import ASSUME_NATIVE, native_formats
 
 Binding = tuple[tuple[str, Policy], ...]
 
@@ -37,9 +39,10 @@ _DTYPES = (None, torch.bfloat16, torch.float16)
 
 _lock = threading.RLock()
 _bindings: dict[int, Binding] = {0: ()}
-_labels: dict[Binding, int] = {(): 0}
+# Keyed by what `MEZZO_ASSUME_NATIVE` said too: a policy installed for other native formats is another one.
+_labels: dict[tuple[Binding, str | None], int] = {((), None): 0}
 _states: dict[int, tuple[tuple[str, torch.dtype | None], ...]] = {}
-_successors: dict[tuple[int, str, Policy | None], int] = {}
+_successors: dict[tuple[int, str, Policy | None, str | None], int] = {}
 _listeners: list[Callable[[int, str, Policy], None]] = []
 _devices: tuple[str, ...] = ()
 _digits = 1
@@ -132,7 +135,7 @@ def state(device_type: str = "cpu") -> str:
 def successor(code: int, device_type: str, policy: Policy | None) -> int:
     """The label after `policy` (None: no policy) is bound to `device_type` in a region whose label is
     `code`."""
-    key = (code, device_type, policy)
+    key = (code, device_type, policy, os.environ.get(ASSUME_NATIVE))
     found = _successors.get(key)
     if found is None:
         rest = tuple(pair for pair in binding_of(code) if pair[0] != device_type)
@@ -175,8 +178,11 @@ def _dtype_agrees(policy: Policy, device_type: str) -> bool:
 
 def _label_for(binding: Binding) -> int:
     global _digits
+    if not binding:
+        return 0
+    key = (binding, os.environ.get(ASSUME_NATIVE))
     with _lock:
-        found = _labels.get(binding)
+        found = _labels.get(key)
         if found is not None:
             return found
         devices = label_devices()
@@ -192,7 +198,7 @@ def _label_for(binding: Binding) -> int:
         for device_type, policy in binding:
             for listener in _listeners:
                 listener(code, device_type, policy)
-        _labels[binding] = code
+        _labels[key] = code
         _bindings[code] = binding
         while 3**_digits <= code:
             _digits += 1
@@ -214,8 +220,8 @@ def _tag_compile_caches() -> None:
     if _user_tag is None or config.cache_key_tag != _own_tag:
         _user_tag = config.cache_key_tag
     content = "|".join(
-        f"{code}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
-        for code, binding in sorted(_bindings.items())
+        f"{code}:{assumed}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
+        for (binding, assumed), code in sorted(_labels.items(), key=lambda item: item[1])
     )
     content += "|" + ",".join(_devices) + "|" + _environment()
     _own_tag = f"{_user_tag}mezzo:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -224,7 +230,6 @@ def _tag_compile_caches() -> None:
 
 def _environment() -> str:
     from mezzo import __version__
-    from mezzo.pytorch.machine import native_formats
 
     native = "".join(f"{name}:{sorted(native_formats(name))};" for name in ("cpu", "cuda"))
     return f"{__version__}|{native}"
