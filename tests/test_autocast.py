@@ -150,6 +150,29 @@ def test_one_region_object_many_times_nested_and_in_threads():
     assert sorted(map(str, seen)) == sorted(map(str, [IN_BF16, IN_FP32] * 2))
 
 
+def test_a_shared_region_object_gives_each_thread_its_own_surroundings_back():
+    region = mezzo.autocast("bf16")
+    seen, turn = [], [threading.Event() for _ in range(3)]
+
+    def second():
+        turn[0].wait(5)
+        with region:
+            turn[1].set()
+            turn[2].wait(5)
+        seen.append(probe())
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with mezzo.autocast(LOW):
+        with region:
+            turn[0].set()
+            turn[1].wait(5)  # the other thread entered last, and is still inside
+        seen.append(probe())
+        turn[2].set()
+        thread.join()
+    assert seen == [IN_LOW, IN_FP32]
+
+
 def test_threads_have_their_own_policy():
     seen, both = {}, threading.Barrier(3)
 

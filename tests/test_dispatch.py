@@ -199,14 +199,17 @@ def test_numbers_stand_where_the_schema_has_tensors(rule):
     """`x * 0.1` reaches the kernel of mul.Tensor with a plain number."""
     x = torch.full((3,), 0.5, dtype=torch.bfloat16)
     expected = torch.bfloat16 if rule in ("lower", "promote") else torch.float32
-    ops = ["add", "sub", "mul", "div"]
+    ops = ["add", "sub", "mul", "div", "where", "maximum"]
     with mezzo.autocast("bf16," + ",".join(f"op.{op}={rule}" for op in ops)):
         for result in (x + 1, x - 1, 1 - x, 2 * x, x * 0.5, x / 2, x.double() * 2, torch.add(x, 2, alpha=3)):
             assert result.dtype in (expected, torch.float64), result
         assert (x * x).dtype is expected
+        assert torch.where(x > 0, x, 0.25).dtype is expected
+        assert torch.where(x > 0, 2, x).tolist() == [2.0] * 3
         assert (x * 2).tolist() == [1.0] * 3
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the kernels are there, and no policy is
         assert (x * 2).dtype is torch.bfloat16
+        assert torch.where(x > 0, x, 0.25).dtype is torch.bfloat16
     assert (x * 2).dtype is torch.bfloat16
 
 
