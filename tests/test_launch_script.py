@@ -48,7 +48,9 @@ raise KeyError("mine")
 """
 
 THREADS = """
-import atexit, threading, time
+import atexit, concurrent.futures, threading, time
+pool = concurrent.futures.ThreadPoolExecutor(1)
+pool.submit(print, "pool", flush=True).result()
 def late():
     time.sleep(0.1)
     print("thread done", flush=True)
@@ -124,7 +126,7 @@ def both(command: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[
             input="some input\n",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=60,
         )
         for prefix in ([], ["-m", "mezzo", "run"])
     )

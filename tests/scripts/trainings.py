@@ -1,4 +1,4 @@
-"""Small trainings, each of a kind that zero-code precision could get wrong. Plain PyTorch, unless told otherwise.
+"""Small trainings, each of a kind that zero-code precision could get wrong. Plain PyTorch, unless told so.
 
     python trainings.py --only clipping                 plain
     mezzo run --precision fp16 trainings.py ...          under test

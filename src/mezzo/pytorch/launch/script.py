@@ -133,10 +133,21 @@ def execute(target: Target, namespace: dict[str, Any]) -> int:
     if failed is not None:  # outside the handler, so that a failing hook has no context, as in Python
         status = 130 if isinstance(failed, KeyboardInterrupt) else 1
         show(failed)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    _wait_for_threads()
     return status
+
+
+def _wait_for_threads() -> None:
+    """Wait for the script's threads, as Python does at its end.
+
+    The workers of `concurrent.futures` end only when the interpreter tells them to, later: they aren't
+    waited for.
+    """
+    futures = sys.modules.get("concurrent.futures.thread")
+    workers = set(getattr(futures, "_threads_queues", ()))
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon and thread not in workers:
+            thread.join()
 
 
 def exit_status(stop: SystemExit) -> int:
