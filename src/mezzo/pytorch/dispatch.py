@@ -95,8 +95,7 @@ def _register(kernel: _Kernel) -> None:
         torch.library.get_kernel(overload, key_name) if has_kernel(overload.name(), device_type) else None
     )
     actions = kernel.actions
-    takes_numbers = _takes_numbers(overload)
-    call = _caller(overload)
+    number_places = _number_places(overload)
 
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         code = _label()
@@ -105,9 +104,11 @@ def _register(kernel: _Kernel) -> None:
             if action is not None:
                 with _ExcludeKey(excluded):
                     return action(*args, **kwargs)
-        if takes_numbers and _has_number(args):
+        if any(not isinstance(args[i], torch.Tensor) for i in number_places if i < len(args)):
+            # Calling the op wraps a number again, redispatching does not. (An element-wise op has no parts that
+            # could have met autocast's table.)
             with _ExcludeKey(excluded):
-                return call(*args, **kwargs)
+                return overload(*args, **kwargs)
         if original is not None:
             return original.call_boxed(keyset, *args, **kwargs)
         return overload.redispatch(keyset & below, *args, **kwargs)
@@ -121,30 +122,10 @@ def _register(kernel: _Kernel) -> None:
         _libraries[namespace].impl(op, run, key_name, with_keyset=True)
 
 
-def _takes_numbers(overload: torch._ops.OpOverload) -> bool:
-    """Whether a number may stand where the schema has a tensor: `x * 0.1` is `mul.Tensor` with a wrapped number."""
-    tensors = sum(str(argument.type) == "Tensor" for argument in overload._schema.arguments)
-    return tensors > 1 and torch.Tag.pointwise in overload.tags and hasattr(torch, overload._opname)
-
-
-def _has_number(args: Sequence[Any]) -> bool:
-    return any(isinstance(value, (int, float, complex)) for value in args)
-
-
-def _caller(overload: torch._ops.OpOverload) -> Action:
-    """The overload as a function that takes numbers where the dispatcher does.
-
-    A wrapped number reaches a Python kernel as a plain number, which the overload itself refuses; `torch.mul` and
-    its like wrap it again. (Such ops are element-wise and have no parts that could meet another table.)
-    """
-    if not _takes_numbers(overload):
-        return overload
-    function: Action = getattr(torch, overload._opname)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _has_number(args) else overload(*args, **kwargs)
-
-    return call
+def _number_places(overload: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Where a number may stand in a tensor's place: `x * 0.1` calls `mul.Tensor` with a wrapped number."""
+    tensors = [i for i, argument in enumerate(overload._schema.arguments) if str(argument.type) == "Tensor"]
+    return tuple(tensors) if len(tensors) > 1 and torch.Tag.pointwise in overload.tags else ()
 
 
 def _action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) -> Action:
@@ -159,7 +140,7 @@ def _action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) 
         return _promoted(overload, device_type)
     if op_plan.rule == "lower":
         return _lowered(overload, device_type, compute)
-    return _caller(overload)
+    return overload
 
 
 def _eligible(value: Any, device_type: str) -> bool:
@@ -173,8 +154,7 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """An argument with each eligible tensor in `dtype`; lists of tensors are walked, all else is left
-    alone."""
+    """An argument with each eligible tensor in `dtype`; lists of tensors are walked, all else left alone."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _eligible(value, device_type):
             return value
@@ -203,11 +183,9 @@ def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
 
 
 def _lowered(overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
-    call = _caller(overload)
-
     def lowered(*args: Any, **kwargs: Any) -> Any:
         cast = [_cast(value, compute, device_type) for value in args]
-        return call(*cast, **{key: _cast(value, compute, device_type) for key, value in kwargs.items()})
+        return overload(*cast, **{key: _cast(value, compute, device_type) for key, value in kwargs.items()})
 
     return lowered
 
@@ -231,14 +209,12 @@ def _in_fp32(op: str, overload: torch._ops.OpOverload, device_type: str) -> Acti
 
 
 def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    call = _caller(overload)
-
     def promoted(*args: Any, **kwargs: Any) -> Any:
         widest = _widest(_tensors(args, kwargs, device_type))
         if widest is None:
-            return call(*args, **kwargs)
+            return overload(*args, **kwargs)
         cast = [_cast(value, widest, device_type) for value in args]
-        return call(*cast, **{key: _cast(value, widest, device_type) for key, value in kwargs.items()})
+        return overload(*cast, **{key: _cast(value, widest, device_type) for key, value in kwargs.items()})
 
     return promoted
 
@@ -265,20 +241,18 @@ def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, comput
 
         return emulated
 
-    call = _caller(overload)
-
     def rounded(*args: Any, **kwargs: Any) -> Any:
         # The general form, for ops that have no kernel of their own: 16-bit values, FP32 arithmetic, 16-bit
         # result.
         if not _tensors(args, kwargs, device_type):
-            return call(*args, **kwargs)
+            return overload(*args, **kwargs)
         low = [_cast(value, compute, device_type) for value in args]
         wide = [_cast(value, torch.float32, device_type) for value in low]
         named = {
             key: _cast(_cast(value, compute, device_type), torch.float32, device_type)
             for key, value in kwargs.items()
         }
-        return _returned(call(*wide, **named), compute)
+        return _returned(overload(*wide, **named), compute)
 
     return rounded
 
