@@ -95,7 +95,6 @@ def test_everything_is_undone(launch: Any) -> None:
 
 
 def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
-    pytest.importorskip("mezzo.pytorch.observe")
     ran = launch(TRAIN, policy="bf16", observe=True)
     assert [u.observed for u in ran.of("update")] == [False, False, True, False, False]
     (memory,) = ran.of("memory")
@@ -201,6 +200,80 @@ def test_requests_travel_as_json() -> None:
             RunRequest.from_json(text)
     with pytest.raises(UsageError, match="seed_offset is -1"):
         RunRequest("t.py", seed_offset=-1)
+
+
+def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
+    import collections
+    import dataclasses
+    import types
+
+    from torch.nn.utils.rnn import PackedSequence
+
+    from mezzo.pytorch.launch.outputs import to_fp32
+
+    low = torch.ones(2, dtype=torch.bfloat16)
+    kept = [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.int64),
+        None,
+        "text",
+        3,
+    ]
+
+    class Output(collections.OrderedDict):  # as libraries have it: items are attributes as well
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            object.__setattr__(self, key, value)
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        value: Any
+        other: Any = 1
+
+    Pair = collections.namedtuple("Pair", "first second")
+    output = Output(logits=low, past=(low, [low, *kept]))
+    for container, read in [
+        (low, lambda c: c),
+        ((low, 1), lambda c: c[0]),
+        ([{"a": (low,)}], lambda c: c[0]["a"][0]),
+        (output, lambda c: c["logits"]),
+        (output, lambda c: c.logits),
+        (output, lambda c: c["past"][1][0]),
+        (Frozen(low), lambda c: c.value),
+        (Pair(low, low), lambda c: c.second),
+        (types.SimpleNamespace(x=low), lambda c: c.x),
+        (torch.distributions.Normal(low, low, validate_args=False), lambda c: c.loc),
+        (PackedSequence(low, torch.ones(2, dtype=torch.int64)), lambda c: c.data),
+    ]:
+        new = to_fp32(container)
+        assert type(new) is type(container)
+        assert read(new).dtype is torch.float32
+        assert read(container).dtype is torch.bfloat16  # the model may keep what it returned
+    for same in [*kept, kept, tuple(kept), {"a": kept}, Frozen(kept), Output(a=kept), iter([low])]:
+        assert to_fp32(same) is same
+
+
+def test_data_loader_workers_and_their_seeds(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self): return 6
+            def __getitem__(self, i): return torch.tensor([i * i / 36])
+        for batch in DataLoader(Squares(), 3, num_workers=1, multiprocessing_context="fork"):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        """,
+        policy="bf16",
+        seed_offset=1,
+    )
+    assert ran.status == 0, ran.err
+    assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
 
 
 LEFT_ALONE = {

@@ -47,7 +47,7 @@ def run(request: RunRequest) -> int:
         if seeds is not None:
             seeds.install()
         try:
-            status = script.execute(target, namespace)
+            status = script.execute(target, namespace, lambda error: error is session.fatal)
         finally:
             instrument.remove()
             if seeds is not None:

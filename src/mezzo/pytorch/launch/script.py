@@ -9,7 +9,7 @@ import runpy
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -111,7 +111,9 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
         sys.path[:] = before[2]
 
 
-def execute(target: Target, namespace: dict[str, Any]) -> int:
+def execute(
+    target: Target, namespace: dict[str, Any], told_elsewhere: Callable[[BaseException], bool]
+) -> int:
     """Run the code; the exit status is the one with which Python would have ended. Tracebacks show the
     script's code.
 
@@ -132,7 +134,8 @@ def execute(target: Target, namespace: dict[str, Any]) -> int:
         failed = error
     if failed is not None:  # outside the handler, so that a failing hook has no context, as in Python
         status = 130 if isinstance(failed, KeyboardInterrupt) else 1
-        show(failed)
+        if not told_elsewhere(failed):
+            show(failed)
     _wait_for_threads()
     return status
 

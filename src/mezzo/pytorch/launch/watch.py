@@ -57,23 +57,20 @@ class StepWatch:
 
     def _start(self, optimizer: int) -> None:
         from mezzo.pytorch.memory import PeakTensorBytes
+        from mezzo.pytorch.observe import OpObserver
 
         self._optimizer = optimizer
         session = self._session
-        try:
-            from mezzo.pytorch.observe import OpObserver
-
-            self._ops = OpObserver(session.policy, session.device_type or "cpu")
-            self._ops.enter()
-        except ImportError:
-            self._ops = None
+        self._ops = OpObserver(session.policy, session.device_type or "cpu")
+        self._ops.enter()
         self._memory = PeakTensorBytes(session.device_type or "cpu")
         self._memory.start()
 
     def _stop(self, *, keep: bool) -> None:
         memory, self._memory = self._memory.stop(), None
         ops, self._ops = self._ops, None
-        if ops is not None:
-            ops.exit()
+        ops.exit()
         if keep:
-            self._session.journal.observed(memory, None if ops is None else ops.table())
+            if ops.note:
+                self._session.journal.note(ops.note)
+            self._session.journal.observed(memory, ops.table())
