@@ -72,13 +72,17 @@ CPUS = [
     ({"avx_ne_convert": True, "avx2": True}, set()),
     ({"bf16": True, "fp16_arith": True}, {"bf16"}),
     ({"avx512_bf16": False}, set()),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True}, set()),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, {"bf16"}),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"bf16"}),
+    ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "avx512_fp16": True}, {"bf16"}),
     ({}, set()),
 ]
 
 
 @pytest.mark.parametrize(("capabilities", "expected"), CPUS)
 def test_a_cpu_has_bf16_by_its_instructions_and_never_fp16(
-    capabilities: dict[str, bool], expected: set[str], monkeypatch: pytest.MonkeyPatch
+    capabilities: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "capabilities", lambda: capabilities)
     assert native_formats("cpu") == expected

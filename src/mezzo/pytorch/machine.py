@@ -95,9 +95,9 @@ def describe() -> dict[str, Any]:
 def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
 
-    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, and never fp16: where AVX512-FP16
-    makes fp16 matmul fast, a convolution's backward still took 80 times as long as in bf16 (torch 2.13),
-    and ``nn.LSTM`` raises. A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device
+    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, but for those on which it is slower
+    than FP32 (`cpu_trains_in_bf16`), and never fp16: where AVX512-FP16 makes fp16 matmul fast, a
+    convolution's training step still took 58 to 154 times FP32's time (torch 2.13), and ``nn.LSTM`` raises. A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device
     that is absent, or of a type that nothing is known about, has none. The environment's
     ``MEZZO_ASSUME_NATIVE`` overrides all of this.
 
@@ -108,7 +108,7 @@ def native_formats(device_type: str) -> frozenset[str]:
     if assumed is not None:
         return _parse(assumed)
     if device_type == "cpu":
-        return frozenset({"bf16"}) if cpu_has_bf16(capabilities()) else frozenset()
+        return frozenset({"bf16"}) if cpu_trains_in_bf16(capabilities()) else frozenset()
     device = gpu()
     if device is None or device.kind != device_type:
         return frozenset()
@@ -117,11 +117,22 @@ def native_formats(device_type: str) -> frozenset[str]:
     return frozenset(SIXTEEN_BITS)
 
 
-def cpu_has_bf16(cpu: Mapping[str, Any]) -> bool:
-    """Whether a CPU with these capabilities multiplies bf16 itself (through oneDNN, which must be there to
-    do it)."""
+def cpu_trains_in_bf16(cpu: Mapping[str, Any]) -> bool:
+    """Whether a CPU with these capabilities multiplies bf16 itself, and no slower than FP32.
+
+    oneDNN must be there to do it. Having the instruction is not enough: on Intel cores that have AVX512-FP16
+    and whose AMX is hidden (as in many virtual machines), bf16 matmul ran at about half of FP32's rate
+    (``docs/log.md``). It is a matter of instructions and not of a measurement at start-up, since a choice
+    that depends on the load of the moment would change a run's last bits.
+    """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
-    return onednn and any(cpu.get(name) is True for name in CPU_BF16_BY)
+    has = {name for name, value in cpu.items() if value is True}
+    slow = (
+        str(cpu.get("cpu_name", "")).startswith("Intel")
+        and {"avx512_bf16", "avx512_fp16"} <= has
+        and "amx_bf16" not in has
+    )
+    return onednn and not slow and not has.isdisjoint(CPU_BF16_BY)
 
 
 def cuda_formats(capability: tuple[int, int]) -> frozenset[str]:
