@@ -12,7 +12,18 @@ from mezzo.demos import DEMOS, find
 
 SMALL = {
     "digits": ["--epochs", "1", "--width", "8"],
-    "text-gpt": ["--steps", "3", "--width", "16", "--layers", "1", "--characters", "20000", "--context", "16"],
+    "text-gpt": [
+        "--steps",
+        "3",
+        "--width",
+        "16",
+        "--layers",
+        "1",
+        "--characters",
+        "20000",
+        "--context",
+        "16",
+    ],
 }
 
 
@@ -25,7 +36,10 @@ def test_every_demo_has_a_small_size_to_test() -> None:
 def test_demo_runs_as_a_plain_script_and_prints_its_metric(name: str) -> None:
     demo = find(name)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(demo.path), *SMALL[name]], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", str(demo.path), *SMALL[name]],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     (value,) = re.findall(demo.metric, done.stdout)

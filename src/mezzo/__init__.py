@@ -25,7 +25,7 @@ _PUBLIC = {
     "explain": ("mezzo.pytorch.explain", "explain"),
 }
 
-__all__ = [  # noqa: PLE0604  (the names are literals, for type checkers; a test holds them equal to _PUBLIC)
+__all__ = [
     "DynamicLossScale",
     "GradScaler",
     "MixedPrecision",

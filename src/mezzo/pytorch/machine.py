@@ -97,9 +97,10 @@ def native_formats(device_type: str) -> frozenset[str]:
 
     A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, but for those on which it is slower
     than FP32 (`cpu_trains_in_bf16`), and never fp16: where AVX512-FP16 makes fp16 matmul fast, a
-    convolution's training step still took 58 to 154 times FP32's time (torch 2.13), and ``nn.LSTM`` raises. A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device
-    that is absent, or of a type that nothing is known about, has none. The environment's
-    ``MEZZO_ASSUME_NATIVE`` overrides all of this.
+    convolution's training step still took 58 to 154 times FP32's time (torch 2.13), and ``nn.LSTM`` raises.
+    A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device that is absent, or of a
+    type that nothing is known about, has none. The environment's ``MEZZO_ASSUME_NATIVE`` overrides all of
+    this.
 
     Raises:
         UnknownNameError: ``MEZZO_ASSUME_NATIVE`` names something other than bf16 and fp16.
