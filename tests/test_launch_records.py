@@ -184,6 +184,36 @@ def test_summary_can_be_left_out(launch: Any) -> None:
     assert launch("pass", policy="bf16", summary=False).err == ""
 
 
+def test_auto_times_the_first_steps_and_says_what_it_chose(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
+    ran = launch(TRAIN.replace("range(5)", "range(24)"), policy="auto")
+    assert ran.status == 0
+    assert "24 calls of Sequential" in ran.err
+    assert "medians of 8 steps each" in ran.err
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
+    ran = launch(TRAIN, policy="auto")
+    assert ran.records[0].policy == "fp32"
+    assert "5 calls of Sequential, all in FP32" in ran.err
+    assert "no fast 16-bit format" in ran.err
+
+
+def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mezzo.pytorch.launch.__main__ import main
+    from mezzo.pytorch.launch.request import RunRequest
+
+    script, request = tmp_path / "s.py", tmp_path / "request.json"
+    script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
+    request.write_text(RunRequest(str(script), ("x",), policy="bf16", summary=False).to_json())
+    assert main([str(request)]) == 7
+    assert capsys.readouterr().out == "x\n"
+    request.write_text(RunRequest("absent.py", policy="bf16").to_json())
+    for words in ([], [str(tmp_path / "no.json")], [str(request)]):
+        assert main(words) == 2
+    assert "no script 'absent.py'" in capsys.readouterr().err
+
+
 def test_requests_travel_as_json() -> None:
     from mezzo.core.errors import UsageError
     from mezzo.pytorch.launch.request import RunRequest

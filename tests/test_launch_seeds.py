@@ -135,6 +135,16 @@ def test_shifted(seed: Any, expected: Any) -> None:
 
 
 @pytest.mark.usefixtures("streams")
+def test_no_seed_is_shifted_twice(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed hands its number on to the GPU's streams by functions that a script may call as well."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", given.append)
+    source = "import torch\ntorch.manual_seed(10)\ntorch.cuda.manual_seed_all(20)\n"
+    assert launch(source, policy="fp32", seed_offset=3).status == 0
+    assert given == [BASE + 3, 13, 23]
+
+
+@pytest.mark.usefixtures("streams")
 def test_run_0_starts_unseeded_streams_from_the_base(launch: Any) -> None:
     assert launch("import torch; print(torch.initial_seed())", policy="fp32", seed_offset=0).lines == [
         str(BASE)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
 # Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose.
+_MARK = "_mezzo_launch_files_are_skipped"
 _NOT_TRACED = ("backward", "foreign", "journal", "optimizers", "prepare", "quiet", "session", "veto", "watch")
 
 
@@ -102,5 +103,8 @@ def _tell_dynamo(patches: Patches, utils: Any, original_call: Any) -> None:
 
 
 def _skip_our_files(trace_rules: ModuleType | Any) -> None:
-    for name in _NOT_TRACED:
-        trace_rules.add(f"mezzo.pytorch.launch.{name}")
+    # Once a process: Dynamo keeps a list, and makes one pattern of it.
+    if not hasattr(trace_rules, _MARK):
+        for name in _NOT_TRACED:
+            trace_rules.add(f"mezzo.pytorch.launch.{name}")
+        setattr(trace_rules, _MARK, True)

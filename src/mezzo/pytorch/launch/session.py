@@ -28,7 +28,8 @@ class Session:
         scale: the loss-scale machine's state. `NoLossScale` switches all scaling off.
         lowers: whether anything runs in fewer than 32 bits. A plain attribute, for Dynamo guards on it.
         left_alone: why Mezzo stands back for the rest of the run; None while it does its work.
-        model_calls: outermost calls that ran in the policy's region.
+        model_calls: outermost calls of modules with parameters.
+        lowered_calls: those that ran in 16 bits; fewer where the trial of `auto` ran others in FP32.
         compiled: whether a module's call was traced into a compiled function of the script's.
         reruns: backward passes that overflowed and were run again before anyone saw their gradients.
         fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
@@ -44,6 +45,7 @@ class Session:
     lowers: bool = False
     left_alone: str | None = None
     model_calls: int = 0
+    lowered_calls: int = 0
     modules: dict[str, None] = field(default_factory=dict)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     trial: TimedTrial | None = None
@@ -92,6 +94,7 @@ class Session:
             self.trial.start()
             if self.trial.precision == "fp32":
                 return _FP32
+        self.lowered_calls += self.lowers
         return self.policy
 
     def observe(self, *, found_inf: bool) -> None:

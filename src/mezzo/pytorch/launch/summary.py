@@ -48,6 +48,10 @@ def _calls(session: Session) -> str:
     calls = _count(session.model_calls, "call")
     if session.compiled:
         calls = "compiled calls" if not session.model_calls else f"{calls}, and compiled ones,"
+    if 0 < session.lowered_calls < session.model_calls:
+        return (
+            f"{calls} of {names}, {session.lowered_calls} of them in 16 bits (first steps are timed in both)"
+        )
     if session.policy.is_fp32:
         return f"{calls} of {names}, all in FP32"
     return f"{calls} of {names} in {session.policy.compute} on {session.device_type}; weights stay FP32"
