@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
+from mezzo.pytorch.memory import _StorageCounter
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -111,3 +113,24 @@ def test_gradient_penalty() -> None:
     (slope,) = torch.autograd.grad(score, x, create_graph=True)
     (slope.norm() - 1).square().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "weight" in name)
+
+
+def test_the_fp32_copies_are_gone_when_the_op_is_done() -> None:
+    """Not when the collector comes by: a training step's peak is reached long before that."""
+    layers = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4)))
+    x = torch.randn(4, 8, 32, 32)
+    activation, weights = x.numel() * 2, sum(p.numel() * 4 for p in layers.parameters())
+    counter = _StorageCounter()
+    gc.collect()
+    gc.disable()
+    try:
+        with counter, mezzo.autocast("fp16", "cpu"):
+            counter._counting = True
+            out = layers(x)
+        held = counter._bytes
+    finally:
+        gc.enable()
+        counter.stop()
+    # x in both formats, the parameters, and each layer's output in 16 bits.
+    assert held == 2 * activation + activation + weights + 4 * activation
+    assert out.dtype is torch.float16

@@ -64,28 +64,21 @@ class Emulated:
             )
         inputs: list[Rounded] = []
 
-        def widen(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.is_floating_point():
-                    return value
-                inputs.append(Rounded(value, compute))
-                return inputs[-1].wide
-            if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-                return [widen(item) for item in value]
-            return value
-
         _nesting.inside = True
         try:
-            wide_args = [widen(value) for value in args]
-            wide_kwargs = {name: widen(value) for name, value in kwargs.items()}
+            wide_args = [_widen(value, compute, inputs) for value in args]
+            wide_kwargs = {name: _widen(value, compute, inputs) for name, value in kwargs.items()}
             if not inputs:
                 return self.op(*args, **kwargs)
             if not _may_pack(inputs):
                 return _narrow(self.op(*wide_args, **wide_kwargs), compute)
             outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
             packing = Packing(inputs, compute, self.keep_rank, outer)
-            with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-                wide_out = self.op(*wide_args, **wide_kwargs)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
+                    wide_out = self.op(*wide_args, **wide_kwargs)
+            finally:
+                packing.forget_inputs()
             return _narrow(wide_out, compute)
         finally:
             _nesting.inside = False
@@ -105,6 +98,22 @@ def _may_pack(inputs: list[Rounded]) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.compiler.is_compiling()
     )
+
+
+def _widen(value: Any, compute: torch.dtype, inputs: list[Rounded]) -> Any:
+    """The argument with its floating tensors rounded and widened; each is added to ``inputs``.
+
+    Not a closure: one that calls itself is a cycle, and would keep the FP32 copies alive until the collector
+    comes by.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            return value
+        inputs.append(Rounded(value, compute))
+        return inputs[-1].wide
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return [_widen(item, compute, inputs) for item in value]
+    return value
 
 
 def _narrow(result: Any, compute: torch.dtype) -> Any:

@@ -80,6 +80,10 @@ class Packing:
             return _View(self._through(item.low.detach()), self._outer, item.reuse, self._compute, saved)
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
+    def forget_inputs(self) -> None:
+        """The op is done: let go of the FP32 copies, though the graph may hold on to these hooks."""
+        self._inputs.clear()
+
     def _through(self, kept: Tensor) -> Any:
         return _Versioned(kept) if self._outer is None else self._outer[0](kept)
 
