@@ -14,7 +14,7 @@ from rich.text import Text
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
 MISSING = "-"
-MIB = 1 << 20
+MB = 1_000_000  # as the report writes it
 
 
 def show(console: Console, verdict: Mapping[str, Any], report: Path | None, rerun: list[str]) -> None:
@@ -89,7 +89,7 @@ def _times(value: float | None, interval: list[float] | None) -> str:
 
 
 def _size(value: int | None) -> str:
-    return "" if value is None else f"{value / MIB:.3g} MiB"
+    return "" if value is None else f"{value / MB:.3g} MB"
 
 
 def _memory(peak: int | None, ratio: float | None) -> str:
