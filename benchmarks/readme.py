@@ -1,12 +1,11 @@
 """Put the figures of `benchmarks/results/` into README.md and docs/verdict.md, between their markers.
 
-    python benchmarks/readme.py            # a test holds the pages equal to what this writes
+python benchmarks/readme.py            # a test holds the pages equal to what this writes
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,11 @@ def figures() -> str:
         "| workload | contender | median step | peak tensor bytes |",
         "|---|---|---|---|",
     ]
-    ratios = ["", "| workload | time of / time of | ratio | 95 % interval | rounds |", "|---|---|---|---|---|"]
+    ratios = [
+        "",
+        "| workload | time of / time of | ratio | 95 % interval | rounds |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in results["workloads"].items():
         for contender, seconds in found["median_seconds"].items():
             peak = found["peak_bytes"][contender] / 1e6
@@ -48,7 +51,9 @@ def figures() -> str:
         lines += [f"| {name} | {contender} | raises: {why} | |" for contender, why in found["raised"].items()]
         for row, ratio in found["ratios"].items():
             low, high = ratio["interval"]
-            ratios.append(f"| {name} | {row} | {ratio['ratio']:.3f} | {low:.3f} to {high:.3f} | {ratio['rounds']} |")
+            ratios.append(
+                f"| {name} | {row} | {ratio['ratio']:.3f} | {low:.3f} to {high:.3f} | {ratio['rounds']} |"
+            )
     sizes = [f"- {name}: {found['summary']}" for name, found in results["workloads"].items()]
     return "\n".join([*lines, *ratios, "", *sizes])
 
@@ -77,10 +82,10 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 def filled(text: str, parts: dict[str, Callable[[], str]]) -> str:
     """The page with each ``<!-- name -->...<!-- /name -->`` holding its part."""
     for name, part in parts.items():
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not marked.search(text):
+        if not 0 <= text.find(f"<!-- {name} -->\n") < text.find(f"<!-- /{name} -->"):
             raise SystemExit(f"no <!-- {name} --> ... <!-- /{name} --> in the page")
-        text = marked.sub(lambda match, body=part(): f"{match[1]}{body}\n{match[2]}", text)
+        opening, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{opening}<!-- {name} -->\n{part()}\n<!-- /{name} -->{rest.partition(f'<!-- /{name} -->')[2]}"
     return text
 
 

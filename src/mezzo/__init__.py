@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from mezzo.core.version import VERSION
+
+__version__ = VERSION
 
 # Public name -> (module, attribute); an empty attribute means the module itself.
 _PUBLIC = {

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import PurePath
 
-from mezzo import __version__
+from mezzo.core.version import VERSION
 from mezzo.report.cards import card, parity_of
 from mezzo.report.charts.difference import difference
 from mezzo.report.charts.loss import loss
@@ -73,7 +73,7 @@ def render(comparison: Comparison) -> str:
         ),
         element("main", [_section(*section) for section in sections]),
         element(
-            "footer", element("p", f"Made by Mezzo {__version__} from the run records in this file's folder.")
+            "footer", element("p", f"Made by Mezzo {VERSION} from the run records in this file's folder.")
         ),
         element("script", script),
     )

@@ -1,0 +1,3 @@
+"""The version, in the one place from which packaging and every room read it."""
+
+VERSION = "0.1.0"
