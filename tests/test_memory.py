@@ -195,10 +195,13 @@ def test_the_allocators_count_knows_of_blocks_freed_that_it_never_saw_made() -> 
 
 @pytest.fixture
 def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+    def forget() -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+    forget()
     yield
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    forget()
 
 
 @pytest.mark.heavy
