@@ -33,11 +33,13 @@ def figures() -> str:
         f"One training step, {machine['threads']} threads of {machine['cpu']}"
         f" ({', '.join(name for name in machine['isa'] if name.startswith(('avx512_bf', 'avx512_fp', 'amx')))}),"
         f" torch {machine['torch']}; medians of interleaved rounds, ratios with their 95 % interval",
-        "(`python benchmarks/training_step.py`, `benchmarks/results/training_step.json`). `amp` is torch.autocast,",
-        "`mezzo` is mezzo.autocast in the same loop, `short` is mezzo.MixedPrecision.",
+        "(`python benchmarks/training_step.py --rounds 40`, `benchmarks/results/training_step.json`). `amp` is",
+        "torch.autocast, `mezzo` is mezzo.autocast in the same loop, `short` is mezzo.MixedPrecision. Compare",
+        "medians of the same number of rounds only: the machine drifts, and a ratio uses the rounds that both",
+        "sides took part in.",
         "",
-        "| workload | contender | median step | peak tensor bytes |",
-        "|---|---|---|---|",
+        "| workload | contender | median step | rounds | peak tensor bytes |",
+        "|---|---|---|---|---|",
     ]
     ratios = [
         "",
@@ -47,8 +49,12 @@ def figures() -> str:
     for name, found in results["workloads"].items():
         for contender, seconds in found["median_seconds"].items():
             peak = found["peak_bytes"][contender] / 1e6
-            lines.append(f"| {name} | {contender} | {seconds:.3f} s | {peak:.0f} MB |")
-        lines += [f"| {name} | {contender} | raises: {why} | |" for contender, why in found["raised"].items()]
+            lines.append(
+                f"| {name} | {contender} | {seconds:.3f} s | {len(found['seconds'][contender])} | {peak:.0f} MB |"
+            )
+        lines += [
+            f"| {name} | {contender} | raises: {why} | | |" for contender, why in found["raised"].items()
+        ]
         for row, ratio in found["ratios"].items():
             low, high = ratio["interval"]
             ratios.append(
