@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mezzo
+from mezzo.core import masters as masters_module
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import PRESETS, Policy, matches, policy
 from mezzo.core.rules import RULES, Rule
 
@@ -53,19 +55,27 @@ scales = st.one_of(
     st.floats(2.0**-100, 2.0**100).map(str),
 )
 
+MASTERS_OF = {"fp32": ["fp32"], "bf16": ["fp32", "split", "split8", "none"], "fp16": ["fp32"]}
+
 
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     compute = draw(st.sampled_from((*FORMATS, "auto")))
     other = {"bf16": "fp16", "fp16": "bf16"}.get(compute)
     stored = st.sampled_from([fmt for fmt in FORMATS if fmt != other])
+    params = draw(stored)
+    masters = draw(st.sampled_from(["auto", *MASTERS_OF[params]]))
+    # Where params say nothing that masters don't, they may be left out.
+    implied = compute != "auto" and params == (compute if masters != "auto" else "fp32")
     return Policy(
         compute,
-        draw(stored),
+        "auto" if implied and draw(st.booleans()) else params,
         draw(stored),
         draw(scales),
         tuple(draw(ops).items()),
         tuple(draw(modules).items()),
+        masters,
+        draw(st.sampled_from(["fp32", "bf16", "int8"])),
     )
 
 
@@ -101,6 +111,24 @@ STRINGS = [
     ("params=fp32,compute=bf16,output=fp32", Policy("bf16"), "bf16"),
     (" bf16 , output = bf16 ", Policy("bf16", output="bf16"), "bf16,output=bf16"),
     ("params=bf16,compute=bf16", Policy("bf16", params="bf16"), "bf16,params=bf16"),
+    ("params=auto,compute=bf16,masters=auto", Policy("bf16"), "bf16"),
+    ("bf16,params=fp32,masters=fp32", Policy("bf16"), "bf16"),
+    ("bf16,masters=split", Policy("bf16", "bf16", masters="split"), "bf16,params=bf16"),
+    ("bf16,masters=split,params=bf16", Policy("bf16", "bf16"), "bf16,params=bf16"),
+    ("bf16,masters=fp32", Policy("bf16", "bf16", masters="fp32"), "bf16,masters=fp32"),
+    ("bf16,params=bf16,masters=none", Policy("bf16", "bf16", masters="none"), "bf16,masters=none"),
+    (
+        "state=int8,masters=split8,compute=bf16",
+        Policy("bf16", "bf16", masters="split8", state="int8"),
+        "bf16,masters=split8,state=int8",
+    ),
+    ("fp32,masters=split8,params=bf16", Policy(params="bf16", masters="split8"), None),
+    ("auto,masters=split8,params=bf16", Policy("auto", params="bf16", masters="split8"), None),
+    ("auto,params=bf16", Policy("auto", params="bf16", masters="split"), "auto,params=bf16"),
+    ("fp16,masters=fp32", Policy("fp16", "fp16"), "fp16,params=fp16"),
+    ("fp16,params=fp16", Policy("fp16", "fp16", masters="fp32"), "fp16,params=fp16"),
+    ("bf16,state=bf16", Policy("bf16", state="bf16"), "bf16,state=bf16"),
+    ("state=int8", Policy(state="int8"), "fp32,state=int8"),
     ("fp16,loss_scale=none", Policy("fp16", loss_scale="none"), "fp16,loss_scale=none"),
     ("bf16,loss_scale=dynamic", Policy("bf16", loss_scale="dynamic"), "bf16,loss_scale=dynamic"),
     ("bf16,loss_scale=2**10", Policy("bf16", loss_scale="1024"), "bf16,loss_scale=1024"),
@@ -157,6 +185,40 @@ def test_presets() -> None:
     assert [name for name, value in PRESETS.items() if value.is_fp32] == ["fp32"]
     assert not policy("fp32,module.head=bf16").is_fp32
     assert not policy("fp32,params=bf16").is_fp32
+    assert not policy("fp32,state=bf16").is_fp32
+
+
+# What was asked for, and how weights, masters and moments are stored.
+STORED = [
+    ("bf16", "fp32", "fp32", "fp32"),
+    ("fp32,state=bf16", "fp32", "fp32", "bf16"),
+    ("bf16,params=bf16", "bf16", "split", "fp32"),
+    ("bf16,masters=split8,state=int8", "bf16", "split8", "int8"),
+    ("bf16,masters=fp32", "bf16", "fp32", "fp32"),
+    ("fp16,params=fp16", "fp16", "fp32", "fp32"),
+    ("fp16,masters=fp32,state=bf16", "fp16", "fp32", "bf16"),
+    ("auto,params=bf16,masters=none", "bf16", "none", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("text", "params", "masters", "state"), STORED)
+def test_how_parameters_are_stored(text: str, params: str, masters: str, state: str) -> None:
+    value = policy(text)
+    assert (value.params, value.masters, value.state) == (params, masters, state)
+    assert value.loss_scale == {"fp16": "dynamic", "auto": "auto"}.get(value.compute, "none")
+
+
+def test_auto_keeps_the_masters_that_were_asked_for() -> None:
+    assert policy("auto,params=bf16,masters=split8").resolved("bf16") == policy("bf16,masters=split8")
+    assert policy("auto,params=bf16").resolved("fp32") == policy("fp32,params=bf16")
+    with pytest.raises(UsageError, match="pass between two 16-bit formats"):
+        policy("auto,params=bf16").resolved("fp16")
+
+
+def test_every_kind_of_storage_has_a_fingerprint_of_its_own() -> None:
+    texts = ["bf16", "bf16,state=bf16", "bf16,state=int8"]
+    texts += [f"bf16,masters={m},state={s}" for m in MASTERS_OF["bf16"] for s in ("fp32", "bf16", "int8")]
+    assert len({policy(text).fingerprint() for text in texts}) == len(texts) == 15
 
 
 def test_auto_is_resolved_with_the_loss_scale_of_its_format() -> None:
@@ -199,7 +261,27 @@ REFUSED = [
     ("float16", "Did you mean 'fp16'"),
     ("bfloat16", "Did you mean 'bf16'"),
     ("compute=tf32", "unknown format 'tf32'"),
-    ("bf16,params=auto", "unknown format 'auto'. Use one of bf16, fp16, fp32."),
+    ("bf16,params=f16", "unknown format 'f16'. Use one of auto, bf16, fp16, fp32. Did you mean 'fp16'"),
+    ("bf16,masters=spilt", r"unknown kind of masters 'spilt'\. .*Did you mean 'split'\?$"),
+    ("bf16,masters=split16", "Did you mean 'split"),
+    ("bf16,masters=bf16", "unknown kind of masters 'bf16'. Use one of auto, fp32, none, split, split8."),
+    ("bf16,state=int4", r"unknown state format 'int4'\. Use one of bf16, fp32, int8\. Did you mean 'int8'"),
+    ("bf16,state=fp16", "unknown state format 'fp16'"),
+    ("bf16,state=auto", "unknown state format 'auto'"),
+    ("bf16,master=split", "Did you mean 'masters'"),
+    ("bf16,states=int8", "Did you mean 'state'"),
+    ("bf16,masters=none,masters=split", "masters is given twice"),
+    (
+        "bf16,params=fp32,masters=split",
+        r"an FP32 parameter is its own master\. Leave masters out, or .*params=bf16",
+    ),
+    ("fp32,masters=split8", "an FP32 parameter is its own master"),
+    ("fp16,masters=split", r"upper half of its FP32 value, .* fp16 is not\. Use masters=fp32, or bf16"),
+    ("fp16,params=fp16,masters=split8", "Use masters=fp32"),
+    ("fp16,masters=none", "Use masters=fp32"),
+    ("fp32,params=fp16,masters=none", "Use masters=fp32"),
+    ("auto,masters=split", r"auto may choose FP32\. Name the format: compute=bf16, or params=bf16"),
+    ("auto,masters=fp32", "Name the format"),
     ("bf16,output=fp8", "unknown format 'fp8'"),
     ("bf16,op.sofmax=fp32", r"'bf16,op\.sofmax=fp32': unknown op 'sofmax'.*mylib::sofmax.*'softmax'\?$"),
     ("bf16,op.cross_entropy=fp32", "Did you mean 'cross_entropy_loss'"),
@@ -263,6 +345,14 @@ TOML = [
     ('ops = "x"', r":1: ops is a table. Write a line \[ops\]"),
     ('[[ops]]\nsoftmax = "fp32"', ":1: ops is a table"),
     ('[compute]\nformat = "bf16"', ":2: compute is a single value"),
+    (
+        'compute = "bf16"\nmasters = "split9"',
+        r":2: unknown kind of masters 'split9'\. .*Did you mean 'split'",
+    ),
+    ('compute = "bf16"\n\nstate = "in8"', ":3: unknown state format 'in8'.*Did you mean 'int8'"),
+    ('compute = "bf16"\nstate = 8', ":2: state is 8: write a string in quotes"),
+    ('compute = "bf16"\nmaster = "split"', ":2: unknown key 'master'.*Did you mean 'masters'"),
+    ('compute = "fp16"\nmasters = "split"', "policy.toml: split, split8 and none build on"),
     ('compute = "bf16"\nparams = "fp16"', "policy.toml: values would pass between two 16-bit formats"),
     ("compute = bf16", "is no TOML: .*line 1"),
     ('compute = "bf16"\ncompute = "fp16"', "is no TOML: Cannot overwrite"),
@@ -382,7 +472,9 @@ NOTES = [
         "fp16,loss_scale=1000",
         ["loss_scale=1000 is no power of two: it rounds every gradient once more than 2**9"],
     ),
-    ("bf16,params=bf16", ["params=bf16: without FP32 masters"]),
+    ("bf16,params=bf16", []),
+    ("bf16,masters=split8,state=int8", []),
+    ("bf16,masters=none", ["masters=none: an update under an ulp of its weight is kept on average"]),
     ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
     ("bf16,op.tanh=lower,op.exp=fp32", []),
     ("fp32,op.sigmoid=lower", []),
@@ -422,6 +514,25 @@ def test_fingerprints_depend_on_the_table(monkeypatch: pytest.MonkeyPatch) -> No
 # The documentation, as far as it can be run.
 
 DOCUMENT = Path(__file__).parents[1] / "docs/policies.md"
+
+
+def test_the_examples_of_masters_give_what_they_say() -> None:
+    failed, tried = doctest.testmod(masters_module)
+    assert (failed, tried) == (0, 2)
+
+
+def test_the_documents_bytes_are_those_of_the_table() -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## Weights, masters")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in section.splitlines() if "| `" in row
+    ]
+    told = {text: figures for text, *figures in rows if len(figures) == 6}
+    assert len(told) >= 6
+    for text, figures in told.items():
+        value = policy(text.strip("`"))
+        total = bytes_per_parameter(value.params, value.masters, value.state)
+        *parts, whole = [float(figure) for figure in figures[1:]]
+        assert whole == round(total, 2) == round(sum(parts), 2), text
 
 
 def blocks(language: str) -> list[str]:

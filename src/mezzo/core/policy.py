@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
+from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.policy_text import (
     KEYS,
     Entry,
@@ -32,6 +33,15 @@ from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
 
 STORED_FORMATS = ("fp32", "bf16", "fp16")
 COMPUTE_FORMATS = (*STORED_FORMATS, "auto")
+# What each key may say: the noun for an error, and the words.
+_ALLOWED = {
+    "compute": ("format", COMPUTE_FORMATS),
+    "params": ("format", (*STORED_FORMATS, "auto")),
+    "output": ("format", STORED_FORMATS),
+    "masters": ("kind of masters", (*MASTERS, "auto")),
+    "state": ("state format", STATE_FORMATS),
+    "module": ("format", STORED_FORMATS),
+}
 
 _WIDE = (Rule.FP32, Rule.BANNED)
 
@@ -68,7 +78,8 @@ class Policy:
 
     Args:
         compute: what ops under the rule `lower` run in: fp32, bf16, fp16, or auto until `resolved`.
-        params: what parameters are stored in: fp32, bf16 or fp16.
+        params: what parameters are stored in: fp32, bf16, fp16, or auto, which becomes `compute`'s format
+            where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters in any case.
         output: what floating tensors leave the model in: fp32, bf16 or fp16.
         loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
             `DynamicLossScale`; a number (``1024``, ``2**10``) for a constant; or ``auto``, which becomes
@@ -77,6 +88,10 @@ class Policy:
             library is written with its namespace: ``mylib::fused``.
         modules: (path pattern, format) pairs; the last pattern that matches a module decides. Mappings are
             taken for both.
+        masters: how the FP32 value of a 16-bit parameter is kept: ``fp32`` beside it; ``split`` into the
+            parameter and 16 more bits; ``split8`` into it and 8 more bits; ``none``. ``auto`` becomes
+            ``split`` for bf16 parameters and ``fp32`` for others: an FP32 parameter is its own master.
+        state: what the optimizer's moments are stored in: fp32, bf16 or int8.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
@@ -84,11 +99,13 @@ class Policy:
     """
 
     compute: str = "fp32"
-    params: str = "fp32"
+    params: str = "auto"
     output: str = "fp32"
     loss_scale: str = "auto"
     ops: tuple[tuple[str, str], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    masters: str = "auto"
+    state: str = "fp32"
 
     def __post_init__(self) -> None:
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
@@ -103,6 +120,9 @@ class Policy:
         # The order of ops means nothing, the order of patterns decides.
         object.__setattr__(self, "ops", tuple(sorted((e.name, e.value) for e in checked if e.key == "op")))
         object.__setattr__(self, "modules", tuple((e.name, e.value) for e in checked if e.key == "module"))
+        params, masters = storage_of(self.compute, self.params, self.masters)
+        object.__setattr__(self, "params", params)
+        object.__setattr__(self, "masters", masters)
         for key in ("params", "output"):
             if {self.compute, getattr(self, key)} == {"bf16", "fp16"}:
                 raise UsageError(
@@ -117,11 +137,21 @@ class Policy:
     def name(self) -> str:
         """The shortest string that reads back as this policy: a preset's name, then what departs from it."""
         plain = Policy(self.compute, modules=self.modules)
-        parts = [self.compute]
-        for entry in self._entries:
-            if entry.key not in KEYS or getattr(self, entry.key) != getattr(plain, entry.key):
-                parts.append(f"{_left(entry)}={entry.value}")
-        return ",".join(parts)
+        told = {key for key in KEYS if getattr(self, key) != getattr(plain, key)}
+        # Of params and masters, each implies the other's usual value.
+        if self.masters == usual_masters(self.params):
+            told.discard("masters")
+        elif self.params == self.compute:
+            told.discard("params")
+            told.add("masters")
+        else:
+            told.add("masters")
+        parts = [
+            f"{_left(entry)}={entry.value}"
+            for entry in self._entries
+            if entry.key not in KEYS or entry.key in told
+        ]
+        return ",".join([self.compute, *parts])
 
     def __str__(self) -> str:
         return self.name
@@ -131,8 +161,10 @@ class Policy:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether nothing is lowered: parameters, outputs, every op and every module are FP32."""
-        return self._computed | {self.params, self.output} == {"fp32"}
+        """Whether nothing is lowered: parameters, outputs, every op, every module and the optimizer's state
+        are FP32.
+        """
+        return self._computed | {self.params, self.output, self.state} == {"fp32"}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -148,10 +180,11 @@ class Policy:
                 f"loss_scale={self.loss_scale} is no power of two: it rounds every gradient once more than "
                 f"2**{math.frexp(scale.scale)[1] - 1} does."
             )
-        if self.params != "fp32":
+        if self.masters == "none":
             found.append(
-                f"params={self.params}: without FP32 masters an update under half an ulp of its weight is "
-                "lost. params=fp32 keeps it."
+                "masters=none: an update under an ulp of its weight is kept on average, by rounding "
+                "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for "
+                "two."
             )
         if not self.is_fp32:
             for op, rule in self.ops:
@@ -314,9 +347,9 @@ def _checked(entry: Entry) -> Entry:
             f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm: * is one component or a part of one, ** any number of components."
         )
-    allowed = COMPUTE_FORMATS if key == "compute" else STORED_FORMATS
+    noun, allowed = _ALLOWED[key]
     if value not in allowed:
-        raise unknown_name("format", value, allowed, where=where)
+        raise unknown_name(noun, value, allowed, where=where)
     return entry
 
 

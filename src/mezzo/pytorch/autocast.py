@@ -220,6 +220,8 @@ def _traced(
             policy.loss_scale,
             policy.ops,
             policy.modules,
+            policy.masters,
+            policy.state,
         )
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield

@@ -84,7 +84,15 @@ def apply_module_overrides(
             before.undo()
         # The patterns stay: a module inside this one that another pattern matches asks whether they are in
         # force.
-        own = replace(policy, compute=fmt, params="fp32", output="fp32", loss_scale="none")
+        own = replace(
+            policy,
+            compute=fmt,
+            params="fp32",
+            masters="auto",
+            state="fp32",
+            output="fp32",
+            loss_scale="none",
+        )
         module.forward = _InOwnFormat(module, own, device)
     return ModuleOverrides(model, formats)
 
