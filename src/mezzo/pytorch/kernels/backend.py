@@ -1,0 +1,75 @@
+"""Which implementation of the kernels a device uses: Triton's on a GPU, Numba's on a CPU, or the reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from types import ModuleType
+
+from mezzo.core.errors import unknown_name
+
+KERNELS = "MEZZO_KERNELS"
+"""Environment variable that forces one implementation for every device."""
+
+IMPLEMENTATIONS = ("reference", "numba", "triton")
+
+# Device type -> the compiler that its kernels need, and how to get it.
+_COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "pip install triton")}
+
+
+def implementation(device_type: str) -> str:
+    """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
+
+    A CPU's kernels are compiled by Numba and a CUDA device's by Triton, where they are installed; otherwise,
+    and on other devices, the reference serves: the same numbers from PyTorch operations, several times
+    slower. The first such fallback of a process warns. The environment's ``MEZZO_KERNELS`` overrides this;
+    its Triton kernels run on a CPU only in Triton's interpreter. Neither compiler is imported here.
+
+    Raises:
+        UnknownNameError: ``MEZZO_KERNELS`` names none of the three.
+    """
+    forced = os.environ.get(KERNELS)
+    if forced:
+        if forced not in IMPLEMENTATIONS:
+            raise unknown_name("implementation", forced, IMPLEMENTATIONS, where=f"{KERNELS}={forced!r}: ")
+        return forced
+    if device_type not in _COMPILED:
+        return "reference"
+    compiler, install = _COMPILED[device_type]
+    if is_installed(compiler):
+        return compiler
+    _warn_once(device_type, compiler, install)
+    return "reference"
+
+
+_FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
+
+
+def load(package: str, device_type: str) -> ModuleType:
+    """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py."""
+    file = _FILES[implementation(device_type)]
+    try:
+        return importlib.import_module(f"{package}.{file}")
+    except ModuleNotFoundError as error:  # TODO: until every kernel has its compiled forms
+        if error.name != f"{package}.{file}":
+            raise
+        return importlib.import_module(f"{package}.reference")
+
+
+@functools.cache
+def is_installed(module: str) -> bool:
+    """Whether a module could be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def _warn_once(device_type: str, compiler: str, install: str) -> None:
+    warnings.warn(
+        f"{compiler} is not installed, so Mezzo's optimizers on {device_type} use plain PyTorch operations: the "
+        f"same numbers, several times slower. To compile them: {install}",
+        UserWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,25 @@
+"""The sum of squares as PyTorch operations, in blocks that no number of threads changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mezzo.pytorch.kernels.optimizer_step.reference import flat
+
+BLOCK = 1 << 14
+"""Elements that one FP64 sum covers: below the size from which PyTorch shares a sum out among threads."""
+
+
+@torch.no_grad()
+def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of each block, then the blocks' sums in order; see `gradient_norm.sum_of_squares`."""
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for grad in grads:
+        elements = flat(grad)
+        for start in range(0, elements.numel(), BLOCK):
+            block = elements[start : start + BLOCK].to(torch.float64)
+            total += (block * block).sum()
+    return total

@@ -1,0 +1,43 @@
+"""Random bits for stochastic rounding: a hash of which step, which parameter, which purpose and which element.
+
+There is no generator and no state: the same step draws the same bits on every device, for any number of
+threads and in any order, so that a run can be repeated and a restored one goes on as it would have. PyTorch's own
+generators are never touched.
+"""
+
+from __future__ import annotations
+
+STATES = 0
+"""Stream of an optimizer's states: the low 16 bits for the first of them, the high 16 for the second."""
+
+WEIGHT = 1
+"""Stream of the weight: its low 16 bits, or its low 8 where there is an 8-bit remainder."""
+
+_MASK = 0xFFFFFFFF
+
+
+def mix(x: int) -> int:
+    """Scramble 32 bits so that every bit of the input moves every bit of the result; a bijection.
+
+    The constants are those of C. Wellons, "hash-prospector", lowbias32.
+    """
+    x ^= x >> 16
+    x = x * 0x7FEB352D & _MASK
+    x ^= x >> 15
+    x = x * 0x846CA68B & _MASK
+    return x ^ x >> 16
+
+
+def key(step: int, ordinal: int, stream: int) -> int:
+    """The key of one stream of one parameter's bits in one step.
+
+    Args:
+        step: the number of this move of the parameter: 1, 2, ...
+        ordinal: the parameter's index in the optimizer.
+        stream: `STATES` or `WEIGHT`.
+
+    Returns:
+        32 bits, to be combined with an element's position in memory: `mix(index * 0x9E3779B1 + key)`.
+    """
+    words = step * 0x9E3779B9 + ordinal * 0x85EBCA6B + stream * 0xC2B2AE35 + 0x27D4EB2F
+    return mix(words & _MASK)
