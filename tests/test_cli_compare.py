@@ -54,6 +54,35 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
     ]
 
 
+@pytest.mark.parametrize(
+    ("precision", "machine", "told"),
+    [
+        (
+            "bf16",
+            {"device_type": "cpu", "native_formats": []},
+            "note: bf16 is emulated on this CPU: stored in",
+        ),
+        ("bf16", {"device_type": "cuda", "native_formats": ["fp16"]}, "bf16 is emulated on this cuda device"),
+        ("fp16,module.a=bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, "note: fp16 is emulated"),
+        ("bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, None),
+        ("fp32,state=int8", {"device_type": "cpu", "native_formats": []}, None),
+        ("bf16", {}, None),  # records of an older version
+    ],
+)
+def test_a_format_that_the_machine_only_stores_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str], precision: str, machine: dict[str, Any], told: str | None
+) -> None:
+    name = script(here, {"*": {"machine": machine}})
+    assert main(["compare", name, "--precision", precision]) == 0
+    out = capsys.readouterr().out
+    report = (here / "mezzo-compare-train" / "report.html").read_text()
+    if told is None:
+        assert "emulated" not in out + report
+    else:
+        assert out.count(told) == out.count("is emulated") == 1
+        assert "computed in FP32: memory is saved, time is not</li>" in report
+
+
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script(here, {"bf16": {"shift": 0.3}})
     assert main(["compare", name, "--precision", "bf16", "--seeds", "1", "--json", "--out", "there"]) == 1

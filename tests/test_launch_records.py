@@ -184,6 +184,16 @@ def test_summary_can_be_left_out(launch: Any) -> None:
     assert launch("pass", policy="bf16", summary=False).err == ""
 
 
+def test_the_run_record_says_which_formats_the_device_has(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for assumed, native in [("", []), ("bf16", ["bf16"])]:
+        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", assumed)
+        machine = launch(TRAIN, policy="bf16").records[0].machine
+        assert (machine["device_type"], machine["native_formats"]) == ("cpu", native)
+    assert "device_type" not in launch("import torch", policy="bf16").records[0].machine
+
+
 def test_auto_times_the_first_steps_and_says_what_it_chose(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> b
     status 1      the exit status                crash "text"  print a traceback that ends so, exit 1
     say "text"    print it                       signal 9      kill oneself after the losses
     hang true     sleep for a minute instead     unmoved true  no update moves
+    machine {}    what to say of the machine
     refuse "why"  end as the real one does for a request that can't be run
 """
 
@@ -37,7 +38,7 @@ def main() -> int:
         return 2
     k = request["seed_offset"]
     writer = records.RecordWriter(path)
-    machine = {"cpu": "a fake one", "torch": "0"}
+    machine = {"cpu": "a fake one", "torch": "0", **does.get("machine", {})}
     writer.write(
         records.RunStarted(
             request["target"], request["argv"], request["policy"], k, request["nudge"], machine, "now"

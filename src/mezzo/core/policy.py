@@ -131,7 +131,7 @@ class Policy:
                     f"Use {key}=fp32 or {key}={self.compute}."
                 )
         if self.loss_scale == "auto" and self.compute != "auto":
-            object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self._computed else "none")
+            object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
 
     @cached_property
     def name(self) -> str:
@@ -164,14 +164,14 @@ class Policy:
         """Whether nothing is lowered: parameters, outputs, every op, every module and the optimizer's state
         are FP32.
         """
-        return self._computed | {self.params, self.output, self.state} == {"fp32"}
+        return self.computed | {self.params, self.output, self.state} == {"fp32"}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is allowed but seldom meant, a sentence each; for `explain` and the command line to show."""
         found = []
         scale = None if self.loss_scale == "auto" else self.make_loss_scale()
-        if "fp16" in self._computed and isinstance(scale, NoLossScale):
+        if "fp16" in self.computed and isinstance(scale, NoLossScale):
             found.append(
                 "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
             )
@@ -260,7 +260,8 @@ class Policy:
         return keys + ops + [Entry("module", name, fmt, "") for name, fmt in self.modules]
 
     @cached_property
-    def _computed(self) -> frozenset[str]:
+    def computed(self) -> frozenset[str]:
+        """The formats in which anything is computed: `compute`, and those of single modules."""
         return frozenset({self.compute, *(fmt for _, fmt in self.modules)})
 
     @cached_property

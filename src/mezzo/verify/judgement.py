@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mezzo.core.comparison import Comparison, Parity
+from mezzo.core.policy import policy
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 from mezzo.verify.finished import FinishedRun
 from mezzo.verify.folder import strict
@@ -111,7 +112,7 @@ def _candidate(
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *_run_notes(runs)],
+            "notes": [*judged.notes, *_emulated(runs), *_run_notes(runs)],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -143,6 +144,22 @@ def _failure(run: FinishedRun) -> str:
         return f"Failed: {run.name} died without an end (see {where}): {last.strip()}"
     status = run.ended.status
     return f"Failed: {run.name} ended with exit status {status}, FP32 did not (see {where}): {last.strip()}"
+
+
+def _emulated(runs: Mapping[int, FinishedRun]) -> list[str]:
+    """What a reader of the speeds must know: the 16-bit formats that the device only stores."""
+    notes: dict[str, None] = {}
+    for run in runs.values():
+        native = run.machine.get("native_formats")
+        if run.started is None or not isinstance(native, list):
+            continue
+        device = str(run.machine.get("device_type", ""))
+        here = "this CPU" if device == "cpu" else f"this {device} device"
+        for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
+            notes[
+                f"{name} is emulated on {here}: stored in 16 bits, computed in FP32: memory is saved, time is not"
+            ] = None
+    return list(notes)
 
 
 def _run_notes(runs: Mapping[int, FinishedRun]) -> list[str]:

@@ -69,9 +69,12 @@ def run(request: RunRequest) -> int:
 def _started(session: Session) -> RunStarted:
     request = session.request
     if "torch" in sys.modules:
-        from mezzo.pytorch.machine import describe
+        from mezzo.pytorch.machine import describe, native_formats
 
         machine = describe()
+        if session.device_type:
+            machine["device_type"] = session.device_type
+            machine["native_formats"] = sorted(native_formats(session.device_type))
     else:
         machine = {}
     return RunStarted(
