@@ -1,0 +1,227 @@
+"""Masters in parts: exact for every pattern, and harmless when the weight beside them was edited."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+import patterns
+from mezzo.pytorch.kernels import noise
+from mezzo.pytorch.kernels.noise import reference as noise_bits
+from mezzo.pytorch.kernels.split.reference import (
+    decode_split,
+    decode_split8,
+    encode_nearest,
+    encode_split,
+    encode_split8,
+    encode_stochastic,
+    refreshed,
+)
+
+BLOCK = 1 << 18
+NANS = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF]
+CANONICAL = 0x7FC00000
+
+
+@pytest.mark.heavy
+def test_every_pattern_that_is_no_nan_is_decoded_to_itself_and_every_nan_to_the_canonical_one() -> None:
+    count = torch.arange(BLOCK, dtype=torch.int32)
+    for start in range(-(1 << 31), 1 << 31, BLOCK):
+        bits = count + start
+        weight, remainder = encode_split(bits.view(torch.float32))
+        decoded = decode_split(weight, remainder).view(torch.int32)
+        magnitude_start = start & 0x7FFFFFFF
+        if magnitude_start < patterns.FP32_INFINITY:
+            assert torch.equal(decoded, bits), hex(start)
+            continue
+        first = 1 if magnitude_start == patterns.FP32_INFINITY else 0  # the infinity itself
+        assert torch.equal(decoded[:first], bits[:first])
+        assert (weight.view(torch.int16)[first:] == 0x7FC0).all()
+        assert (remainder[first:] == 0).all()
+        assert (decoded[first:] == CANONICAL).all()
+
+
+def test_a_weight_is_the_nearest_bf16_and_the_remainder_is_what_is_left() -> None:
+    words = patterns.awkward_words()
+    weight, remainder = encode_split(patterns.masters(words))
+    for word, got, left in zip(words, patterns.words(weight), remainder.tolist()):
+        assert got == patterns.nearest_bf16(word), hex(word)
+        assert (got << 16) + left == word
+    assert patterns.words(decode_split(weight, remainder)) == words
+
+
+def test_masters_from_0x7f7f8000_up_give_an_infinite_weight_and_come_back() -> None:
+    words = [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
+    words += [word | 1 << 31 for word in words]
+    weight, remainder = encode_split(patterns.masters(words))
+    assert weight.isinf().tolist() == [False, True, True, True] * 2
+    assert patterns.words(decode_split(weight, remainder)) == words
+
+
+@pytest.mark.parametrize("encode", ["split", "split8", "none"])
+def test_nan_is_stored_as_one_pattern_so_that_the_weight_shows_it(encode: str) -> None:
+    masters = patterns.masters(NANS)
+    every = torch.full((len(NANS),), -1, dtype=torch.int32)
+    if encode == "none":
+        assert patterns.words(encode_stochastic(masters, every)) == [0x7FC0] * len(NANS)
+        return
+    weight, remainder = encode_split(masters) if encode == "split" else encode_split8(masters, every)
+    assert patterns.words(weight) == [0x7FC0] * len(NANS)
+    assert remainder.tolist() == [0] * len(NANS)
+    decode = decode_split if encode == "split" else decode_split8
+    assert patterns.words(decode(weight, remainder)) == [CANONICAL] * len(NANS)
+
+
+REMAINDERS = {"split": (-32768, -32767, -1, 0, 1, 32767), "split8": (-128, -127, -1, 0, 1, 127)}
+
+
+@pytest.mark.parametrize("masters", sorted(REMAINDERS))
+@pytest.mark.parametrize("edge", range(6))
+def test_any_weight_beside_any_remainder_is_within_an_ulp_of_its_master(masters: str, edge: int) -> None:
+    remainder = REMAINDERS[masters][edge]
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    weight = high.view(torch.bfloat16)
+    kept = torch.full((1 << 16,), remainder, dtype=torch.int16 if masters == "split" else torch.int8)
+    master = decode_split(weight, kept) if masters == "split" else decode_split8(weight, kept)
+
+    is_nan = weight.isnan()
+    assert torch.equal(master.isnan(), is_nan)
+    assert set(patterns.words(master[is_nan])) == {CANONICAL}
+    if remainder >= 0:
+        assert torch.equal(master[weight.isinf()], weight[weight.isinf()].float())
+    far = 2.0**128  # where the next number after the largest would be
+    exact = weight[~is_nan].double().clamp(-far, far)
+    moved = (master[~is_nan].double().clamp(-far, far) - exact).abs()
+    ulp = 2.0 ** (exact.abs().clamp(min=2.0**-126).log2().floor() - 7)
+    assert (moved <= ulp).all()
+
+
+@pytest.mark.parametrize("masters", sorted(REMAINDERS))
+def test_a_weight_set_to_zero_is_zero_and_to_infinity_is_no_nan(masters: str) -> None:
+    decode = decode_split if masters == "split" else decode_split8
+    dtype = torch.int16 if masters == "split" else torch.int8
+    lowest, highest = min(REMAINDERS[masters]), max(REMAINDERS[masters])
+    zeros = torch.tensor([0.0, -0.0], dtype=torch.bfloat16)
+    assert patterns.words(decode(zeros, torch.full((2,), lowest, dtype=dtype))) == [0, 1 << 31]
+    infinities = torch.tensor([math.inf, -math.inf], dtype=torch.bfloat16)
+    assert torch.equal(decode(infinities, torch.full((2,), highest, dtype=dtype)), infinities.float())
+
+
+def test_every_24_bit_master_is_exact_without_noise() -> None:
+    count = torch.arange(BLOCK, dtype=torch.int32)
+    for start in range(0, 1 << 24, BLOCK):
+        bits = (count + start) << 8
+        master = bits.view(torch.float32)
+        weight, remainder = encode_split8(master, torch.zeros_like(bits))
+        decoded = decode_split8(weight, remainder).view(torch.int32)
+        assert torch.equal(decoded, torch.where(master.isnan(), CANONICAL, bits)), hex(start)
+        assert torch.equal(weight, encode_split(master)[0]) or bool(master.isnan().any())
+        assert torch.equal(weight.isnan(), master.isnan())
+
+
+def exact_mean(tensor: Tensor) -> Fraction:
+    return sum((Fraction(number) for number in tensor.double().tolist()), Fraction()) / tensor.numel()
+
+
+FINITE = [word for word in patterns.awkward_words(20) if word & 0x7FFFFFFF < 0x7F7F0000]
+
+
+def test_an_8_bit_remainder_is_right_on_average_over_all_noise() -> None:
+    every = torch.arange(256, dtype=torch.int32)
+    for word in FINITE[::7]:
+        master = patterns.masters([word]).expand(256).contiguous()
+        mean = exact_mean(decode_split8(*encode_split8(master, every)))
+        assert mean == Fraction(patterns.value(word)), hex(word)
+
+
+def test_only_the_low_bits_of_the_noise_count() -> None:
+    master = patterns.masters(patterns.awkward_words(50))
+    bits = noise_bits.bits(3, 0, master.numel())
+    for got, want in zip(encode_split8(master, bits), encode_split8(master, bits & 0xFF)):
+        assert torch.equal(got.view(torch.int8), want.view(torch.int8))
+    assert torch.equal(encode_stochastic(master, bits), encode_stochastic(master, bits & 0xFFFF))
+
+
+def test_without_a_remainder_a_weight_is_right_on_average_over_all_noise() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32)
+    for word in FINITE[::97]:
+        stored = encode_stochastic(patterns.masters([word]).expand(1 << 16).contiguous(), every)
+        values, counts = stored.float().unique(return_counts=True)
+        mean = sum(Fraction(v) * c for v, c in zip(values.tolist(), counts.tolist())) / (1 << 16)
+        assert mean == Fraction(patterns.value(word)), hex(word)
+        assert len(values) == (1 if word & 0xFFFF == 0 else 2)
+
+
+def test_noise_moves_no_infinity_and_may_carry_the_largest_masters_to_it() -> None:
+    words = [0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF]
+    every = torch.full((4,), -1, dtype=torch.int32)
+    infinite = [0x7F800000, 0xFF800000] * 2
+    assert patterns.words(decode_split8(*encode_split8(patterns.masters(words), every))) == infinite
+    assert patterns.words(encode_stochastic(patterns.masters(words), every).float()) == infinite
+
+
+def test_beside_a_separate_master_bf16_rounds_half_away_and_fp16_to_even() -> None:
+    words = patterns.awkward_words()
+    assert patterns.words(encode_nearest(patterns.masters(words), torch.bfloat16)) == [
+        patterns.nearest_bf16(word) for word in words
+    ]
+    ties = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, 3 * 2.0**-25])
+    nearest = encode_nearest(ties, torch.float16).tolist()
+    assert nearest == [1.0, 1 + 2 * 2**-10, 65504.0, math.inf, 0.0, 2 * 2.0**-24]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_edited_weight_replaces_its_separate_master_and_others_keep_theirs(dtype: torch.dtype) -> None:
+    master = torch.tensor([1.0 + 2**-20, 2.5 + 2**-20, math.nan, math.nan, 1e-30, -1e-42, math.inf, 3.0])
+    weight = encode_nearest(master, dtype)
+    weight[1] = 7.0
+    weight[3] = 5.0
+    weight[5] = 0.0  # was -0: a weight set to zero is zero
+    weight[7] = math.nan
+    got = refreshed(master, weight)
+    want = torch.tensor([1.0 + 2**-20, 7.0, math.nan, 5.0, 1e-30, 0.0, math.inf, math.nan])
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(9.0).view(torch.int32), want.nan_to_num(9.0).view(torch.int32))
+
+
+# From a C program of the same definition.
+FROZEN = {
+    (1, 0, 0): 0xE3F751B2,
+    (1, 0, 1): 0xCE480C29,
+    (7, 3, 0): 0x5323D912,
+    (1 << 24, 100_000, 1): 0xC2ED0820,
+}
+
+
+def test_the_noise_of_an_element_is_a_hash_that_stays_what_it_is() -> None:
+    for (step, ordinal, stream), frozen in FROZEN.items():
+        key = noise.key(step, ordinal, stream)
+        assert key == frozen, (step, ordinal, stream)
+        for start in (0, 1, (1 << 32) - 50, 1 << 33):
+            got = noise_bits.bits(key, start, 100).tolist()
+            want = [noise.mix((index * 0x9E3779B1 + key) & 0xFFFFFFFF) for index in range(start, start + 100)]
+            assert [word & 0xFFFFFFFF for word in got] == want
+    assert noise.mix(1) == 0x688990C0
+    assert noise_bits.bits(0, 0, 0).shape == (0,)
+
+
+def test_noise_is_even_and_independent_across_bits_steps_and_parameters() -> None:
+    count = 1 << 16
+    streams = [
+        noise_bits.bits(noise.key(step, ordinal, stream), 0, count)
+        for step, ordinal, stream in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]
+    ]
+    halves = [
+        half.double() - 32767.5 for bits in streams for half in (noise_bits.low(bits), noise_bits.high(bits))
+    ]
+    spread = 65536 / math.sqrt(12)
+    for i, one in enumerate(halves):
+        assert abs(float(one.mean())) < 5 * spread / math.sqrt(count)
+        for other in halves[i + 1 :]:
+            correlation = float((one * other).mean()) / spread**2
+            assert abs(correlation) < 5 / math.sqrt(count)
+        assert abs(float((one[1:] * one[:-1]).mean())) / spread**2 < 5 / math.sqrt(count)
