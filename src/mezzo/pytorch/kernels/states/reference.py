@@ -35,8 +35,9 @@ def encode_int8(value: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, 
         signed: which of the two code tables.
 
     Returns:
-        ``(n,)`` uint8 codes, and ``(groups(n),)`` bf16 scales: powers of two, so that the group's largest value
-        is at most 1.875 of them; 0 for a group of zeros, NaN for one with a NaN or an infinity in it.
+        ``(n,)`` uint8 codes, and ``(groups(n),)`` bf16 scales: powers of two, of which the group's largest value
+        is 0.9375 to 1.875; 0 for a group of zeros, NaN for one with a NaN or an infinity in it. Beyond 1.6e38
+        values saturate.
     """
     bits = value.view(torch.int32) & _MAGNITUDE
     largest = _by_group(bits).amax(1)
@@ -49,7 +50,7 @@ def encode_int8(value: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, 
         codes = _encode_signed(magnitude, noise)
         codes = torch.where((value.view(torch.int32) < 0) & (codes > 0), codes | 0x80, codes)
     else:
-        codes = _encode_unsigned(magnitude, noise)
+        codes = torch.where(bits == 0, 0, _encode_unsigned(magnitude, noise))
     codes = torch.where(_per_element(is_finite, value.numel()), codes, 0)
     return codes.to(torch.uint8), scale.to(torch.int16).view(torch.bfloat16)
 
@@ -103,7 +104,7 @@ def _encode_signed(magnitude: Tensor, noise: Tensor) -> Tensor:
 
 def _encode_unsigned(magnitude: Tensor, noise: Tensor) -> Tensor:
     code = ((magnitude.view(torch.int32) + (noise << 4)) >> 20) - _UNSIGNED_BIAS
-    return torch.where(magnitude == 0, 0, code.clamp(1, 255))
+    return code.clamp(1, 255)  # 1 for what underflowed: it isn't zero
 
 
 def _by_group(flat: Tensor) -> Tensor:
