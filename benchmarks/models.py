@@ -26,6 +26,10 @@ class Workload:
     targets: Tensor
     summary: str
 
+    def to(self, device: str) -> Workload:
+        """The same on another device."""
+        return Workload(self.model.to(device), self.inputs.to(device), self.targets.to(device), self.summary)
+
     def loss(self) -> Tensor:
         """The training loss of one forward pass, in whatever region the caller has entered."""
         output = self.model(self.inputs)

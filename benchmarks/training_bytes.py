@@ -74,10 +74,9 @@ def measure(way: Way, device: str) -> dict[str, Any]:
     """Bytes of one way, all told and by the parameter."""
     import mezzo
     from mezzo.pytorch.memory import PeakTensorBytes
-    from models import WORKLOADS, Workload
+    from models import WORKLOADS
 
-    work = WORKLOADS["gpt"]()
-    work = Workload(work.model.to(device), work.inputs.to(device), work.targets.to(device), work.summary)
+    work = WORKLOADS["gpt"]().to(device)
     gradients = Gradients(work.model)
     mp = mezzo.MixedPrecision(
         work.model, way.optimizer_of(work.model), precision="bf16", accumulate=way.accumulate, **way.mixed

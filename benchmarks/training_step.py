@@ -2,6 +2,7 @@
 
     python benchmarks/training_step.py                    # writes benchmarks/results/training_step.json
     python benchmarks/training_step.py --only gpt --rounds 10
+    python benchmarks/training_step.py --device cuda --out gpu.json
 
 Every round runs each contender's step once, in an order that rotates from round to round, so that a machine
 whose speed drifts drifts for all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds.
@@ -16,7 +17,6 @@ import argparse
 import gc
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 import mezzo
+from clocks import seconds
 from mezzo.pytorch.machine import describe
 from mezzo.pytorch.memory import PeakTensorBytes
 from models import WORKLOADS, Workload
@@ -52,15 +53,16 @@ def fp32(work: Workload) -> Step:
     return step
 
 
-def _loop(region: Callable[[], Any], scaler: Any) -> Callable[[Workload], Step]:
+def _loop(region: Callable[[str], Any], scaler: Callable[[str], Any]) -> Callable[[Workload], Step]:
     """The loop of torch.amp's own documentation, with whichever region and scaler it is given."""
 
     def build(work: Workload) -> Step:
         optimizer = _optimizer(work)
-        scaling = scaler()
+        device = work.inputs.device.type
+        scaling = scaler(device)
 
         def step() -> float:
-            with region():
+            with region(device):
                 loss = work.loss()
             if scaling is None:
                 loss.backward()
@@ -94,12 +96,16 @@ def short(precision: str) -> Callable[[Workload], Step]:
 
 CONTENDERS: dict[str, Callable[[Workload], Step]] = {
     "fp32": fp32,
-    "amp-bf16": _loop(lambda: torch.autocast("cpu", torch.bfloat16), lambda: None),
-    "mezzo-bf16": _loop(lambda: mezzo.autocast("bf16", "cpu"), lambda: None),
+    "amp-bf16": _loop(lambda device: torch.autocast(device, torch.bfloat16), lambda device: None),
+    "mezzo-bf16": _loop(lambda device: mezzo.autocast("bf16", device), lambda device: None),
     "short-bf16": short("bf16"),
-    "mezzo-fp16": _loop(lambda: mezzo.autocast("fp16", "cpu"), lambda: mezzo.GradScaler("cpu")),
+    "mezzo-fp16": _loop(
+        lambda device: mezzo.autocast("fp16", device), lambda device: mezzo.GradScaler(device)
+    ),
     "short-fp16": short("fp16"),
-    "amp-fp16": _loop(lambda: torch.autocast("cpu", torch.float16), lambda: torch.amp.GradScaler("cpu")),
+    "amp-fp16": _loop(
+        lambda device: torch.autocast(device, torch.float16), lambda device: torch.amp.GradScaler(device)
+    ),
 }
 # A ratio a row of the figures: (time of) the first over (time of) the second.
 RATIOS = (
@@ -110,48 +116,46 @@ RATIOS = (
     ("short-fp16", "fp32"),
     ("amp-fp16", "mezzo-fp16"),
 )
-# Rounds of a contender, where that is fewer than --rounds: one step of it takes many seconds.
+# Rounds of a contender on a CPU, where that is fewer than --rounds: one step of it takes many seconds.
 SLOW = {("cnn", "amp-fp16"): 3}
 
 
-def _second_step(step: Step) -> tuple[float, int]:
+def _second_step(step: Step, device: str) -> tuple[float, int]:
     """The loss and the peak tensor bytes of a step that finds the optimizer's state made."""
     step()
     gc.collect()
-    watch = PeakTensorBytes()
+    watch = PeakTensorBytes(device)
     watch.start()
     loss = step()
     return loss, watch.stop().peak_bytes
 
 
-def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
+def measure(name: str, rounds: int, device: str, console: Console) -> dict[str, Any]:
     steps: dict[str, Step] = {}
     failed: dict[str, str] = {}
     losses: dict[str, float] = {}
     peaks: dict[str, int] = {}
     for contender, build in CONTENDERS.items():
         try:
-            losses[contender], peaks[contender] = _second_step(build(WORKLOADS[name]()))
+            losses[contender], peaks[contender] = _second_step(build(WORKLOADS[name]().to(device)), device)
         except RuntimeError as error:
             failed[contender] = str(error).splitlines()[0]
     for contender in losses:  # only now: a contender kept alive would count in the others' bytes
-        steps[contender] = CONTENDERS[contender](WORKLOADS[name]())
+        steps[contender] = CONTENDERS[contender](WORKLOADS[name]().to(device))
         steps[contender]()
-    seconds: dict[str, list[float]] = {contender: [] for contender in steps}
+    times: dict[str, list[float]] = {contender: [] for contender in steps}
     order = list(steps)
     for number in track(range(rounds), description=f"{name}: rounds", console=console):
         turn = number % len(order)
         for contender in order[turn:] + order[:turn]:
-            if number >= SLOW.get((name, contender), rounds):
+            if device == "cpu" and number >= SLOW.get((name, contender), rounds):
                 continue
-            begun = time.perf_counter()
-            steps[contender]()
-            seconds[contender].append(time.perf_counter() - begun)
+            times[contender].append(seconds(steps[contender], device))
     ratios = {}
     for above, below in RATIOS:
-        if above in seconds and below in seconds:
-            n = min(len(seconds[above]), len(seconds[below]))
-            found = ratio_of_medians(seconds[above][:n], seconds[below][:n])
+        if above in times and below in times:
+            n = min(len(times[above]), len(times[below]))
+            found = ratio_of_medians(times[above][:n], times[below][:n])
             ratios[f"{above} / {below}"] = {
                 "ratio": found.value,
                 "interval": [found.low, found.high],
@@ -159,8 +163,8 @@ def measure(name: str, rounds: int, console: Console) -> dict[str, Any]:
             }
     return {
         "summary": WORKLOADS[name]().summary,
-        "median_seconds": {key: statistics.median(values) for key, values in seconds.items()},
-        "seconds": seconds,
+        "median_seconds": {key: statistics.median(values) for key, values in times.items()},
+        "seconds": times,
         "ratios": ratios,
         "loss_after_2_steps": losses,
         "peak_bytes": peaks,
@@ -175,6 +179,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=sorted(WORKLOADS), action="append", help="this workload (may be repeated)"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--rounds", type=int, default=60, help="timed steps of each contender (default %(default)s)"
     )
@@ -183,7 +188,7 @@ def main() -> None:
     console = Console()
     results = {"machine": describe(), "workloads": {}}
     for name in arguments.only or WORKLOADS:
-        results["workloads"][name] = found = measure(name, arguments.rounds, console)
+        results["workloads"][name] = found = measure(name, arguments.rounds, arguments.device, console)
         table = Table(title=found["summary"])
         for column in ("contender", "median step"):
             table.add_column(column)
