@@ -20,6 +20,9 @@ PUBLIC = {
     "autocast",
     "explain",
     "formats",
+    "load_master_state_dict",
+    "lower_weights",
+    "master_state_dict",
     "policy",
 }
 

@@ -25,6 +25,9 @@ _PUBLIC = {
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "explain": ("mezzo.pytorch.explain", "explain"),
+    "lower_weights": ("mezzo.pytorch.weights", "lower_weights"),
+    "master_state_dict": ("mezzo.pytorch.master_state", "master_state_dict"),
+    "load_master_state_dict": ("mezzo.pytorch.master_state", "load_master_state_dict"),
 }
 
 __all__ = [
@@ -37,6 +40,9 @@ __all__ = [
     "autocast",
     "explain",
     "formats",
+    "load_master_state_dict",
+    "lower_weights",
+    "master_state_dict",
     "policy",
 ]
 
@@ -46,8 +52,10 @@ if TYPE_CHECKING:
     from mezzo.core.policy import Policy, policy
     from mezzo.pytorch.autocast import autocast
     from mezzo.pytorch.explain import explain
+    from mezzo.pytorch.master_state import load_master_state_dict, master_state_dict
     from mezzo.pytorch.scaler import GradScaler
     from mezzo.pytorch.training import MixedPrecision
+    from mezzo.pytorch.weights import lower_weights
 
 
 def __getattr__(name: str) -> Any:
