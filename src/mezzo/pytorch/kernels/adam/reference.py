@@ -27,5 +27,7 @@ def update(
         g = g + c.weight_decay * w
     m = m + c.one_minus_beta1 * (g - m)
     v = c.beta2 * v + (c.one_minus_beta2 * g) * g
-    w = w - (c.step_size * m) / (v.sqrt() * c.inv_bc2 + c.eps)
+    # In FP32, PyTorch's root on a CPU is off by an ulp in one element of six; through FP64 it is IEEE's.
+    root = v.double().sqrt().float()
+    w = w - (c.step_size * m) / (root * c.inv_bc2 + c.eps)
     return w, (m, v)
