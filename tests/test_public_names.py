@@ -23,6 +23,7 @@ PUBLIC = {
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
+    "optim",
     "policy",
 }
 

@@ -25,6 +25,7 @@ _PUBLIC = {
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "explain": ("mezzo.pytorch.explain", "explain"),
+    "optim": ("mezzo.optim", ""),
     "lower_weights": ("mezzo.pytorch.weights", "lower_weights"),
     "master_state_dict": ("mezzo.pytorch.master_state", "master_state_dict"),
     "load_master_state_dict": ("mezzo.pytorch.master_state", "load_master_state_dict"),
@@ -43,10 +44,12 @@ __all__ = [
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
+    "optim",
     "policy",
 ]
 
 if TYPE_CHECKING:
+    from mezzo import optim
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy

@@ -1,0 +1,61 @@
+"""Optimizers for mixed precision: `from mezzo.optim import AdamW`.
+
+`AdamW`, `Adam`, `SGD` and `Lion` move FP32, bf16 and fp16 weights in one fused pass, with the FP32 masters and the
+states stored as ``masters=`` and ``state=`` say. `with_masters` puts FP32 masters under any other optimizer,
+`adopt` replaces a `torch.optim` one in place, `lower_weights` stores a model's weights in 16 bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Public name -> the module that has it.
+_PUBLIC = {
+    "Adam": "mezzo.pytorch.optim.adam",
+    "AdamW": "mezzo.pytorch.optim.adamw",
+    "FusedOptimizer": "mezzo.pytorch.optim.fused",
+    "Lion": "mezzo.pytorch.optim.lion",
+    "SGD": "mezzo.pytorch.optim.sgd",
+    "adopt": "mezzo.pytorch.optim.adopt",
+    "bytes_per_parameter": "mezzo.pytorch.optim.storage",
+    "lower_weights": "mezzo.pytorch.weights",
+    "with_masters": "mezzo.pytorch.optim.with_masters",
+}
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "FusedOptimizer",
+    "Lion",
+    "adopt",
+    "bytes_per_parameter",
+    "lower_weights",
+    "with_masters",
+]
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.optim.adam import Adam
+    from mezzo.pytorch.optim.adamw import AdamW
+    from mezzo.pytorch.optim.adopt import adopt
+    from mezzo.pytorch.optim.fused import FusedOptimizer
+    from mezzo.pytorch.optim.lion import Lion
+    from mezzo.pytorch.optim.sgd import SGD
+    from mezzo.pytorch.optim.storage import bytes_per_parameter
+    from mezzo.pytorch.optim.with_masters import with_masters
+    from mezzo.pytorch.weights import lower_weights
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'mezzo.optim' has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

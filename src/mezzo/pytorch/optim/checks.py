@@ -1,0 +1,131 @@
+"""What an optimizer refuses: numbers that make no sense, modes that don't exist, parameters that it can't move."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.pytorch.kernels.states import FORMATS
+
+MASTERS = ("fp32", "split", "split8", "none")
+"""Where a 16-bit weight's master is: an FP32 tensor, a remainder of 16 or 8 bits beside the weight, nowhere."""
+
+GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Formats of gradients, whatever the weight's is."""
+
+
+def group(owner: str, values: dict[str, Any]) -> None:
+    """Check one parameter group's modes and parameters.
+
+    Args:
+        owner: the optimizer's name, for the message.
+        values: the group, with `masters`, `state_format` and `params`.
+
+    Raises:
+        UnknownNameError: an unknown mode.
+        UsageError: a parameter that can't be moved in this mode.
+    """
+    for kind, given, allowed in (
+        ("masters", values["masters"], MASTERS),
+        ("state", values["state_format"], FORMATS),
+    ):
+        if given not in allowed:
+            raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
+    for index, param in enumerate(values["params"]):
+        weight(
+            param,
+            values["masters"],
+            f"{owner}: parameter {index} of the group, of shape {list(param.shape)},",
+        )
+
+
+def weight(param: Tensor, masters: str, what: str) -> None:
+    """Check that a weight of this format and layout can be moved with these masters."""
+    if param.dtype not in GRADIENTS:
+        kind = (
+            "complex"
+            if param.is_complex()
+            else "of another width"
+            if param.is_floating_point()
+            else "integers"
+        )
+        raise UsageError(
+            f"{what} is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16; leave those that "
+            f"are {kind} to an optimizer of torch.optim."
+        )
+    if param.layout is not torch.strided:
+        raise UsageError(
+            f"{what} is stored as {param.layout}. Only dense tensors can be moved: use param.to_dense()."
+        )
+    if param.dtype is torch.float16 and masters != "fp32":
+        raise UsageError(
+            f"{what} is torch.float16, for which masters={masters!r} doesn't exist: fp16's range is not that of FP32. "
+            'Use masters="fp32".'
+        )
+    if not is_dense(param):
+        raise UsageError(
+            f"{what} has strides {list(param.stride())}: its elements overlap or have gaps between them, as a slice or "
+            "an expanded tensor has. Make it one of its own: nn.Parameter(param.detach().contiguous())."
+        )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def gradient(grad: Tensor, param: Tensor, owner: str) -> None:
+    """Raise what is wrong with a gradient that isn't dense and of 16 or 32 bits.
+
+    Raises:
+        UsageError: it is sparse, or of another format.
+    """
+    if grad.layout is not torch.strided:
+        raise UsageError(
+            f"{owner}: the gradient of a parameter of shape {list(param.shape)} is sparse ({grad.layout}). Use "
+            "nn.Embedding(..., sparse=False), or give this parameter to torch.optim.SparseAdam."
+        )
+    raise UsageError(
+        f"{owner}: the gradient of a parameter of shape {list(param.shape)} is {grad.dtype}. Gradients are "
+        "torch.float32, torch.bfloat16 or torch.float16."
+    )
+
+
+def number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
+    """Check that a setting is a number from 0 to `below`, which is excluded.
+
+    Raises:
+        UsageError: it isn't.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(f"{owner}: {name} is a tensor of shape {list(value.shape)}, and must be one number.")
+    if not isinstance(value, (int, float, Tensor)) or not 0 <= float(value) < below:
+        allowed = (
+            "finite and not negative" if below == math.inf else f"from 0 to {below:g}, {below:g} excluded"
+        )
+        raise UsageError(f"{owner}: {name}={value!r} is out of range: it must be {allowed}.")
+
+
+def betas(owner: str, values: Any) -> None:
+    """Check the two decays of a moving average.
+
+    Raises:
+        UsageError: they aren't two numbers from 0 to 1.
+    """
+    if not isinstance(values, (tuple, list)) or len(values) != 2:
+        raise UsageError(f"{owner}: betas={values!r} must be two numbers from 0 to 1.")
+    for index, beta in enumerate(values):
+        number(owner, f"betas[{index}]", beta, below=1.0)

@@ -1,0 +1,313 @@
+"""What an optimizer keeps beside one weight, in which form: made, converted, read out as FP32, and counted.
+
+A weight of 16 bits has a master: ``entries["master"]`` (FP32), ``entries["remainder"]`` (int16 or int8, beside a
+bf16 weight), or none. A state such as `exp_avg` is FP32, bf16, or 8-bit codes with ``entries["exp_avg_scale"]``.
+Every tensor of the weight's shape also has its strides: the kernels go through all of them in memory order. What
+is converted here is rounded to nearest, and not stochastically as in a step: a conversion happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.optimizer_step import Row
+from mezzo.pytorch.kernels.optimizer_step.reference import flat
+from mezzo.pytorch.kernels.split import reference as split
+from mezzo.pytorch.kernels.states import StateSpec, groups
+from mezzo.pytorch.kernels.states import reference as codes
+
+Entries = dict[str, Any]
+"""What `optimizer.state[param]` holds."""
+
+_MASTER = {
+    "fp32": ("master", torch.float32),
+    "split": ("remainder", torch.int16),
+    "split8": ("remainder", torch.int8),
+}
+_STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+_HALF = 0x8000  # in place of 16 random bits: rounds to nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How one weight's master and states are stored.
+
+    Args:
+        masters: ``"own"`` for an FP32 weight, else ``"fp32"``, ``"split"``, ``"split8"`` or ``"none"``.
+        state: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        specs: the states, in the update rule's order.
+    """
+
+    masters: str
+    state: str
+    specs: tuple[StateSpec, ...]
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether there is a master beside the weight."""
+        return self.masters in _MASTER
+
+    @property
+    def master_key(self) -> str | None:
+        """The entry that holds the master or its remainder."""
+        return _MASTER[self.masters][0] if self.keeps_master else None
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Every entry's format, in the order in which they are kept."""
+        found = {"step": torch.float32}
+        for spec in self.specs:
+            found[spec.name] = _STATE[self.state]
+            if self.state == "int8":
+                found[spec.name + "_scale"] = torch.bfloat16
+        if self.keeps_master:
+            key, dtype = _MASTER[self.masters]
+            found[key] = dtype
+        return found
+
+
+def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ...]) -> Storage:
+    """How a group's modes store this weight's master and states."""
+    masters = "own" if weight.dtype is torch.float32 else group["masters"]
+    return Storage(masters, group["state_format"], specs)
+
+
+def fresh(weight: Tensor, how: Storage, master: Tensor | None = None) -> Entries:
+    """The entries of a weight that has not moved yet: states of zero, and its master.
+
+    Args:
+        weight: dense.
+        how: how they are stored.
+        master: FP32; None: the weight's own value.
+    """
+    entries: Entries = {"step": torch.zeros((), dtype=torch.float32, device=weight.device)}
+    for spec in how.specs:
+        entries |= _zeros(weight, how, spec)
+    return entries | first_master(weight, how, master)
+
+
+def _zeros(weight: Tensor, how: Storage, spec: StateSpec) -> Entries:
+    made: Entries = {spec.name: torch.zeros_like(weight, dtype=_STATE[how.state], requires_grad=False)}
+    if how.state == "int8":
+        scales = torch.zeros(groups(weight.numel()), dtype=torch.bfloat16, device=weight.device)
+        made[spec.name + "_scale"] = scales
+    return made
+
+
+def first_master(weight: Tensor, how: Storage, master: Tensor | None) -> Entries:
+    """The entry of a master that belongs to the weight as it is: none of them moves the weight."""
+    if not how.keeps_master:
+        return {}
+    value = weight.detach().to(torch.float32) if master is None else _like(master, weight, torch.float32)
+    key, _ = _MASTER[how.masters]
+    return {key: value.clone() if how.masters == "fp32" else _encoded(value, how)[1]}
+
+
+def _encoded(value: Tensor, how: Storage) -> tuple[Tensor, Tensor]:
+    if how.masters == "split":
+        return split.encode_split(value)
+    # Cut, not rounded: 24 bits that are rounded up can have another bf16 weight than the 32 they come from.
+    return split.encode_split8(value, torch.zeros((), dtype=torch.int32, device=value.device))
+
+
+def read_master(weight: Tensor, entries: Entries, how: Storage) -> Tensor:
+    """A weight's FP32 master, a new tensor; of an edited weight, what the next step would start from."""
+    weight = weight.detach()
+    if how.masters == "fp32":
+        return split.refreshed(entries["master"], weight)
+    if how.masters == "split":
+        return split.decode_split(weight, entries["remainder"])
+    if how.masters == "split8":
+        return split.decode_split8(weight, entries["remainder"])
+    return weight.to(torch.float32, copy=True)
+
+
+@torch.no_grad()
+def write_master(weight: Tensor, entries: Entries, how: Storage, value: Tensor) -> None:
+    """Set a weight and its master, in place, from an FP32 value of the weight's shape."""
+    value = _like(value, weight, torch.float32)
+    if how.masters == "fp32":
+        entries["master"].copy_(value)
+        weight.copy_(split.encode_nearest(value, weight.dtype))
+    elif how.keeps_master:
+        high, remainder = _encoded(value, how)
+        weight.copy_(high)
+        entries["remainder"].copy_(remainder)
+    else:
+        weight.copy_(value)
+
+
+def read_state(entries: Entries, spec: StateSpec) -> Tensor:
+    """A state as FP32, in the weight's shape and strides: a new tensor."""
+    stored: Tensor = entries[spec.name]
+    value = torch.empty_like(stored, dtype=torch.float32)
+    flat(value).copy_(codes.load(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed))
+    return value
+
+
+def write_state(weight: Tensor, how: Storage, spec: StateSpec, value: Tensor) -> Entries:
+    """The entries of a state with these values, which are of the weight's shape and any format."""
+    made = _zeros(weight, how, spec)
+    value = flat(_like(value, weight, torch.float32))
+    half = None if how.state == "fp32" else torch.full_like(value, _HALF, dtype=torch.int32)
+    codes.store(value, flat(made[spec.name]), made.get(spec.name + "_scale"), half, signed=spec.signed)
+    return made
+
+
+def _like(value: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in the weight's strides and on its device; the tensor itself where it is so already."""
+    if value.dtype is dtype and value.device == weight.device and value.stride() == weight.stride():
+        return value.detach()
+    return torch.empty_like(weight, dtype=dtype, requires_grad=False).copy_(value.detach())
+
+
+def held_masters(entries: Mapping[str, Any]) -> str:
+    """The mode of the master in entries: ``"own"`` where there is none beside the weight."""
+    for masters, (key, dtype) in _MASTER.items():
+        if isinstance(entries.get(key), Tensor) and entries[key].dtype is dtype:
+            return masters
+    return "own"
+
+
+def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
+    """What is wrong with entries for this weight in these modes, or "" if they fit: names, formats, shapes."""
+    for name, dtype in how.dtypes().items():
+        value = entries.get(name)
+        if not isinstance(value, Tensor):
+            return f"{name!r} is missing"
+        if value.dtype is not dtype:
+            return f"{name!r} is {value.dtype}, and must be {dtype}"
+        shape: Sequence[int] = weight.shape
+        if name == "step":
+            shape = ()
+        elif name.endswith("_scale"):
+            shape = (groups(weight.numel()),)
+        if value.shape != torch.Size(shape):
+            return f"{name!r} has the shape {list(value.shape)}, and must have {list(shape)}"
+    return ""
+
+
+def placed(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> Entries:
+    """A copy of fitting entries on the weight's device and in its memory order; other entries are kept.
+
+    To the bit, except 8-bit states that come from another memory order: their groups are made anew.
+    """
+    made: Entries = {}
+    for name, value in entries.items():
+        made[name] = value.detach().clone() if isinstance(value, Tensor) else value
+    made["step"] = made["step"].to(weight.device)
+    for spec in how.specs:
+        moved = {
+            name: made[name].to(weight.device) for name in (spec.name, spec.name + "_scale") if name in made
+        }
+        if how.state != "int8" or _same_order(moved[spec.name], weight):
+            made |= {
+                name: value if "_scale" in name else _like(value, weight, value.dtype)
+                for name, value in moved.items()
+            }
+        else:
+            made |= write_state(weight, how, spec, read_state(moved, spec))
+    if how.master_key is not None:
+        made[how.master_key] = _like(made[how.master_key], weight, made[how.master_key].dtype)
+    return made
+
+
+def adapted(entries: Entries, weight: Tensor, how: Storage, master: Tensor | None) -> Entries:
+    """Entries for a weight that has changed since they were made: its format, its memory order, the states.
+
+    States keep their values. A master that doesn't belong to the weight's present format is dropped, one that it
+    needs is made from the weight.
+    """
+    step = torch.as_tensor(entries.get("step", 0.0), dtype=torch.float32, device=weight.device)
+    made: Entries = {"step": step.detach().clone().reshape(())}
+    known = {"step", "master", "remainder"} | {n for s in how.specs for n in (s.name, s.name + "_scale")}
+    for spec in how.specs:
+        if isinstance(entries.get(spec.name), Tensor):
+            if entries[spec.name].shape != weight.shape:
+                raise UsageError(
+                    f"the optimizer's {spec.name!r} has the shape {list(entries[spec.name].shape)}, and its parameter "
+                    f"{list(weight.shape)}. Drop what belonged to the former parameter: optimizer.state.pop(param)."
+                )
+            made |= write_state(weight, how, spec, read_state(entries, spec))
+        else:
+            made |= _zeros(weight, how, spec)
+            made["step"].zero_()  # a buffer begins with its first gradient
+    made |= first_master(weight, how, _kept_master(entries, weight) if master is None else master)
+    return made | {name: value for name, value in entries.items() if name not in known}
+
+
+def _kept_master(entries: Entries, weight: Tensor) -> Tensor | None:
+    """The FP32 master in entries of any mode, if it is one of this 16-bit weight's format."""
+    weight = weight.detach()
+    for masters, (key, dtype) in _MASTER.items():
+        kept = entries.get(key)
+        if kept is None or kept.dtype is not dtype or weight.dtype is torch.float32:
+            continue
+        if masters == "fp32" or weight.dtype is torch.bfloat16:
+            return read_master(weight, {key: _like(kept, weight, dtype)}, Storage(masters, "fp32", ()))
+    return None
+
+
+def is_in_place(entries: Entries, weight: Tensor, how: Storage) -> bool:
+    """Whether fitting entries lie on the weight's device and in its memory order."""
+    return all(
+        entries[name].device == weight.device
+        and (name == "step" or name.endswith("_scale") or _same_order(entries[name], weight))
+        for name in how.dtypes()
+    )
+
+
+def _same_order(tensor: Tensor, weight: Tensor) -> bool:
+    return tensor.stride() == weight.stride() or (tensor.is_contiguous() and weight.is_contiguous())
+
+
+def row(weight: Tensor, entries: Entries, how: Storage, ordinal: int) -> Row:
+    """The kernels' description of one parameter."""
+    key = how.master_key
+    return Row(
+        weight=weight.detach(),
+        grad=None,
+        masters=how.masters,
+        master=None if key is None else entries[key],
+        state=how.state,
+        states=tuple(entries[spec.name] for spec in how.specs),
+        scales=tuple(entries.get(spec.name + "_scale") for spec in how.specs),
+        step=entries["step"],
+        ordinal=ordinal,
+    )
+
+
+def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What a training's tensors take per parameter at this moment, counted from the live tensors themselves.
+
+    Args:
+        optimizer: any of `torch.optim` or of Mezzo's; one that has moved, for its states to exist.
+
+    Returns:
+        Bytes a parameter of ``"weights"``, ``"gradients"`` (those that are there), ``"masters"`` (or remainders),
+        ``"states"``, ``"scales"`` and their ``"total"``. Step counts aren't in it: they don't grow with the weight.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = {"weights": 0, "gradients": 0, "masters": 0, "states": 0, "scales": 0}
+    for param in params:
+        found["weights"] += param.nbytes
+        found["gradients"] += 0 if param.grad is None else param.grad.nbytes
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and name != "step":
+                found[_kind(name)] += value.nbytes
+    numel = sum(param.numel() for param in params)
+    if numel == 0:
+        raise UsageError("bytes_per_parameter: the optimizer has no elements.")
+    each = {name: count / numel for name, count in found.items()}
+    return each | {"total": sum(each.values())}
+
+
+def _kind(name: str) -> str:
+    if name in ("master", "remainder"):
+        return "masters"
+    return "scales" if name.endswith("_scale") else "states"
