@@ -72,3 +72,12 @@ def awkward_words(count: int = 2000) -> list[int]:
 
 
 _MANTISSAS = (0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x7F0000, 0x7F8000, 0x7FFFFF, 0x80, 0x7F, 0x180)
+
+
+def to_fp32(number: float) -> float:
+    """The FP32 number nearest to an FP64 one, ties to even."""
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return rounded
