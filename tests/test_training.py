@@ -13,7 +13,7 @@ import mezzo
 from mezzo.core.errors import (
     LossScaleCollapseError,
 )
-from mezzo.pytorch import training
+from mezzo.pytorch import turns
 from training_steps import (  # noqa: F401
     INF,
     NAN,
@@ -263,7 +263,7 @@ def test_an_fp16_loss_does_not_overflow_by_its_seed() -> None:
 def test_a_fused_step_in_fp16_waits_for_nothing_until_its_result_is_read(
     name: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_reading_is_free", lambda tensor: False)
+    monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
     model = network()
     mp = mezzo.MixedPrecision(
         model, OPTIMIZERS[name](model.parameters()), "fp16", clip_norm=1.0, accumulate=2

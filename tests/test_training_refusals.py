@@ -13,7 +13,6 @@ import mezzo
 from mezzo.core.errors import (
     CallOrderError,
     UnknownNameError,
-    UnsupportedPrecisionError,
     UsageError,
 )
 from training_steps import (  # noqa: F401
@@ -65,9 +64,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half model": ({"model": nn.Linear(2, 2).half()}, UsageError, "keep the model FP32"),
     "unknown precision": ({"precision": "f16"}, UnknownNameError, "Did you mean"),
     "16-bit parameters": (
-        {"precision": "params=bf16,compute=bf16"},
-        UnsupportedPrecisionError,
-        "split masters",
+        {"precision": "params=bf16,compute=fp32"},
+        UsageError,
+        "Use compute=bf16",
     ),
     "clip_norm": ({"clip_norm": 0.0}, UsageError, "clip_norm is 0.0"),
     "clip_value": ({"clip_value": NAN}, UsageError, "clip_value is nan"),

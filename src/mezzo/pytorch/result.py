@@ -19,9 +19,12 @@ class StepResult:
         found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None if nobody looked, since
             without a loss scale a step is never skipped.
         loss_tensor: 0-dim, detached, as it was handed in (not divided, not scaled); None for a flush.
-        grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window.
+        grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and
+            where a fused step had no use for it.
         scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
         note: why nothing happened, where nothing did.
+        weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format;
+            None where weights are FP32 or the optimizer does not tell.
     """
 
     updated: bool
@@ -30,6 +33,7 @@ class StepResult:
     grad_norm_tensor: Tensor | None = None
     scale_tensor: Tensor | None = None
     note: str = ""
+    weight_overflow_tensor: Tensor | None = None
 
     @property
     def skipped(self) -> bool:
@@ -43,13 +47,23 @@ class StepResult:
 
     @property
     def reason(self) -> str:
-        """Why the optimizer did not move, in a sentence; empty if it did."""
+        """Why the optimizer did not move, or that a weight is infinite, in a sentence; empty if all is well."""
         if self.skipped:
             return (
                 f"a gradient was NaN or infinite at loss scale {self.loss_scale:g}; parameters and optimizer "
                 "are as before"
             )
+        if self.updated and self.weight_overflow:
+            return (
+                "a weight has become infinite in its 16-bit format: its master is past the format's largest "
+                "number. A smaller learning rate, or weights='fp32'"
+            )
         return self.note
+
+    @property
+    def weight_overflow(self) -> bool:
+        """Whether a weight was written infinite in its 16-bit format, in this step or one before it."""
+        return self.weight_overflow_tensor is not None and bool(self.weight_overflow_tensor)
 
     @property
     def loss(self) -> float:
@@ -59,7 +73,8 @@ class StepResult:
     @property
     def grad_norm(self) -> float | None:
         """The gradients' total 2-norm, unscaled and before clipping; None where the optimizer's turn did not
-        come.
+        come, and where a fused step had no use for it: with neither a loss scale nor `clip_norm`, a
+        `mezzo.optim` optimizer reads the gradients once, and that is the step.
 
         NaN or infinite if a gradient is.
         """

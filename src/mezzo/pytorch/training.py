@@ -1,9 +1,9 @@
 """MixedPrecision: a model, its optimizer and a policy; `step(loss)` does everything between the loss and the
 next one.
 
-The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, unscale, look for NaN
-and infinity, clip, step or skip, scheduler and average only if the optimizer moved, next scale, clear the
-gradients.
+The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, the optimizer's turn
+(`turns`: unscale, look for NaN and infinity, clip, step or skip), scheduler and average only if it moved, next
+scale, clear the gradients.
 
 What it leaves out: it does not wrap the model's call (`mp.autocast()` is where mixed precision begins and
 ends, and what leaves it has the format that its last op gave it), it does not save model and optimizer, and
@@ -17,51 +17,36 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.core.errors import CallOrderError
 from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
 from mezzo.core.trial import PrecisionTrial, TrialDecision
-from mezzo.pytorch import auto, gradients, training_checks, training_state
+from mezzo.pytorch import auto, gradients, training_checks, training_state, turns, weight_modes
+from mezzo.pytorch.accumulation import FP32Gradients
 from mezzo.pytorch.autocast import Region, autocast
-from mezzo.pytorch.backward import backward_around, backward_into, has_reentrant_checkpoint
 from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
-from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
 from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
+from mezzo.pytorch.optimizer_backward import OptimizerBackward
 from mezzo.pytorch.result import StepResult
 from mezzo.pytorch.running_statistics import RunningStatistics
+from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Turn
+from mezzo.pytorch.window import Window
 
 # Who owns which parameters: two would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
 
-# The largest seed of a backward that an fp16 loss can hold.
-_FP16_SEED = 2.0**15
-
-
-@dataclass
-class Window:
-    """The losses between two turns of the optimizer.
-
-    Args:
-        seen: how many of them have been accumulated.
-        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
-    """
-
-    seen: int = 0
-    scale: Tensor | None = None
-
 
 class MixedPrecision:
-    """Trains a model in a policy's formats, with FP32 parameters and FP32 gradients.
+    """Trains a model in a policy's formats, with FP32 parameters or with 16-bit ones and their FP32 masters.
 
     ::
 
@@ -92,7 +77,7 @@ class MixedPrecision:
     all.
 
     Args:
-        model: holds the parameters that are trained; FP32.
+        model: holds the parameters that are trained; FP32, or 16-bit with a `mezzo.optim` optimizer.
         optimizer: over parameters of the model. One MixedPrecision an optimizer, each with its own loss
             scale. One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
         precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes what the hardware has,
@@ -104,6 +89,13 @@ class MixedPrecision:
         scheduler: a scheduler that is stepped once each time the optimizer has moved (not once an epoch).
         ema: an average of the model, updated after each move: something with `update_parameters(model)`, such
             as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
+        weights: what parameters are stored in, by default what the policy says. `"fp32"`; `"split"`: bf16,
+            with the other 16 bits of an FP32 master kept by the optimizer; `"split8"`: bf16 and 8 bits;
+            `"masters"`: the compute format, with separate FP32 masters. Normalisations, and what the policy
+            names fp32, stay FP32. The model is changed in place, and torch's AdamW, Adam and SGD become
+            Mezzo's under the object that you hold.
+        state: what the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
+        release_gradients: step each parameter inside backward and free its gradient at once.
         loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a
             number.
         device_type: of the region; by default that of the model's first parameter.
@@ -112,9 +104,10 @@ class MixedPrecision:
 
     Raises:
         UsageError: a model without parameters, an optimizer of another model, parameters that another
-            MixedPrecision owns or that aren't FP32, a number out of range.
-        UnknownNameError: an unknown precision.
-        UnsupportedPrecisionError: parameters in 16 bits.
+            MixedPrecision owns, 16-bit parameters without masters, weights that precision or optimizer
+            can't have, a number out of range. Model and optimizer are then as they were.
+        UnknownNameError: an unknown precision, kind of weights or state.
+        UnsupportedPrecisionError: 16-bit weights under `auto` on hardware without such a format.
     """
 
     def __init__(
@@ -128,16 +121,22 @@ class MixedPrecision:
         accumulate: int = 1,
         scheduler: Any = None,
         ema: Any = None,
+        weights: str | None = None,
+        state: str | None = None,
+        release_gradients: bool = False,
         loss_scale: LossScale | float | None = None,
         device_type: str | None = None,
         records: RecordWriter | None = None,
     ) -> None:
-        asked = training_checks.policy(policy_of(precision))
         training_checks.model_and_optimizer(model, optimizer, _ALIVE)
         training_checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
         training_checks.scheduler(scheduler)
+        training_checks.release(release_gradients, clip_value)
+        self._device = next(model.parameters()).device
+        self._device_type = device_type or self._device.type
+        asked, why = weight_modes.chosen(policy_of(precision), weights, state, self._device_type)
+        asked = weight_modes.formats_agree(optimizer, asked)
         self.model = model
-        self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.accumulate = accumulate
@@ -150,10 +149,7 @@ class MixedPrecision:
         self._records = records
         self._started = time.monotonic()
         self._losses = self._updates = self._unchecked = 0
-        self._device = next(model.parameters()).device
-        self._device_type = device_type or self._device.type
-        self._window = Window()
-        self._reentrant: bool | None = None
+        self._window = Window(accumulate)
         self._statistics = RunningStatistics(model)
         self._overrides: ModuleOverrides | None = None
         self._trial: auto.TimedTrial | None = None
@@ -162,9 +158,46 @@ class MixedPrecision:
         if asked.compute == "auto" and resolved.compute != "fp32":
             self._trial = auto.TimedTrial(PrecisionTrial(resolved.compute), self._device_type)
         else:
-            self._decision = TrialDecision(resolved.compute, math.nan, reason)
+            self._decision = TrialDecision(resolved.compute, math.nan, why or reason)
         self._adopt(resolved)
+        try:
+            self._train(optimizer, resolved, release_gradients)
+        except BaseException:
+            self._remove_overrides()
+            raise
         _ALIVE.add(self)
+
+    def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
+        """Put weights and optimizer into the policy's formats, and choose how its turns are taken."""
+        trained = weight_modes.put_into_force(self.model, optimizer, policy, self._others(), fused=release)
+        self.optimizer = optimizer
+        self._fused = trained.fused
+        self._stored_as = trained.stored_as
+        self._release: Any = None
+        self._turn: Turn
+        if trained.fused is None or self.clip_value is not None:
+            self._turn = InPlace(trained.optimizer, self.clip_value, self.clip_norm)
+        else:
+            self._turn = OnePass(trained.fused, self.clip_norm)
+            if release and self.accumulate == 1:
+                from mezzo.pytorch.release import (  # type: ignore[import-not-found, unused-ignore]
+                    GradientRelease,
+                )
+
+                self._release = GradientRelease(trained.fused)
+        self._backward = OptimizerBackward(trained.optimizer)
+        self._fp32_gradients: FP32Gradients | None = None
+        # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
+        if self.accumulate > 1 or self.clip_value is not None or trained.wants_fp32_gradients:
+            self._fp32_gradients = FP32Gradients()
+            self._fp32_gradients.cover(gradients.parameters(trained.optimizer))
+            self._let_go = finalize(self, self._fp32_gradients.undo)
+            self._let_go.atexit = False
+
+    def _others(self) -> Iterator[Tensor]:
+        for mp in _ALIVE:
+            if mp is not self:
+                yield from gradients.parameters(mp.optimizer)
 
     def _adopt(self, policy: Policy) -> None:
         """Put a policy without `auto` into force, with its loss scale at its first state."""
@@ -176,11 +209,14 @@ class MixedPrecision:
         self._machine: DeviceLossScale | None = None
         scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
         self._machine = on_device(scale, self._device)
+        self._remove_overrides()
+        if policy.modules:
+            self._overrides = apply_module_overrides(self.model, policy, self._device_type)
+
+    def _remove_overrides(self) -> None:
         if self._overrides is not None:
             self._overrides.remove()
             self._overrides = None
-        if policy.modules:
-            self._overrides = apply_module_overrides(self.model, policy, self._device_type)
 
     @property
     def policy(self) -> Policy:
@@ -224,9 +260,9 @@ class MixedPrecision:
         """Backward of one loss, and at the end of a window the optimizer's turn.
 
         Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
-        afterwards. Inside a window `.grad` holds scaled gradients. The host waits for the device only where
-        the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for a
-        `scheduler` or `ema`. If backward raises, the window is dropped with its gradients.
+        afterwards. Inside a window `.grad` holds scaled gradients, in FP32. The host waits for the device only
+        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for
+        a `scheduler` or `ema`. If backward raises, the window is dropped with its gradients.
 
         Args:
             loss: one element, on the graph; not scaled, not divided.
@@ -243,13 +279,21 @@ class MixedPrecision:
         """
         training_checks.loss(loss)
         window = self._window
-        machine = self._scaling()
-        if window.seen == 0 and machine is not None:
-            # A seed of 2**16 is infinite in fp16, and would cost a skipped step before anything was computed.
-            window.scale = (
-                machine.scale.clamp(max=_FP16_SEED) if loss.dtype is torch.float16 else machine.scale
-            )
-        self._backward(loss, retain_graph)
+        scaling = self._scaling()
+        window.begin(loss, None if scaling is None else scaling.scale)
+        outcome: Outcome | None = None
+        try:
+            if self._release is not None:
+                outcome = self._released(loss, self._release, retain_graph)
+            else:
+                if self._fp32_gradients is not None and window.seen == 0:
+                    self._fp32_gradients.cover(gradients.parameters(self.optimizer))
+                self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
+        except BaseException:
+            # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
+            self._window = Window(self.accumulate)
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         window.seen += 1
         value = loss.detach()
         if self._records is not None:
@@ -260,7 +304,21 @@ class MixedPrecision:
                 self._trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
-        return self._end_window(value)
+        return self._end_window(value, outcome)
+
+    def _released(self, loss: Tensor, release: Any, retain_graph: bool) -> Outcome:
+        """Backward with the optimizer's turn inside it."""
+        training_checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
+        window = self._window
+        found, norm = release.backward(
+            loss,
+            window.seed(loss),
+            self._backward.params(),
+            multiplier=None if window.scale is None else inverse(window.scale),
+            clip_norm=self.clip_norm,
+            check=window.scale is not None,
+        )
+        return Outcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:
         """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
@@ -277,47 +335,14 @@ class MixedPrecision:
             return StepResult(False, note="nothing accumulated since the last step")
         return self._end_window(None)
 
-    def _backward(self, loss: Tensor, retain_graph: bool) -> None:
-        params = [p for p in gradients.parameters(self.optimizer) if p.requires_grad]
-        if not params:
-            raise UsageError("step(): no parameter of the optimizer requires a gradient")
-        seed = None
-        if self._window.scale is not None:
-            seed = (self._window.scale.to(loss.device) / self.accumulate).to(loss.dtype).expand_as(loss)
-        elif self.accumulate > 1:
-            seed = torch.full_like(loss, 1.0 / self.accumulate)
-        if self._reentrant is None:
-            self._reentrant = has_reentrant_checkpoint(loss)
-        try:
-            if self._reentrant:
-                others = [p for mp in _ALIVE if mp is not self for p in gradients.parameters(mp.optimizer)]
-                backward_around(loss, seed, others, retain_graph=retain_graph)
-            else:
-                backward_into(loss, seed, params, retain_graph=retain_graph)
-        except BaseException:
-            # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
-            self._window = Window()
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
-
-    def _end_window(self, loss: Tensor | None) -> StepResult:
-        window, self._window = self._window, Window()
-        grads = gradients.values(gradients.parameters(self.optimizer))
-        if not grads:
-            raise UsageError(
-                "step(): the loss depends on no parameter of this optimizer. Is it another model's?"
-            )
-        machine = self._scaling()
-        found: Tensor | None = None
-        if machine is not None and window.scale is not None:
-            inv_scale = inverse(window.scale) * (self.accumulate / window.seen)
-            flags = gradients.unscale_(grads, inv_scale)
-            found = gradients.combined(flags.values(), window.scale.device)
-        elif window.seen < self.accumulate:
-            with torch.no_grad():
-                torch._foreach_mul_(grads, self.accumulate / window.seen)
-        norm = gradients.clip_(grads, self.clip_value, self.clip_norm)
-        skipped = self._update(found)
+    def _end_window(self, loss: Tensor | None, outcome: Outcome | None = None) -> StepResult:
+        window, self._window = self._window, Window(self.accumulate)
+        follows = self.scheduler is not None or self._average is not None
+        if outcome is None:
+            outcome = self._turn(window, follows=follows)
+        found, skipped = outcome.found_inf, outcome.skipped
+        if isinstance(skipped, Tensor) and (follows or turns.reading_is_free(skipped)):
+            skipped = bool(skipped)
         self.optimizer.zero_grad(set_to_none=True)
         self._statistics.restore(skipped)
         if skipped is False:
@@ -325,7 +350,15 @@ class MixedPrecision:
                 self._average(self.model)
             if self.scheduler is not None:
                 self.scheduler.step()
-        result = StepResult(True, skipped if found is not None else None, loss, norm, window.scale)
+        result = StepResult(
+            updated=True,
+            found_inf=None if found is None else skipped,
+            loss_tensor=loss,
+            grad_norm_tensor=outcome.norm,
+            scale_tensor=window.scale,
+            weight_overflow_tensor=self._weight_overflow(),
+        )
+        machine = self._scaling()
         if machine is not None and found is not None:
             self._machine = machine = machine.next(found)
         self._record(result)
@@ -336,19 +369,11 @@ class MixedPrecision:
             machine.check()
         return result
 
-    def _update(self, found: Tensor | None) -> Tensor | bool:
-        """Step, or skip; whether it was skipped, as a tensor where the host doesn't know."""
-        if found is None:
-            self.optimizer.step()
-            return False
-        follows = self.scheduler is not None or self._average is not None
-        if not follows and not _reading_is_free(found) and can_skip_on_device(self.optimizer):
-            step_on_device(self.optimizer, found)
-            return found
-        skipped = bool(found)
-        if not skipped:
-            self.optimizer.step()
-        return skipped
+    def _weight_overflow(self) -> Tensor | None:
+        # A copy: the optimizer's own flag says it of every step to come.
+        if self._fused is None or self._stored_as == "fp32":
+            return None
+        return self._fused.weight_overflow.clone()
 
     def _record(self, result: StepResult) -> None:
         if self._records is not None:
@@ -405,15 +430,11 @@ class MixedPrecision:
     def close(self) -> None:
         """Let go of the parameters and of the model's overrides, so that another MixedPrecision may have
         them.
+
+        16-bit weights stay as they are, and so does the optimizer that holds the rest of them: hand both to
+        the next. `mezzo.master_state_dict` gives the model in FP32.
         """
         _ALIVE.discard(self)
-        if self._overrides is not None:
-            self._overrides.remove()
-            self._overrides = None
-
-
-def _reading_is_free(tensor: Tensor) -> bool:
-    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches
-    nothing.
-    """
-    return tensor.device.type == "cpu"
+        self._remove_overrides()
+        if self._fp32_gradients is not None:
+            self._let_go()

@@ -7,33 +7,17 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from mezzo.core.errors import UnsupportedPrecisionError, UsageError
-from mezzo.core.policy import Policy
+from mezzo.core.errors import UsageError
 from mezzo.pytorch import gradients
 from mezzo.pytorch.dtypes import name_of
 
 
-def policy(asked: Policy) -> Policy:
-    """The policy, unless it stores parameters in 16 bits.
-
-    Raises:
-        UnsupportedPrecisionError: it does.
-    """
-    if asked.params != "fp32":
-        raise UnsupportedPrecisionError(
-            f"policy '{asked}': params={asked.params} needs split masters, which this release does not have. "
-            f"Use precision={asked.compute!r}: FP32 parameters, computed in {asked.compute}."
-        )
-    return asked
-
-
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
-    """Check that the optimizer trains FP32 parameters of this model, and that nobody else does.
+    """Check that the optimizer trains parameters of this model, and that nobody else does.
 
     Raises:
         UsageError: it does not.
@@ -57,13 +41,6 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             f"MixedPrecision: none of the optimizer's parameters belongs to this {type(model).__name__}. "
             "Make the optimizer from model.parameters(), after the model is on its device."
         )
-    for param in trained:
-        if param.dtype in (torch.float16, torch.bfloat16):
-            raise UsageError(
-                f"MixedPrecision: a parameter is {name_of(param.dtype)}. Updates smaller than half a unit "
-                "in its last place would be lost: keep the model FP32 (no .half(), no .bfloat16()); "
-                f"precision={name_of(param.dtype)!r} lowers the compute."
-            )
     mine = {id(p) for p in trained}
     for other in others:
         if any(id(p) in mine for p in gradients.parameters(other.optimizer)):
@@ -91,6 +68,37 @@ def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: in
             raise UsageError(f"MixedPrecision: {name} is {bound!r}; give a finite number above 0, or None")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
+
+
+def release(asked: bool, clip_value: float | None) -> None:
+    """Check that gradients that are released need not be rewritten.
+
+    Raises:
+        UsageError: they would.
+    """
+    if asked and clip_value is not None:
+        raise UsageError(
+            "MixedPrecision: release_gradients=True frees each gradient within backward, and clip_value would "
+            "have to rewrite it first. Use clip_norm, or keep the gradients."
+        )
+
+
+def released_graph(retain_graph: bool, reentrant: bool) -> None:
+    """Check that weights may move while this graph's backward runs.
+
+    Raises:
+        UsageError: they may not.
+    """
+    if retain_graph:
+        raise UsageError(
+            "step(retain_graph=True): with release_gradients=True the weights have moved when backward ends, so "
+            "its graph can't run again. Step the other MixedPrecision first, or keep the gradients."
+        )
+    if reentrant:
+        raise UsageError(
+            "step(): the graph holds a checkpoint with use_reentrant=True, which computes its gradients in a "
+            "backward of its own. release_gradients=True needs use_reentrant=False."
+        )
 
 
 def scheduler(given: Any) -> None:

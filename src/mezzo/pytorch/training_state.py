@@ -33,6 +33,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "policy": str(mp._policy),
+        "weights": mp._stored_as,
         "decision": None if decision is None else [decision.precision, decision.speedup, decision.reason],
         "loss_scale": None if machine is None else machine.on_host().state_dict(),
         "accumulate": mp.accumulate,
@@ -59,6 +60,13 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             "a newer one"
         )
     window = state["window"]
+    saved_as = state.get("weights", "fp32")
+    # An FP32 run may go on in 16 bits, between two windows: its weights can be rounded, not the reverse.
+    if saved_as != mp._stored_as and (saved_as != "fp32" or window is not None):
+        raise UsageError(
+            f"the state was saved with weights {saved_as}; here they are {mp._stored_as}. Make this "
+            "MixedPrecision with the weights= it was saved with, or go on from mezzo.master_state_dict in FP32."
+        )
     params = list(gradients.parameters(mp.optimizer))
     if window is not None and (
         state["accumulate"] != mp.accumulate or len(window["gradients"]) != len(params)

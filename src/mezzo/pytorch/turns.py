@@ -1,0 +1,170 @@
+"""The optimizer's turn at the end of a window: from scaled gradients in `.grad` to a move, or to a skip.
+
+Two ways. `InPlace` is for any `torch.optim.Optimizer`, which reads `.grad` as it is: the gradients are
+unscaled, checked and clipped where they lie, a pass over memory each. `OnePass` is for a `FusedOptimizer`:
+its kernel multiplies as it reads, so no gradient is ever written. One read of them gives norm and found_inf,
+and that only where a loss scale or `clip_norm` asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch import gradients
+from mezzo.pytorch.device_scale import inverse
+from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.window import Window
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a turn did.
+
+    Args:
+        found_inf: 0-dim FP32, 0.0 where every gradient was finite; None if nobody looked.
+        skipped: whether the optimizer held still; a tensor where only the device knows.
+        norm: 0-dim, total 2-norm of the unscaled gradients before clipping; None if nobody asked for it.
+    """
+
+    found_inf: Tensor | None
+    skipped: Tensor | bool
+    norm: Tensor | None
+
+
+class Turn(Protocol):
+    """Moves the parameters by the gradients of a window, or skips."""
+
+    def __call__(self, window: Window, *, follows: bool) -> Outcome:
+        """Take the turn.
+
+        Args:
+            window: what the gradients are a sum of.
+            follows: whether somebody must be told at once if it was skipped, which makes the host wait.
+        """
+        ...
+
+
+class InPlace:
+    """Unscale, check and clip in `.grad`, then call the optimizer's step.
+
+    Args:
+        optimizer: any.
+        clip_value: largest magnitude of an unscaled element.
+        clip_norm: largest total 2-norm; after `clip_value`.
+    """
+
+    def __init__(self, optimizer: Optimizer, clip_value: float | None, clip_norm: float | None) -> None:
+        self._optimizer = optimizer
+        self._clip_value = clip_value
+        self._clip_norm = clip_norm
+
+    def __call__(self, window: Window, *, follows: bool) -> Outcome:
+        """Take the turn; see `Turn`."""
+        grads = _present(gradients.values(gradients.parameters(self._optimizer)))
+        found: Tensor | None = None
+        if window.scale is not None:
+            flags = gradients.unscale_(grads, inverse(window.scale) * window.rescale)
+            found = gradients.combined(flags.values(), window.scale.device)
+        elif window.rescale != 1.0:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, window.rescale)
+        norm = gradients.clip_(grads, self._clip_value, self._clip_norm)
+        return Outcome(found, self._step(found, follows), norm)
+
+    def _step(self, found: Tensor | None, follows: bool) -> Tensor | bool:
+        if found is None:
+            self._optimizer.step()
+            return False
+        if not follows and not reading_is_free(found) and can_skip_on_device(self._optimizer):
+            step_on_device(self._optimizer, found)
+            return found
+        skipped = bool(found)
+        if not skipped:
+            self._optimizer.step()
+        return skipped
+
+
+class OnePass:
+    """Leave `.grad` as backward left it: the optimizer's kernel unscales and clips what it reads.
+
+    Naive code::
+
+        inv_scale = accumulate / seen / scale
+        norm = inv_scale * sqrt(sum((g.double() ** 2).sum() for g in grads))
+        found_inf = not isfinite(norm)
+        optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
+
+    The sum of squares is FP64, so it is finite wherever every gradient is, and one read tells both.
+
+    Args:
+        optimizer: a FusedOptimizer, or the torch optimizer that one was made from and whose `step` is its.
+        clip_norm: largest total 2-norm.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, clip_norm: float | None) -> None:
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+
+    def __call__(self, window: Window, *, follows: bool) -> Outcome:
+        """Take the turn; see `Turn`."""
+        grads = _present(gradients.values(gradients.parameters(self._optimizer), allow_fp16=True))
+        found: Tensor | None = None
+        norm: Tensor | None = None
+        multiplier: Tensor | None = None
+        device = grads[0].device if window.scale is None else window.scale.device
+        if window.scale is not None:
+            multiplier = inverse(window.scale) * window.rescale
+        elif window.rescale != 1.0:
+            multiplier = torch.full((), window.rescale, device=device)
+        if window.scale is not None or self._clip_norm is not None:
+            total = _sum_of_squares(grads, device)
+            if window.scale is not None:
+                found = 1.0 - total.isfinite().float()
+            norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
+            if self._clip_norm is not None:
+                factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                multiplier = (factor if multiplier is None else factor * multiplier).float()
+            norm = norm.float()
+        return Outcome(found, self._step(multiplier, found, follows), norm)
+
+    def _step(self, multiplier: Tensor | None, found: Tensor | None, follows: bool) -> Tensor | bool:
+        if found is None:
+            self._optimizer.step(multiplier=multiplier)
+            return False
+        if follows or reading_is_free(found):
+            skipped = bool(found)
+            if not skipped:
+                self._optimizer.step(multiplier=multiplier)
+            return skipped
+        self._optimizer.step(multiplier=multiplier, found_inf=found)
+        return found
+
+
+def reading_is_free(tensor: Tensor) -> bool:
+    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches
+    nothing.
+    """
+    return tensor.device.type == "cpu"
+
+
+def _present(grads: list[Tensor]) -> list[Tensor]:
+    if not grads:
+        raise UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
+    return grads
+
+
+def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        grouped.setdefault(grad.device, []).append(grad)
+    sums = [sum_of_squares(group).to(device, non_blocking=True) for group in grouped.values()]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
