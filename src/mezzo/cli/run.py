@@ -2,6 +2,7 @@
 
   mezzo run train.py --epochs 3                     the precision that this machine is good at
   mezzo run --precision fp16 train.py --epochs 3    fp16, with loss scaling
+  mezzo run --precision bf16,masters=split train.py bf16 weights with exact masters: 14 bytes a parameter
   mezzo run -m package.train --epochs 3             as after python -m
 
 What follows the script's name belongs to the script. It runs as it does under python: the same arguments,
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--precision",
         metavar="P",
-        help="auto (default), bf16, fp16, fp32, or a policy such as bf16,op.softmax=lower",
+        help="auto (default), bf16, fp16, fp32, or a policy such as bf16,op.softmax=lower or bf16,masters=split",
     )
     which.add_argument("--policy", metavar="FILE", help="a policy in a TOML file")
     parser.add_argument(

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 # Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose.
 _MARK = "_mezzo_launch_files_are_skipped"
-_NOT_TRACED = ("backward", "foreign", "journal", "optimizers", "prepare", "quiet", "session", "veto", "watch")
+_NOT_TRACED = (
+    *("backward", "foreign", "journal", "optimizers", "prepare", "quiet", "session", "storage", "veto"),
+    "watch",
+)
 
 
 class Instrument:
@@ -40,6 +43,7 @@ class Instrument:
         self._patches = Patches()
         self._steps: Any = None
         self.watch: Any = None
+        self.storage: Any = None
 
     def install(self) -> None:
         """Wait for the imports that matter."""
@@ -57,6 +61,7 @@ class Instrument:
         from mezzo.pytorch.launch import backward, foreign, regions
         from mezzo.pytorch.launch.optimizers import Steps
         from mezzo.pytorch.launch.prepare import Preparation
+        from mezzo.pytorch.launch.storage import Storage
         from mezzo.pytorch.launch.veto import Veto
         from mezzo.pytorch.launch.watch import StepWatch
 
@@ -68,7 +73,8 @@ class Instrument:
         original_call = module.__call__
         self._imports.when("torch._dynamo.utils", lambda utils: _tell_dynamo(patches, utils, original_call))
         self._imports.when("torch._dynamo.trace_rules", _skip_our_files)
-        preparation = Preparation(session, steps)
+        self.storage = Storage(session)
+        preparation = Preparation(session, steps, self.storage)
         patches.set(module, "__call__", regions.make_call(session, preparation, original_call))
         patches.set(autograd, "backward", backward.make_backward(session, veto, autograd.backward))
         patches.set(
@@ -78,7 +84,7 @@ class Instrument:
             patches.set(autograd, "grad", backward.make_grad(session, autograd.grad))
             patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
         foreign.watch_torch(session, patches)
-        if session.policy.is_fp32:
+        if session.policy.compute == "fp32":
             from mezzo.pytorch.launch.tf32 import switch_off_tf32
 
             switch_off_tf32()

@@ -57,6 +57,7 @@ class Steps:
         def _patch_step_function(optimizer: Any) -> None:
             original(optimizer)
             self._session.optimizers.add(optimizer)
+            self._session.optimizers_made += 1
             kind: Any = type(optimizer)
             if not hasattr(kind.step, "_mezzo_steps"):
                 before = kind.__dict__.get("step")
@@ -160,7 +161,8 @@ class Steps:
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         session = self._session
-        number = self._numbers.setdefault(optimizer, len(self._numbers))
+        scripts = session.stand_ins.get(optimizer, optimizer)
+        number = self._numbers.setdefault(scripts, len(self._numbers))
         for statistics in self.statistics.values():
             statistics.restore(not moved)
         if session.trial is not None:

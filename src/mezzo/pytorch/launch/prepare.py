@@ -20,6 +20,7 @@ from mezzo.pytorch.running_statistics import RunningStatistics
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.optimizers import Steps
     from mezzo.pytorch.launch.session import Session
+    from mezzo.pytorch.launch.storage import Storage
 
 _LOWERED = (torch.bfloat16, torch.float16)
 
@@ -27,18 +28,27 @@ _LOWERED = (torch.bfloat16, torch.float16)
 class Preparation:
     """Finds the device, resolves `auto`, applies the policy's overrides, nudges: each once a module."""
 
-    def __init__(self, session: Session, steps: Steps) -> None:
+    def __init__(self, session: Session, steps: Steps, storage: Storage) -> None:
         self._session = session
         self._steps = steps
+        self._storage = storage
         # What is moved already: a compiled step in FP32 shows us inner modules, too.
         self._nudged: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-    def prepare(self, module: nn.Module) -> bool:
-        """Whether this module's call is a region: it has floating parameters, all of FP32 or wider."""
+    def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
+        """Whether this module's call is a region: it has floating parameters, all of FP32 or wider but for
+        those that we lowered.
+
+        Args:
+            module: the module that is called outermost.
+            traced: whether a compiler traces the call: its weights must stay what they are.
+        """
         known = self._known.get(module)
         if known is None:
             known = self._known[module] = self._first_call(module)
+        if known and self._storage.wanted:
+            self._settle(module, traced)
         return known
 
     def remember_statistics(self, module: nn.Module) -> None:
@@ -57,7 +67,7 @@ class Preparation:
             return False
         name = type(inner(module)).__name__
         lowered = next((p.dtype for p in own if p.dtype in _LOWERED), None)
-        if lowered is not None:
+        if lowered is not None and not self._storage.lowered:  # else it may be by us, or a copy of such a one
             session.stand_back(
                 f"{name} holds {str(lowered).removeprefix('torch.')} parameters: "
                 "the script chooses its formats itself"
@@ -65,7 +75,7 @@ class Preparation:
             return False
         first = not session.device_type
         session.resolve(next(iter(own)).device.type)
-        if first and session.policy.is_fp32 and switch_off_tf32():
+        if first and session.policy.compute == "fp32" and switch_off_tf32():
             session.journal.note("the script had switched TF32 on; under the policy fp32 it is off")
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
@@ -76,6 +86,14 @@ class Preparation:
             self._nudged.update(dict.fromkeys(fresh))
             nudge(fresh)
         return True
+
+    @quiet
+    def _settle(self, module: nn.Module, traced: bool) -> None:
+        if not traced:
+            self._storage.settle(module)
+        elif not self._storage.knows(module):
+            name = type(inner(module)).__name__
+            self._storage.left_out(f"the weights of {name} stay FP32: a compiled function calls it")
 
     def _override(self, module: nn.Module, first: bool) -> None:
         from mezzo.pytorch.modules import apply_module_overrides

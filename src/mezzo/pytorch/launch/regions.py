@@ -48,7 +48,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     def prepare_at_trace_time(context: Any) -> None:
         variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
         module = getattr(variable, "value", None)
-        if isinstance(module, nn.Module) and preparation.prepare(module):
+        if isinstance(module, nn.Module) and preparation.prepare(module, traced=True):
             session.compiled = True
 
     def traced(self: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from mezzo.pytorch.launch.journal import Journal, now_text
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.seeds import Seeds
 from mezzo.pytorch.launch.session import Session
+from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.launch.summary import summary
 
 
@@ -31,6 +32,7 @@ def run(request: RunRequest) -> int:
         MezzoError: likewise, from the policy.
     """
     policy = policy_of(request.policy)
+    check(policy)
     target = script.locate(request.target, is_module=request.is_module)
     try:
         journal = Journal(request.records, lambda: _started(session))
@@ -55,6 +57,8 @@ def run(request: RunRequest) -> int:
             imports.remove()
             if instrument.watch is not None:
                 instrument.watch.finish()
+            if instrument.storage is not None:
+                instrument.storage.finish()
             if not journal.losses and session.left_alone is None:
                 journal.note("the script never called backward()")
             journal.end(status)

@@ -35,6 +35,8 @@ class Session:
         fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
         modules: class names of the modules called outermost, in order of their first call.
         optimizers: the optimizers alive (weak), for telling whose gradients are whose.
+        optimizers_made: how many have been made so far.
+        stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
     """
 
     request: RunRequest
@@ -48,6 +50,8 @@ class Session:
     lowered_calls: int = 0
     modules: dict[str, None] = field(default_factory=dict)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    optimizers_made: int = 0
+    stand_ins: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     trial: TimedTrial | None = None
     precision_reason: str = ""
     fatal: MezzoError | None = None
@@ -121,7 +125,7 @@ class Session:
         self.trial = None
         self.precision_reason = decision.reason
         if decision.precision == "fp32":
-            self.policy = _FP32
+            self.policy = Policy("fp32", state=self.policy.state)
             self._settle()
 
 

@@ -54,7 +54,8 @@ def _calls(session: Session) -> str:
         )
     if session.policy.is_fp32:
         return f"{calls} of {names}, all in FP32"
-    return f"{calls} of {names} in {session.policy.compute} on {session.device_type}; weights stay FP32"
+    stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
+    return f"{calls} of {names} in {session.policy.compute} on {session.device_type}{stored}"
 
 
 def _ops(session: Session) -> str:
