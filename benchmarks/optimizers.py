@@ -33,6 +33,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+import modes
 from clocks import copy_bandwidth, launches, seconds
 from contenders import BASELINE, CONTENDERS, HYPER, PACKAGES, Contender
 from distance import distances
@@ -43,6 +44,7 @@ from pairs import ratio_of_medians
 from shapes import LAYOUTS, SIZES, parameters
 from training_bytes import measure_in_a_process
 
+PARTS = ("training", "modes", "first_step", "cells", "distance")
 MOST_BYTES = 24  # a parameter: what a contender not yet built may need, with what its step allocates
 
 
@@ -234,8 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts",
         nargs="+",
-        choices=("cells", "distance", "first_step", "training"),
-        default=["cells", "distance", "first_step", "training"],
+        choices=PARTS,
+        default=list(PARTS),
         help="what to measure (default: all)",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "optimizers.json")
@@ -266,6 +268,8 @@ def main() -> None:
 
     if "training" in arguments.parts:  # first: nothing of this process is compiled or large yet
         results["training"] = measure_in_a_process(device, console)
+    if "modes" in arguments.parts and device == "cpu":
+        results["modes"] = modes.count(console)
     if "first_step" in arguments.parts:
         results["first_step"] = both_starts([n for n, c in tried.items() if c.compiles], device, console)
     write()
