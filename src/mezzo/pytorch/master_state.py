@@ -104,8 +104,11 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
                 f"master_state_dict and load_master_state_dict take an optimizer or several, received "
                 f"{type(one).__name__}."
             )
-        if hasattr(one, "master"):
-            owners.update({id(p): one for group in one.param_groups for p in group["params"]})
+        held = getattr(
+            one, "fused", one
+        )  # an adopted optimizer's masters are those of the one that took over
+        if hasattr(held, "master"):
+            owners.update({id(p): held for group in held.param_groups for p in group["params"]})
     return owners
 
 

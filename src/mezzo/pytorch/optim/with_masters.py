@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import weights
 from mezzo.pytorch.kernels.split.reference import encode_nearest, refreshed
+from mezzo.pytorch.optim.adopt import Adopted
+from mezzo.pytorch.optim.fused import FusedOptimizer
 
 _MASTER = "master"
 
@@ -104,10 +107,19 @@ class WithMasters(Optimizer):
         return self.inner.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self.inner}
+        # Apart from the inner optimizer's entries, which it may look through as it is unpickled.
+        inner = self.inner.__getstate__()
+        masters = {p: entry[_MASTER] for p, entry in self.state.items() if _MASTER in entry}
+        entries = {p: _without_master(entry) for p, entry in self.state.items()}
+        held = defaultdict(dict, {p: entry for p, entry in entries.items() if entry != {}})
+        return {"class": type(self.inner), "inner": {**inner, "state": held}, "masters": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attach(state["inner"])
+        inner = state["class"].__new__(state["class"])
+        inner.__setstate__(state["inner"])
+        self._attach(inner)
+        for param, master in state["masters"].items():
+            inner.state[param][_MASTER] = master
 
     def __repr__(self) -> str:
         return f"with_masters({self.inner!r})"
@@ -380,10 +392,11 @@ class WithMasters(Optimizer):
 def _refuse_unfit(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"with_masters takes a torch.optim.Optimizer, received {type(optimizer).__name__}.")
-    if hasattr(optimizer, "master") or hasattr(getattr(optimizer, "step", None), "_goes_through_masters"):
+    has_masters = isinstance(optimizer, (WithMasters, FusedOptimizer, Adopted))
+    if has_masters or hasattr(optimizer.step, "_goes_through_masters"):
         raise UsageError(
-            f"{type(optimizer).__name__} has masters already: use it as it is. (One of mezzo.optim takes "
-            "masters='fp32' or 'split' when it is made.)"
+            f"with_masters: this {type(optimizer).__name__} has masters already: use it as it is. (One of "
+            "mezzo.optim takes masters='fp32' or 'split' when it is made.)"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UsageError(

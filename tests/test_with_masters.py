@@ -1,0 +1,586 @@
+"""FP32 masters under any torch optimizer: to the bit, with closures, edits, saved states, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import mezzo
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.split.reference import encode_nearest
+from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
+from mezzo.pytorch.weights import lower_weights
+
+NAN = float("nan")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SignOfMomentum(torch.optim.Optimizer):
+    """A user's optimizer, which asks `in` whether a parameter has a state, and replaces `.data`."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "moved": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["moved"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p not in self.state:
+                    self.state[p]["m"] = torch.zeros_like(p)
+                self.state[p]["m"].lerp_(p.grad, 0.1)
+                p.data = p.data - group["lr"] * self.state[p]["m"].sign()
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "custom": SignOfMomentum,
+}
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def give_gradients(low: nn.Module, wide: nn.Module | None = None, seed: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    others = list(wide.parameters()) if wide is not None else [None] * len(list(low.parameters()))
+    for p, q in zip(low.parameters(), others):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = grad * scale
+        if q is not None:
+            q.grad = grad.float()
+
+
+def masters(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [optimizer.master(p) for p in model.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b.detach()) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt: str) -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model, fmt)
+    optimizer, reference = (
+        with_masters(OPTIMIZERS[name](model.parameters())),
+        OPTIMIZERS[name](exact.parameters()),
+    )
+    for index in range(50):
+        give_gradients(model, exact, seed=index)
+        kept = [p.grad for p in model.parameters()]
+        optimizer.step()
+        reference.step()
+        assert all(p.grad is g for p, g in zip(model.parameters(), kept))
+    assert same(masters(model, optimizer), list(exact.parameters()))
+    for p, q in zip(model.parameters(), exact.parameters()):
+        weight = q.detach() if p.dtype is torch.float32 else encode_nearest(q.detach(), p.dtype)
+        assert torch.equal(p, weight)
+        entry = {k: v for k, v in optimizer.state[p].items() if k != "master"}
+        assert entry.keys() == reference.state[q].keys()
+        for key, value in reference.state[q].items():
+            assert torch.equal(entry[key], value) if isinstance(value, Tensor) else entry[key] == value
+    if name == "custom":
+        assert optimizer.param_groups[0]["moved"] == 50
+
+
+def test_nothing_of_fp32_is_left_of_the_gradients() -> None:
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(torch.optim.SGD(model.parameters(), lr=0.1))
+    give_gradients(model)
+    optimizer.step()
+    assert all(master.grad is None for master in optimizer._masters.values())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fp32_parameters_pass_through() -> None:
+    model, exact = model_of(), model_of()
+    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
+    wrapped = with_masters(optimizer)
+    for index in range(3):
+        give_gradients(model, exact, seed=index)
+        wrapped.step()
+        reference.step()
+    assert same(list(model.parameters()), list(exact.parameters()))
+    assert not any("master" in entry for entry in wrapped.state.values())
+
+
+@pytest.mark.parametrize("over", ["wrapper", "inside, before", "inside, after"])
+def test_schedulers_over_either_object_set_the_rate(over: str) -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model)
+    inside = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    reference = torch.optim.AdamW(exact.parameters(), lr=1e-2, foreach=False)
+    make = lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)  # noqa: E731
+    early = make(inside) if over == "inside, before" else None
+    optimizer = with_masters(inside)
+    scheduler = early or make(optimizer if over == "wrapper" else inside)
+    expected = make(reference)
+    for index in range(7):
+        give_gradients(model, exact, seed=index)
+        optimizer.step()
+        scheduler.step()
+        reference.step()
+        expected.step()
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] == 1e-2 / 8
+    assert same(masters(model, optimizer), list(exact.parameters()))
+
+
+def test_the_object_that_was_handed_over_steps_through_the_masters() -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model)
+    script_s = OPTIMIZERS["adamw"](model.parameters())
+    optimizer, reference = with_masters(script_s), OPTIMIZERS["adamw"](exact.parameters())
+    for index in range(4):
+        give_gradients(model, exact, seed=index)
+        script_s.step()
+        reference.step()
+    assert same(masters(model, optimizer), list(exact.parameters()))
+    saved = copy.deepcopy(script_s.state_dict())
+    give_gradients(model)
+    script_s.step()
+    script_s.load_state_dict(saved)
+    assert optimizer.state[model[0].weight]["master"].dtype is torch.float32
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
+    script_s.zero_grad()
+    assert model[0].weight.grad is None
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=1.0, max_iter=20, line_search_fn="strong_wolfe")
+
+
+def fitted(precision: str) -> float:
+    """The least squares left by a regression whose weights are near 10, 100 small steps from 9.5 on."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 8, generator=generator)
+    y = x @ (10.0 + torch.randn(8, 1, generator=torch.Generator().manual_seed(1)))
+    layer = nn.Linear(8, 1, bias=False)
+    nn.init.constant_(layer.weight, 9.5)
+    if precision != "fp32":
+        lower_weights(layer)
+    optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=20)
+    if precision == "masters":
+        optimizer = with_masters(optimizer)
+
+    def closure() -> Tensor:
+        assert optimizer.param_groups[0]["params"] == [layer.weight]
+        optimizer.zero_grad()
+        loss = (x @ layer.weight.float().T - y).pow(2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        optimizer.step(closure)
+    return closure().item()
+
+
+def test_lbfgs_on_bf16_weights_converges_where_the_plain_one_stops() -> None:
+    losses = {precision: fitted(precision) for precision in ("fp32", "plain bf16", "masters")}
+    # bf16 weights near 10 are up to 1/32 from the best ones: 8 of them leave 8 * (1/32)^2 / 3 on average.
+    assert losses["fp32"] < 1e-7
+    assert losses["masters"] < 8 / 1024, losses
+    assert losses["plain bf16"] > 10 * losses["masters"], losses
+
+
+def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model)
+    optimizer, reference = with_masters(lbfgs(model.parameters())), lbfgs(exact.parameters())
+    counts = [0, 0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        counts[0] += 1
+        give_gradients(model, seed=counts[0])
+        return torch.tensor(float(counts[0]))
+
+    def in_fp32() -> Tensor:
+        reference.zero_grad()
+        counts[1] += 1
+        give_gradients(model, exact, seed=counts[1])
+        return torch.tensor(float(counts[1]))
+
+    for _ in range(3):
+        optimizer.step(closure)
+        reference.step(in_fp32)
+    assert counts[0] == counts[1] > 3
+    assert same(masters(model, optimizer), list(exact.parameters()))
+
+
+def test_a_closure_that_raises_leaves_the_model_in_place() -> None:
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(lbfgs(model.parameters()))
+
+    def closure() -> Tensor:
+        raise KeyError("the loader ended")
+
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyError, match="the loader ended"):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert same(before, list(model.parameters()))
+    assert optimizer.state[model[0].weight]["master"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+def test_an_edited_weight_starts_its_master_anew_element_by_element(fmt: str) -> None:
+    model = model_of()
+    lower_weights(model, fmt)
+    optimizer = with_masters(torch.optim.SGD(model.parameters(), lr=1e-5))
+    give_gradients(model)
+    optimizer.step()
+    weight = model[0].weight
+    before = optimizer.master(weight)
+    weight.data[0] = 0.0
+    weight.data[1] = 3.0
+    weight.data[2, 2] = NAN
+    expected = before.clone()
+    expected[0], expected[1], expected[2, 2] = 0.0, 3.0, NAN
+    torch.testing.assert_close(optimizer.master(weight), expected, rtol=0, atol=0, equal_nan=True)
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.master(weight), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(weight.isnan(), expected.isnan())
+
+
+def test_clipping_hooks_of_the_inner_optimizer_see_fp32_gradients() -> None:
+    model = model_of()
+    lower_weights(model)
+    inside = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    inside.register_step_pre_hook(
+        lambda o, *_: seen.append({p.grad.dtype for g in o.param_groups for p in g["params"]})
+    )
+    give_gradients(model)
+    with_masters(inside).step()
+    assert seen == [{torch.float32}]
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mezzo.GradScaler])
+@pytest.mark.parametrize("fmt", DTYPES)
+def test_a_scaler_divides_in_fp32_and_skips(scaler_class: Any, fmt: str) -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model, fmt)
+    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
+    optimizer = with_masters(optimizer)
+    scaler = scaler_class("cpu", init_scale=2.0**10)
+    for index in range(4):
+        scaler.scale(torch.zeros(()))
+        give_gradients(model, exact, seed=index)
+        for p, q in zip(model.parameters(), exact.parameters()):
+            # A gradient that fp16 holds only while it is scaled.
+            p.grad = (q.grad * 2.0**-4).to(p.dtype)
+            q.grad = p.grad.float() / 2.0**10
+        before = masters(model, optimizer)
+        if index == 2:
+            model[2].weight.grad[0, 0] = NAN
+        scaler.step(optimizer)
+        scaler.update()
+        if index == 2:
+            assert same(masters(model, optimizer), before)
+            scaler.update(2.0**10)
+        else:
+            reference.step()
+    assert same(masters(model, optimizer), list(exact.parameters()))
+
+
+def test_mezzo_s_scaler_undoes_a_closure_with_masters_and_state() -> None:
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(lbfgs(model.parameters()))
+    scaler = mezzo.GradScaler(init_scale=4.0)
+    calls = [0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls[0] += 1
+        give_gradients(model, seed=calls[0], scale=4.0)
+        if calls[0] == 3:
+            model[0].weight.grad[0, 0] = NAN
+        loss = torch.tensor(NAN if calls[0] == 3 else float(calls[0]))
+        scaler.scale(loss)
+        return loss
+
+    before = masters(model, optimizer)
+    scaler.step(optimizer, closure)
+    assert scaler.was_skipped(optimizer)
+    assert calls[0] == 3
+    assert same(masters(model, optimizer), before)
+
+
+def test_sparse_gradients_reach_the_inner_optimizer() -> None:
+    table, exact = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, sparse=True)
+    exact.load_state_dict(table.state_dict())
+    lower_weights(table)
+    optimizer = with_masters(torch.optim.SparseAdam(table.parameters(), lr=0.1))
+    reference = torch.optim.SparseAdam(exact.parameters(), lr=0.1)
+    for _ in range(3):
+        for layer in (table, exact):
+            layer.zero_grad()
+            layer(torch.tensor([1, 3, 3])).sum().backward()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(optimizer.master(table.weight), exact.weight)
+
+
+def trained(name: str, steps: int = 3) -> tuple[nn.Sequential, WithMasters]:
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(OPTIMIZERS[name](model.parameters()))
+    for index in range(steps):
+        give_gradients(model, seed=index)
+        optimizer.step()
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    for index in range(3):
+        give_gradients(model, seed=10 + index)
+        optimizer.step()
+    return masters(model, optimizer)
+
+
+def saved_and_loaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_state_goes_on_to_the_bit(name: str, steps: int, order: str) -> None:
+    model, optimizer = trained(name, steps)
+    states = saved_and_loaded([model.state_dict(), optimizer.state_dict()])
+    other = model_of(seed=1)
+    lower_weights(other)
+    resumed = with_masters(OPTIMIZERS[name](other.parameters()))
+    loads = [lambda: other.load_state_dict(states[0]), lambda: resumed.load_state_dict(states[1])]
+    for load in loads if order == "model first" else loads[::-1]:
+        load()
+    assert same(masters(other, resumed), masters(model, optimizer))
+    assert same(go_on(other, resumed), go_on(model, optimizer))
+
+
+def test_a_state_of_the_plain_optimizer_is_taken() -> None:
+    exact, model = model_of(), model_of()
+    plain = OPTIMIZERS["adamw"](exact.parameters())
+    lower_weights(model)
+    optimizer = with_masters(OPTIMIZERS["adamw"](model.parameters()))
+    give_gradients(model, exact)
+    plain.step()
+    optimizer.step()
+    kept = masters(model, optimizer)
+    give_gradients(model, exact, seed=5)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    assert same(masters(model, optimizer), kept)
+    for p, q in zip(model.parameters(), exact.parameters()):
+        assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+        assert optimizer.state[p]["step"] == 2
+
+
+def test_a_state_that_is_there_already_is_kept_in_fp32() -> None:
+    model = model_of()
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    give_gradients(model)
+    plain.step()
+    wanted = plain.state[model[0].weight]["exp_avg"].clone()
+    lower_weights(model)
+    optimizer = with_masters(plain)
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], wanted)
+    low = nn.Linear(3, 3).bfloat16()
+    plain = OPTIMIZERS["adamw"](low.parameters())
+    give_gradients(low)
+    plain.step()
+    assert with_masters(plain).state[low.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    _, optimizer = trained("adamw")
+    good = copy.deepcopy(optimizer.state_dict())
+
+    def broken(change: Callable[[Any], Any]) -> Any:
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    cases: list[tuple[Any, str]] = [
+        (broken(lambda s: s["state"][0].pop("master")), r"has masters, but none for parameter 0, .*bfloat16"),
+        (
+            broken(lambda s: s["state"][2].update(master=torch.zeros(16))),
+            r"parameter 2, which is float32 here",
+        ),
+        (
+            broken(lambda s: s["state"][0].update(master=torch.zeros(2, 2))),
+            r"'master' of parameter 0 is \(2, 2\)",
+        ),
+        (
+            broken(lambda s: s["state"][1].update(exp_avg=torch.zeros(2))),
+            r"'exp_avg' of parameter 1 is \(2,\)",
+        ),
+        (broken(lambda s: s["param_groups"][0]["params"].pop()), r"groups of \[5\] parameters.* of \[6\]"),
+        (broken(lambda s: s["param_groups"].append({"params": []})), r"groups of \[6, 0\]"),
+        ({"model": 1}, "no optimizer's state: it has model"),
+    ]
+    before = copy.deepcopy(optimizer.state_dict())
+    for state, message in cases:
+        with pytest.raises(UsageError, match=message):
+            optimizer.load_state_dict(state)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_inner_optimizer_that_fails_to_load_leaves_all_as_it_was() -> None:
+    class Fussy(SignOfMomentum):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            raise KeyError("no such thing")
+
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(Fussy(model.parameters()))
+    give_gradients(model)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    changed = copy.deepcopy(before)
+    changed["param_groups"][0]["lr"] = 7.0
+    changed["state"][0]["m"].fill_(3.0)
+    with pytest.raises(KeyError, match="no such thing"):
+        optimizer.load_state_dict(changed)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_copies_of_model_and_optimizer_go_on_alike(copier: Callable[[Any], Any], steps: int) -> None:
+    pair = trained("adamw", steps)
+    model, optimizer = copier(pair)
+    assert model[0].weight is not pair[0][0].weight
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    expected = go_on(*pair)
+    assert same(go_on(model, optimizer), expected)
+    optimizer.inner.step()
+    assert not same(masters(model, optimizer), expected)
+
+
+def test_groups_that_are_added_later_have_masters() -> None:
+    model, exact = model_of(), model_of()
+    lower_weights(model)
+    optimizer = with_masters(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    reference = torch.optim.SGD(exact[0].parameters(), lr=0.1)
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.2})
+    optimizer.inner.add_param_group({"params": list(model[2].parameters()), "lr": 0.3})
+    for index, rate in ((1, 0.2), (2, 0.3)):
+        reference.add_param_group({"params": list(exact[index].parameters()), "lr": rate})
+    for index in range(3):
+        give_gradients(model, exact, seed=index)
+        optimizer.step()
+        reference.step()
+    assert same(masters(model, optimizer), list(exact.parameters()))
+
+
+def test_the_model_may_be_brought_back_to_fp32() -> None:
+    model, optimizer = trained("adamw")
+    model.float()
+    give_gradients(model)
+    optimizer.step()
+    assert not any("master" in entry for entry in optimizer.state.values())
+    broken, optimizer = trained("adamw")
+    broken[0].weight.data = broken[0].weight.data[:2].clone()
+    with pytest.raises(UsageError, match="replaced by another shape"):
+        optimizer.step()
+
+
+def test_frozen_parameters_and_those_without_gradient_stay() -> None:
+    model = model_of()
+    lower_weights(model)
+    model[0].weight.requires_grad_(False)
+    optimizer = with_masters(OPTIMIZERS["adamw"](model.parameters()))
+    before = masters(model, optimizer)
+    give_gradients(model)
+    model[0].weight.grad = model[2].bias.grad = None
+    optimizer.step()
+    after = masters(model, optimizer)
+    assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, False, False, False, False, True]
+
+
+def test_what_is_refused() -> None:
+    model, optimizer = trained("adamw")
+    with pytest.raises(UsageError, match="WithMasters has masters already"):
+        with_masters(optimizer)
+    with pytest.raises(UsageError, match="AdamW has masters already"):
+        with_masters(optimizer.inner)
+    with pytest.raises(UsageError, match=r"takes a torch\.optim\.Optimizer, received list"):
+        with_masters([1])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="without differentiable=True"):
+        with_masters(torch.optim.AdamW(model_of().parameters(), differentiable=True))
+    stranger = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UsageError, match="no such parameter"):
+        optimizer.master(stranger)
+    with pytest.raises(UsageError, match="no such parameter"):
+        optimizer.set_master(stranger, torch.zeros(3))
+    with pytest.raises(UsageError, match=r"value is \(3,\) and the parameter \(16, 8\)"):
+        optimizer.set_master(model[0].weight, torch.zeros(3))
+
+
+def test_it_goes_when_nothing_holds_it() -> None:
+    _, optimizer = trained("adamw")
+    gone = weakref.ref(optimizer)
+    del optimizer, _
+    gc.collect()
+    assert gone() is None
+
+
+def test_averages_of_masters_equal_those_of_fp32_training() -> None:
+    """`AveragedModel` averages what it finds, so over bf16 weights in bf16: average an FP32 shadow instead."""
+    model, exact = model_of(), model_of()
+    lower_weights(model)
+    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
+    optimizer = with_masters(optimizer)
+    shadow = copy.deepcopy(model).float()
+    average = AveragedModel(shadow, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    expected = AveragedModel(exact, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    low = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for index in range(10):
+        give_gradients(model, exact, seed=index)
+        optimizer.step()
+        reference.step()
+        shadow.load_state_dict(mezzo.master_state_dict(model, optimizer))
+        average.update_parameters(shadow)
+        expected.update_parameters(exact)
+        low.update_parameters(model)
+    assert same(list(average.parameters()), list(expected.parameters()))
+    for p, q in zip(low.parameters(), expected.parameters()):
+        torch.testing.assert_close(p.float(), q, rtol=0.02, atol=0.02)
