@@ -180,3 +180,31 @@ def test_a_compiled_model_is_said_to_be_compiled() -> None:
     result = mezzo.explain(model, torch.ones(1, 2), precision="bf16")
     assert any("compiled: formats not observed" in note for note in result.notes)
     assert isinstance(result, Explanation)
+
+
+def test_the_storage_of_parameters_is_shown_and_put_back() -> None:
+    import mezzo
+    from mezzo.pytorch.weights import has_master, lower_weights
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    before = [(p.data_ptr(), p.detach().clone(), p.grad) for p in model.parameters()]
+    found = mezzo.explain(model, x, precision="bf16,masters=split8,state=int8")
+    told = "parameters: 4 in bf16, 2 in fp32; masters split8, state int8: under AdamW 7.06 bytes a bf16 parameter"
+    assert [note for note in found.notes if note.startswith("parameters")] == [
+        f"{told}, where FP32 takes 16."
+    ]
+    for p, (address, value, grad) in zip(model.parameters(), before):
+        assert p.data_ptr() == address
+        assert p.grad is grad
+        assert torch.equal(p, value)
+        assert not has_master(p)
+    assert "state int8" in " ".join(mezzo.explain(model, x, precision="fp32,state=int8").notes)
+    assert not any("parameters" in note for note in mezzo.explain(model, x, precision="bf16").notes)
+    lower_weights(model)
+    mezzo.explain(model, x, precision="bf16,params=bf16")
+    assert has_master(model[0].weight)
+    assert "left as they are" in " ".join(
+        mezzo.explain(torch.nn.LazyLinear(2), x, precision="bf16,params=bf16").notes
+    )

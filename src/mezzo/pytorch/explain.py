@@ -24,6 +24,7 @@ from mezzo.pytorch.autocast import autocast
 from mezzo.pytorch.modules import apply_module_overrides
 from mezzo.pytorch.observe import MODULE_MARK, OpObserver
 from mezzo.pytorch.plan import plan
+from mezzo.pytorch.stored_weights import stored
 
 __all__ = ["Explanation", "explain"]
 
@@ -99,7 +100,8 @@ def explain(
     It runs ``with mezzo.autocast(precision): model(*inputs, **kwargs)`` once, in the model's present mode
     (``train`` or ``eval``) and with gradients as they are switched now, watches, and puts back what the run
     changed: buffers (BatchNorm's running statistics) and the random state of torch, Python and NumPy.
-    Parameters and their ``.grad`` are not touched. The model's output is thrown away.
+    Parameters and their ``.grad`` are as before afterwards; where the policy stores them in 16 bits, so they are
+    while the model runs. The model's output is thrown away.
 
     Args:
         model: any module; its first tensor, or else the first among the inputs, says on which kind of device.
@@ -133,6 +135,8 @@ def explain(
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
         stack.enter_context(_restored(model))
+        if not compiled:
+            notes += stack.enter_context(stored(model, policy))
         if policy.modules:
             stack.enter_context(apply_module_overrides(model, policy, device_type))
         if not compiled:
