@@ -1,0 +1,154 @@
+"""One of two gloo ranks: agrees with the other on each case, and prints what it got, as JSON, with every bit.
+
+Arguments: rank, a file for the ranks to meet at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.distributed import agreed, local, own_sum_of_squares
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def data(rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+
+
+def bits(found: Tensor | None, total: Tensor) -> dict[str, Any]:
+    assert total.shape == ()
+    assert total.dtype is torch.float64
+    return {"found": None if found is None else float(found).hex(), "total": float(total).hex()}
+
+
+def whole() -> float:
+    """The sum of squares of the mean gradient, by PyTorch in one process."""
+    net = model()
+    for rank in (0, 1):
+        (net(data(rank)).square().mean() / 2).backward()
+    return float(sum(p.grad.double().square().sum() for p in net.parameters() if p.grad is not None))
+
+
+def trained(net: nn.Module, rank: int) -> list[Tensor]:
+    net(data(rank)).square().mean().backward()
+    return list(net.parameters())
+
+
+def replicated(rank: int) -> dict[str, Any]:
+    params = trained(DistributedDataParallel(model()), rank)
+    return bits(*agreed(torch.zeros(()), own_sum_of_squares(params), params)) | {"whole": whole()}
+
+
+def sharded(rank: int) -> dict[str, Any]:
+    net = model()
+    fully_shard(net[0])
+    fully_shard(net)
+    params = trained(net, rank)
+    own = own_sum_of_squares(params)
+    return bits(*agreed(None, own, params)) | {"whole": whole(), "own": float(own)}
+
+
+def hybrid(rank: int, shape: tuple[int, int]) -> dict[str, Any]:
+    net = model()
+    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")))
+    params = trained(net, rank)
+    return bits(*agreed(None, own_sum_of_squares(params), params)) | {"whole": whole()}
+
+
+def mixed(rank: int) -> dict[str, Any]:
+    """One parameter in shards, one whole; a single sum can't tell which part is which."""
+    mesh = init_device_mesh("cpu", (2,))
+    cut = nn.Parameter(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+    cut.grad = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    plain = nn.Parameter(torch.zeros(2))
+    plain.grad = torch.tensor([3.0, 4.0])
+    still = nn.Parameter(torch.zeros(2))
+    params = [plain, cut, still]
+    try:
+        agreed(None, torch.ones((), dtype=torch.float64), params)
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    return bits(*agreed(None, own_sum_of_squares(params), params)) | {"refused": refused}
+
+
+def parts_to_add(rank: int) -> dict[str, Any]:
+    """A gradient that is still a sum over ranks; one that lies whole on each."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    param.grad = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()])
+    got = local(param.grad)
+    return bits(*agreed(None, own_sum_of_squares([param]), [param])) | {"local": got.tolist()}
+
+
+def subgroup(rank: int) -> dict[str, Any]:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    both = dist.new_group([0, 1])
+    params = [nn.Parameter(torch.zeros(1))]
+    own = torch.tensor(1.0 + rank, dtype=torch.float64)
+    inside = agreed(None, own, params, alone)[1]
+    return bits(*agreed(torch.tensor(float(rank)), own, params, both)) | {"alone": float(inside)}
+
+
+def mesh_of_one(rank: int) -> dict[str, Any]:
+    """Shards within a rank's own half of the world: the halves are copies, and their sums must agree too."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("copies", "shards"))["shards"]
+    param = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
+    own = torch.tensor(2.0 + rank * 2.0**-51, dtype=torch.float64)
+    return bits(*agreed(None, own, [param]))
+
+
+def given(found: list[float | None], sums: list[float]) -> Callable[[int], dict[str, Any]]:
+    def case(rank: int) -> dict[str, Any]:
+        mine = found[rank]
+        flag = None if mine is None else torch.tensor(mine)
+        return bits(
+            *agreed(flag, torch.tensor(sums[rank], dtype=torch.float64), [nn.Parameter(torch.zeros(1))])
+        )
+
+    return case
+
+
+CASES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "replicated": replicated,
+    "sharded": sharded,
+    "copies": lambda rank: hybrid(rank, (2, 1)),
+    "copies of one": lambda rank: hybrid(rank, (1, 2)),
+    "mixed": mixed,
+    "parts to add": parts_to_add,
+    "subgroup": subgroup,
+    "mesh of one": mesh_of_one,
+    "an ulp apart": given([0.0, 0.0], [1.0, 1.0 + 2.0**-52]),
+    "overflow on one": given([0.0, 1.0], [4.0, math.inf]),
+    "NaN on one": given([math.nan, 0.0], [math.nan, 4.0]),
+    "NaN beside infinity": given([1.0, 1.0], [math.inf, math.nan]),
+    "nobody looked": given([None, None], [4.0, 4.0]),
+}
+
+
+def main() -> None:
+    rank = int(sys.argv[1])
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+    print(json.dumps({name: case(rank) for name, case in CASES.items()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Two ranks agree to the bit on an overflow and on the norm, however the parameters are spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.pytorch.distributed import agreed, is_distributed, local, own_sum_of_squares
+
+CHILD = Path(__file__).parent / "children" / "two_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank printed: case -> result."""
+    meeting = tmp_path_factory.mktemp("ranks") / "store"
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(CHILD), str(rank), str(meeting)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [child.communicate(timeout=120) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (_, err) in zip(children, outputs):
+        assert child.returncode == 0, err
+    return [json.loads(out) for out, _ in outputs]
+
+
+def both(ranks: list[dict[str, Any]], case: str) -> tuple[float | None, float]:
+    """Found and total, which must have the same bits on both ranks."""
+    first, second = (rank[case] for rank in ranks)
+    assert first["total"] == second["total"]
+    assert first["found"] == second["found"]
+    found = first["found"]
+    return None if found is None else float.fromhex(found), float.fromhex(first["total"])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", ["replicated", "sharded", "copies", "copies of one"])
+def test_the_norm_is_that_of_the_whole_model(ranks: list[dict[str, Any]], case: str) -> None:
+    found, total = both(ranks, case)
+    assert total == pytest.approx(ranks[0][case]["whole"], rel=1e-6)
+    assert found == (0.0 if case == "replicated" else None)
+    if case == "sharded":
+        own = [rank[case]["own"] for rank in ranks]
+        assert own[0] != own[1]
+        assert sum(own) == pytest.approx(total)
+
+
+GIVEN = [
+    ("an ulp apart", 0.0, 1.0 + 2.0**-52),
+    ("overflow on one", 1.0, float("inf")),
+    ("NaN on one", float("nan"), float("nan")),
+    ("NaN beside infinity", 1.0, float("nan")),
+    ("nobody looked", None, 4.0),
+    ("subgroup", 1.0, 2.0),
+    ("mesh of one", None, 2.0 + 2.0**-51),
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("case", "found", "total"), GIVEN)
+def test_what_one_rank_saw_alone_both_know(
+    ranks: list[dict[str, Any]], case: str, found: float | None, total: float
+) -> None:
+    got_found, got_total = both(ranks, case)
+    assert got_total == pytest.approx(total, rel=0, abs=0, nan_ok=True)
+    if found is None:
+        assert got_found is None
+    else:
+        assert got_found == pytest.approx(found, nan_ok=True)
+    if case == "subgroup":
+        assert [rank[case]["alone"] for rank in ranks] == [1.0, 2.0]
+
+
+@pytest.mark.heavy
+def test_shards_beside_whole_parameters_need_one_sum_each(ranks: list[dict[str, Any]]) -> None:
+    _, total = both(ranks, "mixed")
+    assert total == 25 + 30
+    assert "Give one sum a parameter, as own_sum_of_squares() does" in ranks[0]["mixed"]["refused"]
+
+
+@pytest.mark.heavy
+def test_a_gradient_that_is_still_in_parts_is_added_up_first(ranks: list[dict[str, Any]]) -> None:
+    _, total = both(ranks, "parts to add")
+    assert total == 27
+    assert ranks[1]["parts to add"]["local"] == [3.0] * 3
+
+
+def test_without_a_process_group_what_is_given_comes_back() -> None:
+    assert not is_distributed()
+    found, total = torch.zeros(()), torch.ones((), dtype=torch.float64)
+    got = agreed(found, total, [])
+    assert got[0] is found
+    assert got[1] is total
+    assert float(agreed(None, torch.tensor([1.0, 2.0]), [])[1]) == 3
+
+
+def test_a_ranks_own_sum_covers_the_gradients_that_are_there() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    assert float(own_sum_of_squares(params)) == 0
+    params[0].grad, params[2].grad = torch.full((3,), 2.0), torch.ones(3)
+    assert float(own_sum_of_squares(params)) == 15
+    assert local(params[0]) is params[0]
