@@ -7,6 +7,9 @@ is 4 bytes a parameter, and the largest gradient beside them while it is being a
 
 Where a weight is used several times in one loss (tied), its gradients wait in the engine for each other: in
 FP32 too, another 4 bytes for that weight until the last one has come.
+
+DistributedDataParallel averages gradients in buckets of the parameters' own format, behind the engine's back.
+There the sums are kept apart, and each loss's averaged 16-bit gradients are added to them after its backward.
 """
 
 from __future__ import annotations
@@ -19,30 +22,101 @@ from torch import Tensor
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class FP32Gradients:
-    """Makes the gradients of 16-bit parameters FP32, until `undo`."""
+class Gradients:
+    """Gradients as PyTorch keeps them, in `.grad` and in the parameter's format."""
+
+    def cover(self, params: Iterable[Tensor]) -> None:
+        """Prepare these parameters for a window's first backward."""
+
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Add up what one loss's backward has left in `.grad`."""
+
+    def give(self) -> None:
+        """Put the sums into `.grad`, for the optimizer's turn."""
+
+    def clear(self) -> None:
+        """Forget sums that are kept apart."""
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """A parameter's gradient so far."""
+        return param.grad
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None:
+        """Go on from a gradient that `of` gave."""
+        param.grad = grad
+
+    def undo(self) -> None:
+        """Leave the parameters as they were before `cover`."""
+
+
+class FP32Gradients(Gradients):
+    """The engine keeps the gradients of 16-bit parameters in FP32."""
 
     def __init__(self) -> None:
         self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
 
     def cover(self, params: Iterable[Tensor]) -> None:
-        """Let the gradients of these parameters be FP32; those that are covered, or FP32, stay as they are.
-
-        A gradient that is there already is converted.
-        """
+        """Let the gradients of those in 16 bits be FP32; a gradient that is there already is converted."""
         for param in params:
-            if id(param) in self._changed or param.dtype not in SIXTEEN_BITS:
-                continue
-            before = param.grad_dtype
-            if before is not torch.float32:
+            if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
+                self._changed[id(param)] = (param, param.grad_dtype)
                 _set(param, torch.float32)
-                self._changed[id(param)] = (param, before)
 
     def undo(self) -> None:
         """Put every parameter's `grad_dtype` back; a gradient that is there is converted with it."""
         for param, before in self._changed.values():
             _set(param, before)
         self._changed.clear()
+
+
+class FP32Sums(Gradients):
+    """FP32 sums beside the 16-bit gradients of DistributedDataParallel, which need their own 2 bytes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, params: Iterable[Tensor]) -> None:
+        """Add the 16-bit gradients to the sums, and let go of them."""
+        for param in params:
+            grad = param.grad
+            if grad is None or param.dtype not in SIXTEEN_BITS:
+                continue
+            kept = self._sums.get(id(param))
+            if kept is None:
+                self._sums[id(param)] = (param, grad.to(torch.float32))
+            else:
+                kept[1].add_(grad)
+            param.grad = None
+
+    def give(self) -> None:
+        """Make each sum its parameter's gradient."""
+        for param, total in self._sums.values():
+            _set(param, torch.float32)
+            param.grad = total
+
+    def clear(self) -> None:
+        """Forget the sums, and let `.grad` be of the parameter's format again."""
+        for param, _ in self._sums.values():
+            param.grad = None
+            _set(param, param.dtype)
+        self._sums.clear()
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """A parameter's sum so far; the gradient itself of an FP32 one."""
+        kept = self._sums.get(id(param))
+        return param.grad if kept is None else kept[1]
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None:
+        """Go on from a sum that `of` gave."""
+        if grad is None or param.dtype not in SIXTEEN_BITS:
+            param.grad = grad
+        else:
+            self._sums[id(param)] = (param, grad.to(torch.float32))
+
+    def undo(self) -> None:
+        """Forget the sums."""
+        self.clear()
 
 
 def _set(param: Tensor, dtype: torch.dtype | None) -> None:

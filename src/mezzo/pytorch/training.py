@@ -31,7 +31,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto, gradients, training_checks, training_state, turns, weight_modes
-from mezzo.pytorch.accumulation import FP32Gradients
+from mezzo.pytorch.accumulation import FP32Gradients, FP32Sums, Gradients
 from mezzo.pytorch.autocast import Region, autocast
 from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
 from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
@@ -186,13 +186,14 @@ class MixedPrecision:
 
                 self._release = GradientRelease(trained.fused)
         self._backward = OptimizerBackward(trained.optimizer)
-        self._fp32_gradients: FP32Gradients | None = None
+        self._gradients = Gradients()
         # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
         if self.accumulate > 1 or self.clip_value is not None or trained.wants_fp32_gradients:
-            self._fp32_gradients = FP32Gradients()
-            self._fp32_gradients.cover(gradients.parameters(trained.optimizer))
-            self._let_go = finalize(self, self._fp32_gradients.undo)
-            self._let_go.atexit = False
+            in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
+            self._gradients = FP32Sums() if in_buckets else FP32Gradients()
+        self._gradients.cover(gradients.parameters(optimizer))
+        self._let_go = finalize(self, self._gradients.undo)
+        self._let_go.atexit = False
 
     def _others(self) -> Iterator[Tensor]:
         for mp in _ALIVE:
@@ -286,13 +287,14 @@ class MixedPrecision:
             if self._release is not None:
                 outcome = self._released(loss, self._release, retain_graph)
             else:
-                if self._fp32_gradients is not None and window.seen == 0:
-                    self._fp32_gradients.cover(gradients.parameters(self.optimizer))
+                if window.seen == 0:
+                    self._gradients.cover(gradients.parameters(self.optimizer))
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
+                self._gradients.take(gradients.parameters(self.optimizer))
         except BaseException:
             # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
             self._window = Window(self.accumulate)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
             raise
         window.seen += 1
         value = loss.detach()
@@ -339,11 +341,16 @@ class MixedPrecision:
         window, self._window = self._window, Window(self.accumulate)
         follows = self.scheduler is not None or self._average is not None
         if outcome is None:
-            outcome = self._turn(window, follows=follows)
+            try:
+                self._gradients.give()
+                outcome = self._turn(window, follows=follows)
+            except BaseException:
+                self._clear_gradients()
+                raise
         found, skipped = outcome.found_inf, outcome.skipped
         if isinstance(skipped, Tensor) and (follows or turns.reading_is_free(skipped)):
             skipped = bool(skipped)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._statistics.restore(skipped)
         if skipped is False:
             if self._average is not None:
@@ -368,6 +375,10 @@ class MixedPrecision:
             self._unchecked = 0
             machine.check()
         return result
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._gradients.clear()
 
     def _weight_overflow(self) -> Tensor | None:
         # A copy: the optimizer's own flag says it of every step to come.
@@ -436,5 +447,4 @@ class MixedPrecision:
         """
         _ALIVE.discard(self)
         self._remove_overrides()
-        if self._fp32_gradients is not None:
-            self._let_go()
+        self._let_go()

@@ -27,7 +27,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
-            "gradients": [_copy(p.grad) for p in gradients.parameters(mp.optimizer)],
+            "gradients": [_copy(mp._gradients.of(p)) for p in gradients.parameters(mp.optimizer)],
             "statistics": mp._statistics.state(),
         }
     return {
@@ -91,7 +91,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if window["scale"] is not None:
             mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._device)
         for param, grad in zip(params, window["gradients"]):
-            param.grad = None if grad is None else grad.to(param.device, copy=True)
+            mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
         mp._statistics.load(window["statistics"])
 
 

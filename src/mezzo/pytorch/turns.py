@@ -8,7 +8,6 @@ and that only where a loss scale or `clip_norm` asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,10 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import gradients
+from mezzo.pytorch import distributed, gradients
 from mezzo.pytorch.device_scale import inverse
 from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
-from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.window import Window
 
@@ -103,7 +102,8 @@ class OnePass:
         found_inf = not isfinite(norm)
         optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
 
-    The sum of squares is FP64, so it is finite wherever every gradient is, and one read tells both.
+    The sum of squares is FP64, so it is finite wherever every gradient is, and one read tells both. Where there
+    is a process group, all ranks agree on them.
 
     Args:
         optimizer: a FusedOptimizer, or the torch optimizer that one was made from and whose `step` is its.
@@ -116,7 +116,11 @@ class OnePass:
 
     def __call__(self, window: Window, *, follows: bool) -> Outcome:
         """Take the turn; see `Turn`."""
-        grads = _present(gradients.values(gradients.parameters(self._optimizer), allow_fp16=True))
+        params = list(gradients.parameters(self._optimizer))
+        grads = _present([param.grad for param in params if param.grad is not None])
+        for param in params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                checks.gradient(param.grad, param, type(self._optimizer).__name__)
         found: Tensor | None = None
         norm: Tensor | None = None
         multiplier: Tensor | None = None
@@ -126,9 +130,10 @@ class OnePass:
         elif window.rescale != 1.0:
             multiplier = torch.full((), window.rescale, device=device)
         if window.scale is not None or self._clip_norm is not None:
-            total = _sum_of_squares(grads, device)
+            sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
             if window.scale is not None:
-                found = 1.0 - total.isfinite().float()
+                found = 1.0 - sums.isfinite().all().float()
+            found, total = distributed.agreed(found, sums, params)
             norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
             if self._clip_norm is not None:
                 factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -160,11 +165,3 @@ def _present(grads: list[Tensor]) -> list[Tensor]:
     if not grads:
         raise UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
     return grads
-
-
-def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    grouped: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        grouped.setdefault(grad.device, []).append(grad)
-    sums = [sum_of_squares(group).to(device, non_blocking=True) for group in grouped.values()]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

@@ -19,7 +19,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch import auto, gradients
 from mezzo.pytorch.accumulation import SIXTEEN_BITS
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.optim.adopt import adopt
+from mezzo.pytorch.optim.adopt import Adopted, adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights import lower_weights, take_master
@@ -146,7 +146,7 @@ class Trained:
     @property
     def wants_fp32_gradients(self) -> bool:
         """Whether 16-bit gradients would be converted anyway: torch's optimizer works on FP32 masters."""
-        return isinstance(self.optimizer, WithMasters)
+        return _has_separate_masters(self.optimizer)
 
 
 def put_into_force(
@@ -161,7 +161,8 @@ def put_into_force(
 
     Args:
         model: FP32, or 16-bit already.
-        optimizer: a FusedOptimizer of these modes, a WithMasters, or one of torch's to be adopted.
+        optimizer: a FusedOptimizer of these modes, a WithMasters, one that was adopted before, or one of
+            torch's to be adopted.
         policy: from `chosen`.
         others: parameters that somebody else trains; they stay as they are.
         fused: whether only a FusedOptimizer will do.
@@ -169,23 +170,24 @@ def put_into_force(
     Raises:
         UsageError: the optimizer can't have such weights, or can't be fused. Model and optimizer are as before.
     """
-    if isinstance(optimizer, FusedOptimizer):
-        _modes_agree(optimizer, policy)
-    elif isinstance(optimizer, WithMasters) and (policy.masters != "fp32" or policy.state != "fp32"):
+    own = own_optimizer(optimizer)
+    if isinstance(own, FusedOptimizer):
+        _modes_agree(own, policy)
+    elif _has_separate_masters(own) and (policy.masters != "fp32" or policy.state != "fp32"):
         raise UsageError(
             f"MixedPrecision: the optimizer keeps separate FP32 masters, and policy '{policy}' says "
             f"masters={policy.masters}, state={policy.state}. Use weights='masters', or hand in "
             "torch.optim.AdamW, Adam or SGD."
         )
-    elif isinstance(optimizer, WithMasters) and fused:
+    elif _has_separate_masters(own) and fused:
         raise UsageError(_NEEDS_FUSED.format(got="with_masters(...)"))
     lowered = _lower(model, policy, {id(p) for p in others}) if policy.params != "fp32" else []
     try:
-        if isinstance(optimizer, FusedOptimizer):
-            return Trained(optimizer, optimizer, lowered)
+        if isinstance(own, FusedOptimizer):
+            return Trained(own, own, lowered)
         plain = policy.params == "fp32" and policy.state == "fp32"
-        if isinstance(optimizer, WithMasters) or (plain and not fused):
-            return Trained(None, optimizer, lowered)
+        if _has_separate_masters(own) or (plain and not fused):
+            return Trained(None, own, lowered)
         try:
             adopted = adopt(optimizer, masters=policy.masters, state=policy.state)
         except UsageError as error:
@@ -198,6 +200,16 @@ def put_into_force(
     except BaseException:
         raise_weights(lowered)
         raise
+
+
+def own_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer behind an adopted one's alias; any other is its own."""
+    return optimizer.fused if isinstance(optimizer, Adopted) else optimizer
+
+
+def _has_separate_masters(optimizer: Optimizer) -> bool:
+    """Whether it is a WithMasters, or the optimizer inside one."""
+    return isinstance(optimizer, WithMasters) or hasattr(optimizer.step, "_goes_through_masters")
 
 
 def raise_weights(lowered: Iterable[Tensor]) -> None:
@@ -213,7 +225,15 @@ def raise_weights(lowered: Iterable[Tensor]) -> None:
 def _lower(model: nn.Module, policy: Policy, others: set[int]) -> list[Tensor]:
     keep = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in others]
     names = lower_weights(model, policy, keep=keep)
-    return [model.get_parameter(name) for name in names]
+    lowered: list[Tensor] = [model.get_parameter(name) for name in names]
+    if lowered and isinstance(model, nn.parallel.DistributedDataParallel):
+        raise_weights(lowered)
+        raise UsageError(
+            "MixedPrecision: DistributedDataParallel has laid out its buckets for FP32 gradients, and these "
+            f"weights would become {policy.params}. Lower them before you wrap the model: "
+            f"mezzo.lower_weights(model, {policy.params!r})."
+        )
+    return lowered
 
 
 def _modes_agree(optimizer: FusedOptimizer, policy: Policy) -> None:
@@ -242,14 +262,15 @@ def formats_agree(optimizer: Optimizer, policy: Policy) -> Policy:
     Raises:
         UsageError: weights of another 16-bit format than is computed in, or without masters to be had.
     """
-    own_masters = isinstance(optimizer, (FusedOptimizer, WithMasters)) or policy.params != "fp32"
+    own = own_optimizer(optimizer)
+    has_masters = isinstance(own, FusedOptimizer) or _has_separate_masters(own) or policy.params != "fp32"
     for param in gradients.parameters(optimizer):
         if param.dtype not in SIXTEEN_BITS:
             continue
         fmt = name_of(param.dtype)
         if policy.compute == "auto":
             policy = policy.resolved(fmt)
-        if not own_masters:
+        if not has_masters:
             raise UsageError(
                 f"MixedPrecision: a parameter is {fmt}. Updates smaller than half a unit in its last place would "
                 "be lost: keep the model FP32 (no .half(), no .bfloat16()), and weights='masters' (for bf16 "
