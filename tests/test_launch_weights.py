@@ -286,6 +286,31 @@ SHAPES = {
         [LOWERED],
         "weights bf16 (4 of 6 parameters)",
     ),
+    "an autocast of its own, after training has begun": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            show(model(x))
+        train(optimizer, 2)
+        show(*model.parameters())
+        """,
+        ["bfloat16", LOWERED],
+        "not left alone, though it uses torch.autocast itself (script.py line 25)",
+    ),
+    "data parallelism": (
+        """
+        from torch import distributed
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, forward=wrapped)
+        show(*model.parameters())
+        distributed.destroy_process_group()
+        """,
+        [FP32],
+        "the weights of Sequential stay FP32: it is wrapped for data parallelism",
+    ),
     "a saved state goes back": (
         """
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -368,7 +393,21 @@ def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
     else:
         assert ran.lines == printed
     assert noted in ran.notes
-    assert "left alone" not in ran.notes
+    assert "mezzo: this script ran as it is" not in ran.err
+
+
+def test_auto_with_a_state_times_its_steps_and_keeps_the_state(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PLAIN.replace("(optimizer)", "(optimizer, 24)")
+    source += "print(optimizer.state[model[0].weight]['exp_avg'].dtype)"
+    for native, calls in [("bf16", "24 calls of Sequential"), ("", "24 calls of Sequential in fp32")]:
+        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
+        ran = launch(source, policy="auto,state=int8")
+        assert ran.status == 0, ran.err
+        assert (ran.lines[0], ran.lines[-1]) == (FP32, "torch.uint8")
+        assert calls in ran.err
+        assert "weights fp32, state int8" in ran.notes
 
 
 def test_patterns_of_another_module_are_no_mistake(launch: Any) -> None:

@@ -67,7 +67,9 @@ class Preparation:
             return False
         name = type(inner(module)).__name__
         lowered = next((p.dtype for p in own if p.dtype in _LOWERED), None)
-        if lowered is not None and not self._storage.lowered:  # else it may be by us, or a copy of such a one
+        if (
+            lowered is not None and not session.lowered_weights
+        ):  # else it may be by us, or a copy of such a one
             session.stand_back(
                 f"{name} holds {str(lowered).removeprefix('torch.')} parameters: "
                 "the script chooses its formats itself"

@@ -36,6 +36,7 @@ class Session:
         modules: class names of the modules called outermost, in order of their first call.
         optimizers: the optimizers alive (weak), for telling whose gradients are whose.
         optimizers_made: how many have been made so far.
+        lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
         stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
     """
 
@@ -51,6 +52,7 @@ class Session:
     modules: dict[str, None] = field(default_factory=dict)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
+    lowered_weights: int = 0
     stand_ins: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
     trial: TimedTrial | None = None
     precision_reason: str = ""
@@ -72,8 +74,14 @@ class Session:
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
     def stand_back(self, why: str) -> None:
-        """Leave the script alone from here on; the first reason is the one told."""
-        if self.left_alone is None:
+        """Leave the script alone from here on; the first reason is the one told.
+
+        Once weights are in 16 bits, a call outside a region would fail for its FP32 inputs. So regions then go on,
+        and what the script does itself rules only inside its own.
+        """
+        if self.lowered_weights:
+            self.journal.note(f"not left alone, though {why}: inside that its own choice rules")
+        elif self.left_alone is None:
             self.left_alone = why
             self.journal.note(f"left alone: {why}")
 
@@ -88,7 +96,7 @@ class Session:
 
             self.policy, self.precision_reason = resolve(self.policy, device_type)
             self._settle()
-            if self.lowers:
+            if self.policy.compute != "fp32":
                 self.trial = TimedTrial(PrecisionTrial(self.policy.compute), device_type)
 
     def enter(self) -> Policy:

@@ -63,11 +63,6 @@ class Storage:
         self._counts = {True: 0, False: 0}
         self._taken_over = 0
 
-    @property
-    def lowered(self) -> int:
-        """How many weights are stored in 16 bits."""
-        return self._counts[True]
-
     def settle(self, module: nn.Module) -> None:
         """Before an outermost call of a module: lower its weights and adopt their optimizers, if any is new."""
         if not self.wanted or self.knows(module):
@@ -105,7 +100,7 @@ class Storage:
             counts = f"{self._counts[True]} of {sum(self._counts.values())} parameters"
             weights = f"weights {policy.params} ({counts}), masters {policy.masters}"
         passes, steps = session.journal.losses, len(session.journal.updates)
-        if self.lowered and steps and passes >= 2 * steps:
+        if session.lowered_weights and steps and passes >= 2 * steps:
             session.journal.note(
                 f"{passes} backward passes for {steps} optimizer steps: where gradients of {policy.params} weights "
                 f"added up, they did so in {policy.params}; mezzo.MixedPrecision(accumulate=N) adds them in FP32"
@@ -156,6 +151,7 @@ class Storage:
             self.left_out(f"the weights of {type(model).__name__} stay FP32: {error}")
             lowered = set()
         self._count(model, lowered)
+        self._session.lowered_weights = self._counts[True]
 
     def _count(self, model: nn.Module, lowered: Iterable[str]) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
