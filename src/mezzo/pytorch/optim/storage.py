@@ -176,6 +176,9 @@ def held_masters(entries: Mapping[str, Any]) -> str:
 
 def wrong(entries: Mapping[str, Any], weight: Tensor, how: Storage) -> str:
     """What is wrong with entries for this weight in these modes, or "" if they fit: names, formats, shapes."""
+    for key in ("master", "remainder"):
+        if key in entries and key != how.master_key:
+            return f"{key!r} belongs to a weight of another format"
     for name, dtype in how.dtypes().items():
         value = entries.get(name)
         if not isinstance(value, Tensor):
