@@ -1,0 +1,339 @@
+"""State dicts, copies and pickles: training goes on to the bit; what doesn't fit is refused and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo.core.errors import UsageError
+from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
+from optimizer_steps import (
+    BY_NAME,
+    MODES,
+    RULES,
+    SHAPES,
+    Rule,
+    assert_same,
+    everything,
+    parameters,
+    run,
+)
+
+
+def trained(rule: Rule, masters: str = "split", state: str = "fp32", steps: int = 3) -> FusedOptimizer:
+    params = parameters()
+    optimizer = rule.make(params, masters=masters, state=state)
+    run(optimizer, params, range(steps))
+    return optimizer
+
+
+def weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def saved_and_loaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(("masters", "state"), MODES)
+def test_a_saved_state_goes_on_to_the_bit(rule: Rule, masters: str, state: str) -> None:
+    first = trained(rule, masters, state)
+    checkpoint = saved_and_loaded(
+        {"weights": [p.detach() for p in weights(first)], "state": first.state_dict()}
+    )
+    params = [nn.Parameter(value) for value in checkpoint["weights"]]
+    second = rule.make(params, masters=masters, state=state)
+    second.load_state_dict(checkpoint["state"])
+    assert_same(everything(first), everything(second))
+    for optimizer in (first, second):
+        run(optimizer, weights(optimizer), range(3, 6))
+    assert_same(everything(first), everything(second))
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    first = trained(BY_NAME["AdamW"])
+    second = BY_NAME["AdamW"].make(
+        [nn.Parameter(p.detach().clone()) for p in weights(first)], masters="split"
+    )
+    second.load_state_dict(first.state_dict())
+    before = everything(first)
+    run(second, weights(second), range(3, 5))
+    assert_same(before, everything(first))
+
+
+def test_settings_are_loaded_and_the_group_stays_the_same_dict() -> None:
+    first = trained(BY_NAME["SGD-nesterov"])
+    first.param_groups[0].update(lr=0.123, initial_lr=0.5)
+    second = SGD([nn.Parameter(p.detach().clone()) for p in weights(first)], masters="split")
+    group = second.param_groups[0]
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0] is group
+    assert {name: group[name] for name in ("lr", "initial_lr", "momentum", "nesterov")} == {
+        "lr": 0.123,
+        "initial_lr": 0.5,
+        "momentum": 0.9,
+        "nesterov": True,
+    }
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize(("masters", "state"), MODES)
+def test_copies_and_pickles_of_model_and_optimizer_go_on_to_the_bit(
+    masters: str, state: str, duplicate: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 5)).bfloat16()
+    optimizer = AdamW(model.parameters(), lr=0.1, masters=masters, state=state)
+    run(optimizer, list(model.parameters()), range(2))
+    twin, other = duplicate((model, optimizer))
+    assert all(one is param for one, param in zip(weights(other), twin.parameters()))
+    for each, its in ((model, optimizer), (twin, other)):
+        run(its, list(each.parameters()), range(2, 5))
+    assert_same(everything(optimizer), everything(other))
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_a_state_finds_its_place_in_another_memory_order(state: str) -> None:
+    (plain,), (other,) = parameters(shapes=[(4, 3, 5, 7)]), parameters(shapes=[(4, 3, 5, 7)])
+    first = AdamW([plain], lr=0.1, masters="split", state=state)
+    run(first, [plain], range(3))
+    other.data = plain.data.to(memory_format=torch.channels_last, copy=True)
+    second = AdamW([other], lr=0.1, masters="split", state=state)
+    second.load_state_dict(saved_and_loaded(first.state_dict()))
+    assert torch.equal(first.master(plain), second.master(other))
+    left, right = (optimizer.torch_state_dict()["state"][0] for optimizer in (first, second))
+    for name in ("exp_avg", "exp_avg_sq"):
+        tolerance = 0.07 if state == "int8" else 0.0
+        largest = float(left[name].abs().max()) * 2.0**-16
+        torch.testing.assert_close(left[name], right[name], rtol=tolerance, atol=largest if tolerance else 0.0)
+    run(first, [plain], range(3, 4))
+    run(second, [other], range(3, 4))
+    if state == "fp32":
+        assert torch.equal(first.master(plain), second.master(other))
+
+
+FROM_TORCH = [rule for rule in RULES if rule.theirs]
+
+
+@pytest.mark.parametrize("rule", FROM_TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("how", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
+def test_torch_s_state_is_loaded_and_given_back(rule: Rule, how: dict[str, bool]) -> None:
+    params = parameters(torch.float32)
+    theirs = rule.torch(params, **how)
+    run(theirs, params, range(3))
+    ours = rule.make([nn.Parameter(p.detach().clone()) for p in params])
+    ours.load_state_dict(saved_and_loaded(theirs.state_dict()))
+    back = rule.torch([nn.Parameter(p.detach().clone()) for p in params], **how)
+    back.load_state_dict(saved_and_loaded(ours.torch_state_dict()))
+    assert theirs.state_dict()["param_groups"][0].keys() == back.state_dict()["param_groups"][0].keys()
+    for param, other in zip(params, weights(back)):
+        for name, value in theirs.state[param].items():
+            assert (value is None) == (back.state[other][name] is None)
+            if value is not None:
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(back.state[other][name]))
+    for optimizer in (theirs, ours, back):
+        run(optimizer, weights(optimizer), range(3, 4))
+    for one, two, three in zip(params, weights(ours), weights(back)):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one, three, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("masters", "state"), MODES)
+def test_torch_s_state_is_loaded_in_every_mode(masters: str, state: str) -> None:
+    rule = BY_NAME["AdamW"]
+    params = parameters(torch.float32)
+    theirs = rule.torch(params)
+    run(theirs, params, range(3))
+    ours = rule.make([nn.Parameter(p.detach().bfloat16()) for p in params], masters=masters, state=state)
+    ours.load_state_dict(theirs.state_dict())
+    assert [entries["step"].item() for entries in ours.state.values()] == [3.0] * len(SHAPES)
+    back = ours.torch_state_dict()["state"]
+    for index, param in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq"):
+            wanted = theirs.state[param][name]
+            tolerance = {"fp32": 0.0, "bf16": 2.0**-8, "int8": 2.0**-4}[state]
+            smallest = float(wanted.abs().max()) * 2.0**-17
+            torch.testing.assert_close(back[index][name], wanted, rtol=tolerance, atol=tolerance and smallest)
+        assert torch.equal(ours.master(weights(ours)[index]), param.detach().bfloat16().float())
+    run(ours, weights(ours), range(3, 5))
+
+
+def test_torch_s_sgd_before_its_first_step_and_without_momentum() -> None:
+    for momentum in (0.0, 0.9):
+        (param,) = parameters(torch.float32, [(5,)])
+        theirs = torch.optim.SGD([param], lr=0.1, momentum=momentum)
+        ours = SGD([nn.Parameter(param.detach().clone())])
+        ours.load_state_dict(theirs.state_dict())
+        run(theirs, [param], range(2))
+        run(ours, weights(ours), range(2))
+        torch.testing.assert_close(weights(ours)[0], param)
+        again = SGD([nn.Parameter(param.detach().clone())], momentum=momentum)
+        again.load_state_dict(theirs.state_dict())
+        fresh = torch.optim.SGD([nn.Parameter(param.detach().clone())])
+        fresh.load_state_dict(again.torch_state_dict())
+        for optimizer in (theirs, again, fresh):
+            run(optimizer, weights(optimizer), range(2, 4))
+        torch.testing.assert_close(weights(again)[0], param)
+        torch.testing.assert_close(weights(fresh)[0], param)
+
+
+def test_lion_has_no_form_of_torch_s() -> None:
+    with pytest.raises(UsageError, match=r"torch.optim has no Lion"):
+        Lion(parameters()).torch_state_dict()
+
+
+def other_modes(optimizer: FusedOptimizer) -> dict[str, Any]:
+    return trained(BY_NAME["AdamW"], "fp32").state_dict()
+
+
+def altered(change: Any) -> Any:
+    def make(optimizer: FusedOptimizer) -> dict[str, Any]:
+        state = copy.deepcopy(optimizer.state_dict())
+        change(state)
+        return state
+
+    return make
+
+
+def torch_state(kind: type[torch.optim.Optimizer], **settings: Any) -> Any:
+    def make(optimizer: FusedOptimizer) -> dict[str, Any]:
+        params = parameters(torch.float32)
+        theirs = kind(params, **settings)  # type: ignore[call-arg]
+        run(theirs, params, range(1))
+        return theirs.state_dict()
+
+    return make
+
+
+REFUSED = [
+    (
+        "other masters",
+        other_modes,
+        r'the state was saved with masters="fp32", and the optimizer has masters="split"',
+    ),
+    (
+        "other 8-bit masters",
+        lambda _: trained(BY_NAME["AdamW"], "split8").state_dict(),
+        'saved with masters="split8"',
+    ),
+    ("no masters", lambda _: trained(BY_NAME["AdamW"], "none").state_dict(), "no masters beside the weight"),
+    (
+        "other states",
+        lambda _: trained(BY_NAME["AdamW"], "split", "int8").state_dict(),
+        'saved with state="int8"',
+    ),
+    ("another rule", lambda _: trained(BY_NAME["SGD"]).state_dict(), "'betas'.*another optimizer's"),
+    ("Lion's", lambda _: trained(BY_NAME["Lion"]).state_dict(), "hasn't 'eps'"),
+    ("Adam's", lambda _: trained(BY_NAME["Adam"]).state_dict(), "is Adam's, and this optimizer's is AdamW's"),
+    (
+        "shape",
+        altered(lambda s: s["state"][5].update(exp_avg=torch.zeros(3))),
+        r"'exp_avg' has the shape \[3\]",
+    ),
+    (
+        "remainder",
+        altered(lambda s: s["state"][2].update(remainder=torch.zeros(3).short())),
+        "'remainder' has the shape",
+    ),
+    ("a state is missing", altered(lambda s: s["state"][2].pop("exp_avg_sq")), "'exp_avg_sq' is missing"),
+    ("no remainder", altered(lambda s: s["state"][2].pop("remainder")), "no masters beside the weight"),
+    (
+        "format",
+        altered(lambda s: s["state"][2].update(exp_avg=torch.zeros(5, 13).half())),
+        "is torch.float16",
+    ),
+    (
+        "count",
+        altered(lambda s: s["param_groups"][0]["params"].pop()),
+        r"groups with \[5\] parameters.*\[6\]",
+    ),
+    (
+        "groups",
+        altered(lambda s: s["param_groups"].append(s["param_groups"][0])),
+        r"groups with \[6, 6\] parameters",
+    ),
+    ("a setting", altered(lambda s: s["param_groups"][0].update(lr=-1.0)), "lr=-1.0 is out of range"),
+    ("no settings", altered(lambda s: s["param_groups"][0].pop("lr")), None),
+    ("no state", lambda _: {"model": {}}, "this is no optimizer's state"),
+    ("torch's SGD", torch_state(torch.optim.SGD, lr=0.1, momentum=0.9), "another optimizer's"),
+    ("torch's Adam", torch_state(torch.optim.Adam), "is Adam's, and this optimizer's is AdamW's"),
+    ("amsgrad", torch_state(torch.optim.AdamW, amsgrad=True), "amsgrad=True.*with_masters"),
+    ("torch's RMSprop", torch_state(torch.optim.RMSprop), "another optimizer's"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: REFUSED[row][0])
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(row: int) -> None:
+    _, make, message = REFUSED[row]
+    optimizer, twin = trained(BY_NAME["AdamW"]), trained(BY_NAME["AdamW"])
+    state = make(optimizer)
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    before = everything(optimizer)
+    if message is None:
+        optimizer.load_state_dict(state)  # what isn't said stays
+    else:
+        with pytest.raises(UsageError, match=message):
+            optimizer.load_state_dict(state)
+    assert {name: value for name, value in optimizer.param_groups[0].items() if name != "params"} == settings
+    assert_same(before, everything(optimizer))
+    for each in (optimizer, twin):
+        run(each, weights(each), range(3, 5))
+    assert_same(everything(optimizer), everything(twin))
+
+
+def test_modes_of_masters_do_not_matter_to_fp32_weights() -> None:
+    params = parameters(torch.float32)
+    first = AdamW(params, masters="fp32")
+    run(first, params, range(2))
+    second = AdamW([nn.Parameter(p.detach().clone()) for p in params], masters="split")
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["masters"] == "split"
+    for optimizer in (first, second):
+        run(optimizer, weights(optimizer), range(2, 4))
+    assert_same(everything(first), everything(second))
+
+
+def test_hooks_of_saving_and_loading_are_called() -> None:
+    optimizer = trained(BY_NAME["Adam"])
+    seen: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saves"))
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append("loads"))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["saves", "saved", "loads", "loaded"]
+
+
+def test_named_parameters_keep_their_names() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = AdamW(model.named_parameters(), masters="split")
+    run(optimizer, list(model.parameters()), range(1))
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_an_adam_state_of_an_old_torch_is_loaded() -> None:
+    params = parameters(torch.float32)
+    theirs = torch.optim.Adam(params)
+    run(theirs, params, range(1))
+    state = copy.deepcopy(theirs.state_dict())
+    del state["param_groups"][0]["decoupled_weight_decay"]
+    for entries in state["state"].values():
+        entries["step"] = int(entries["step"])
+    ours = Adam([nn.Parameter(p.detach().clone()) for p in params])
+    ours.load_state_dict(state)
+    for optimizer in (theirs, ours):
+        run(optimizer, weights(optimizer), range(1, 2))
+    for one, other in zip(params, weights(ours)):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
