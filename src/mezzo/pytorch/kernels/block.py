@@ -1,0 +1,36 @@
+"""A block of a tensor's memory in Triton, by an address from a table.
+
+`here` says which elements: ``(start, index, mask)``, the block's first position (int64), the positions from there
+(int32, any shape), and which of them exist.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(address: tl.tensor, here: tl.tuple, dtype: tl.constexpr, PLAIN: tl.constexpr) -> tl.tensor:
+    """The block's elements, 0 where there is none; `PLAIN`: all exist, and the address is a multiple of 16."""
+    start, index, mask = here
+    pointer = address.to(tl.pointer_type(dtype))
+    if PLAIN:
+        return tl.load(tl.multiple_of(pointer, 16) + start + index)
+    else:
+        return tl.load(pointer + start + index, mask=mask, other=0)
+
+
+@triton.jit
+def store(
+    address: tl.tensor, value: tl.tensor, here: tl.tuple, dtype: tl.constexpr, PLAIN: tl.constexpr
+) -> None:
+    """Write the block's elements, those that exist, in the memory's format; see `load`."""
+    start, index, mask = here
+    pointer = address.to(tl.pointer_type(dtype))
+    if PLAIN:
+        tl.store(tl.multiple_of(pointer, 16) + start + index, value.to(dtype))
+    else:
+        tl.store(pointer + start + index, value.to(dtype), mask=mask)

@@ -1,0 +1,150 @@
+"""Where the tensors of one step are, as tables on their device: what lets one launch serve them all.
+
+One int64 buffer. `current` is what may differ at each step: the addresses of weights and gradients, and the
+groups' settings (`hypers`). It travels only when it did change, from pinned memory, asynchronously; from step to
+step of a training loop PyTorch's allocator mostly hands out the same addresses again. `rows`, a line a parameter,
+and `chunks` are written once. A word of `chunks` is one program's work: the parameter's line in the upper half,
+its first block in the lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mezzo.pytorch.kernels.optimizer_step import Row
+
+BLOCK = 1024
+"""Elements that a program works on at a time: 16 groups of 64."""
+
+ROW_WORDS = 10
+CURRENT_WORDS = 3
+HYPER_WORDS = 8
+_MOST_BLOCKS = 16  # a program
+
+OWN, FP32_BF16, FP32_FP16, SPLIT, SPLIT8, NONE = range(6)
+_MASTERS = {"own": OWN, "split": SPLIT, "split8": SPLIT8, "none": NONE}
+_STATES = {"fp32": 0, "bf16": 1, "int8": 2}
+_GRADS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def kind(row: Row, grad: torch.dtype, variant: int) -> int:
+    """The code that a row needs, as a number: ``masters + 8 * state + 32 * grad + 128 * variant``."""
+    if row.masters == "fp32":
+        masters = FP32_BF16 if row.weight.dtype is torch.bfloat16 else FP32_FP16
+    else:
+        masters = _MASTERS[row.masters]
+    return masters + 8 * _STATES[row.state] + 32 * _GRADS[grad] + 128 * variant
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group's rows that have a gradient, in the form that the tables need.
+
+    Args:
+        rows: the parameters.
+        variant: which code of the rule the settings need.
+        numbers: the settings, at most `HYPER_WORDS` in FP64.
+    """
+
+    rows: Sequence[Row]
+    variant: int
+    numbers: Sequence[float]
+
+
+class PointerTable:
+    """The tables for one list of rows, whose gradients have certain dtypes.
+
+    Args:
+        groups: at least one row in all, all on one device.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._owner = [row for group in groups for row in group.rows]
+        self.device = self._owner[0].weight.device
+        kinds = [kind(row, _grad(row).dtype, group.variant) for group in groups for row in group.rows]
+        of_group = [i for i, group in enumerate(groups) for _ in group.rows]
+        self.kinds = tuple(sorted(set(kinds)))
+        blocks = [max(1, -(-row.weight.numel() // BLOCK)) for row in self._owner]
+        self.blocks = _blocks_a_program(sum(blocks), self.device)
+
+        self._fixed_aligned = np.array([_is_aligned(row) for row in self._owner])
+        self._now = self._read(groups)
+        rows = [
+            (*_fixed(row), self.kinds.index(code), group)
+            for row, code, group in zip(self._owner, kinds, of_group)
+        ]
+        chunks = _chunks(blocks, self.blocks)
+        parts = self._now, np.array(rows, dtype=np.int64).ravel(), chunks
+        self._buffer = self._upload(np.concatenate(parts))
+        self.current, self.rows, self.chunks = self._buffer.split([len(part) for part in parts])
+        self.hypers = self.current[CURRENT_WORDS * len(self._owner) :].view(torch.float64)
+        self.programs = len(chunks)
+        self.tickets = torch.zeros(len(self._owner), dtype=torch.int32, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the tables."""
+        return self._buffer.numel() * 8 + self.tickets.numel() * 4
+
+    def refresh(self, groups: Sequence[Group]) -> None:
+        """Bring `current` up to date, in stream order, without waiting for the device."""
+        now = self._read(groups)
+        if not np.array_equal(now, self._now):
+            self.current.copy_(self._pinned(now), non_blocking=True)
+            self._now = now
+
+    def _read(self, groups: Sequence[Group]) -> np.ndarray:
+        """What `current` has to be, as words."""
+        addresses = np.empty((len(self._owner), CURRENT_WORDS), dtype=np.int64)
+        addresses[:, 0] = [row.weight.data_ptr() for row in self._owner]
+        addresses[:, 1] = [_grad(row).data_ptr() for row in self._owner]
+        addresses[:, 2] = self._fixed_aligned & ((addresses[:, 0] | addresses[:, 1]) & 15 == 0)
+        numbers = np.zeros((len(groups), HYPER_WORDS))
+        for line, group in zip(numbers, groups):
+            line[: len(group.numbers)] = group.numbers
+        return np.concatenate([addresses.ravel(), numbers.view(np.int64).ravel()])
+
+    def _upload(self, words: np.ndarray) -> Tensor:
+        return self._pinned(words).to(self.device, non_blocking=True)
+
+    def _pinned(self, words: np.ndarray) -> Tensor:
+        # PyTorch gives pinned memory to another only after copies from it are done; in a CUDA graph, never.
+        host = torch.from_numpy(words)
+        return host.pin_memory() if self.device.type == "cuda" else host.clone()
+
+
+def _grad(row: Row) -> Tensor:
+    assert row.grad is not None  # rows without one were left out
+    return row.grad
+
+
+def _fixed(row: Row) -> tuple[int, ...]:
+    states, scales = [*row.states, None, None], [*row.scales, None, None]
+    tensors = (row.master, states[0], states[1], scales[0], scales[1], row.step)
+    return (*(_address(tensor) for tensor in tensors), row.weight.numel(), row.ordinal)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_aligned(row: Row) -> bool:
+    return all(_address(tensor) % 16 == 0 for tensor in (row.master, *row.states))
+
+
+def _chunks(blocks: Sequence[int], stride: int) -> np.ndarray:
+    words = [(i << 32) + np.arange(0, count, stride, dtype=np.int64) for i, count in enumerate(blocks)]
+    return np.concatenate(words)
+
+
+def _blocks_a_program(blocks: int, device: torch.device) -> int:
+    """As many as leave four rounds of programs, at five resident in each SM, so that the last round is short."""
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    )
+    return min(max(1, blocks // (20 * processors)), _MOST_BLOCKS)
