@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import mezzo
 from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
 
 STATES = ("fp32", "bf16", "int8")
@@ -54,6 +55,11 @@ RULES = [
     Rule("Lion", Lion, None, {"lr": 1e-3, "weight_decay": 0.1}),
 ]
 BY_NAME = {rule.name: rule for rule in RULES}
+
+SCALERS = {
+    "torch": lambda scale: torch.amp.GradScaler("cpu", init_scale=scale),
+    "mezzo": lambda scale: mezzo.GradScaler(init_scale=scale),
+}
 
 
 def parameters(

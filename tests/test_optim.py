@@ -20,6 +20,7 @@ from optimizer_steps import (
     MASTERS,
     MODES,
     RULES,
+    SCALERS,
     STATES,
     Rule,
     assert_same,
@@ -442,12 +443,6 @@ def test_a_step_is_compiled_around(masters: str) -> None:
         assert float(train(torch.ones(()))) == 3
     assert torch.equal(plain, compiled)
     torch._dynamo.reset()
-
-
-SCALERS = {
-    "torch": lambda scale: torch.amp.GradScaler("cpu", init_scale=scale),
-    "mezzo": lambda scale: mezzo.GradScaler(init_scale=scale),
-}
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split"])

@@ -1,0 +1,351 @@
+"""Adoption: the script keeps its optimizer, schedulers and hooks, and what moves the weights is Mezzo's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.optim import SGD, Adam, AdamW, adopt
+from optimizer_steps import (
+    BY_NAME,
+    MODES,
+    RULES,
+    SCALERS,
+    Rule,
+    assert_same,
+    bits,
+    everything,
+    parameters,
+    run,
+)
+
+TORCH = [rule for rule in RULES if rule.theirs]
+
+
+def weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("through", ["alias", "fused"])
+def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule, through: str) -> None:
+    made, own = parameters(), parameters()
+    user = rule.torch(made)
+    fused, plain = adopt(user, masters="split", state="fp32"), rule.make(own, masters="split", state="fp32")
+    assert type(fused) is rule.ours
+    assert isinstance(user, torch.optim.Optimizer)
+    run(user if through == "alias" else fused, made, range(3))
+    run(plain, own, range(3))
+    assert_same(everything(fused), everything(plain))
+    assert_same(everything(user), everything(plain))
+
+
+def test_groups_and_state_are_shared() -> None:
+    user = torch.optim.AdamW(
+        [{"params": parameters()[:2], "lr": 0.5}, {"params": parameters()[2:], "eps": 1e-3}]
+    )
+    groups, dicts = user.param_groups, list(user.param_groups)
+    fused = adopt(user, masters="split8", state="int8")
+    assert fused.param_groups is groups is user.param_groups
+    assert all(one is other for one, other in zip(groups, dicts))
+    assert fused.state is user.state
+    run(user, weights(user), range(1))
+    assert len(user.state) == 6
+    user.add_param_group({"params": [nn.Parameter(torch.zeros(3).bfloat16())], "lr": 0.25})
+    assert len(fused.param_groups) == 3
+    assert fused.param_groups[2]["masters"] == "split8"
+    user.zero_grad()
+    user.state = type(user.state)(dict)
+    assert fused.state is user.state
+    for name in ("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+        assert all(name in group for group in fused.param_groups)
+    assert repr(user).startswith("AdamW (")
+
+
+def test_decoupled_adam_is_adamw() -> None:
+    made, own = parameters(), parameters()
+    fused = adopt(
+        torch.optim.Adam(made, weight_decay=0.1, decoupled_weight_decay=True), masters="split", state="fp32"
+    )
+    plain = AdamW(own, weight_decay=0.1, masters="split")
+    assert isinstance(fused, Adam)
+    run(fused, made, range(3))
+    run(plain, own, range(3))
+    assert_same(everything(fused), everything(plain))
+
+
+@pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_what_was_learnt_before_is_converted(rule: Rule, state: str) -> None:
+    made, other = parameters(torch.float32), parameters(torch.float32)
+    user, torch_s = rule.torch(made), rule.torch(other)
+    run(user, made, range(3))
+    run(torch_s, other, range(3))
+    fused = adopt(user, masters="fp32", state=state)
+    run(user, made, range(3, 5))
+    run(torch_s, other, range(3, 5))
+    if rule.ours is not SGD:  # torch's counts no steps
+        assert {entries["step"].item() for entries in fused.state.values()} == {5.0}
+    for one, two in zip(made, other):
+        if state == "fp32":
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+        else:
+            assert (one - two).norm() <= 0.05 * two.detach().norm() + 0.02
+
+
+SCHEDULERS = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "warm": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.5, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("stepped", ["alias", "fused"])
+@pytest.mark.parametrize("before", [True, False], ids=["scheduled before", "scheduled after"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_work_without_a_warning(scheduler: str, before: bool, stepped: str) -> None:
+    rates: list[list[float]] = []
+    for adopted in (False, True):
+        made = parameters()
+        user: Any = torch.optim.AdamW(made, lr=0.1)
+        schedule = SCHEDULERS[scheduler](user) if before else None
+        mover = user
+        if adopted:
+            fused = adopt(user, masters="split", state="fp32")
+            mover = fused if stepped == "fused" else user
+        schedule = schedule or SCHEDULERS[scheduler](user)
+        rates.append([])
+        for step in range(4):
+            run(mover, made, [step])
+            schedule.step()
+            rates[-1].append(user.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+
+
+def test_a_scheduler_over_the_fused_one_works_when_the_user_s_steps() -> None:
+    made = parameters()
+    user = torch.optim.SGD(made, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(adopt(user, masters="split", state="fp32"), 1)
+    run(user, made, range(1))
+    schedule.step()
+    assert user.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("through", ["alias", "fused"])
+def test_hooks_fire_once(through: str) -> None:
+    made = parameters()
+    user = torch.optim.SGD(made, lr=0.1)
+    seen: list[str] = []
+    user.register_step_pre_hook(lambda *_: seen.append("pre"))
+    fused = adopt(user, masters="split", state="fp32")
+    late = user.register_step_post_hook(lambda *_: seen.append("post"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
+    user.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    try:
+        run(user if through == "alias" else fused, made, range(1))
+        assert seen == ["pre", "post", "global"]
+        late.remove()
+        user.zero_grad()
+        run(user, made, range(1))
+        (user if through == "alias" else fused).state_dict()
+        assert seen[3:] == ["pre", "global", "saved"]
+    finally:
+        everywhere.remove()
+
+
+def test_closures_and_their_losses_pass_through() -> None:
+    param = nn.Parameter(torch.ones(3).bfloat16())
+    user = torch.optim.SGD([param], lr=0.5)
+    adopt(user, masters="split", state="fp32")
+
+    def closure() -> torch.Tensor:
+        user.zero_grad()
+        loss = param.float().sum()
+        loss.backward()
+        return loss
+
+    assert user.step(closure).item() == 3
+    assert user.step(closure=closure).item() == 1.5
+
+
+@pytest.mark.parametrize("fused_before", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum"])
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_grad_scalers_drive_the_alias(scaler: str, name: str, fused_before: bool) -> None:
+    plain, scaled = parameters(shapes=[(65,), (3, 4)]), parameters(shapes=[(65,), (3, 4)])
+    left = BY_NAME[name].make(plain, masters="split")
+    right = BY_NAME[name].torch(scaled, fused=fused_before)
+    adopt(right, masters="split", state="fp32")
+    scale = SCALERS[scaler](256.0)
+    for step in range(4):
+        scale.scale(torch.ones(()))
+        before = everything(right)
+        for param, other in zip(plain, scaled):
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+            other.grad = param.grad * scale.get_scale()
+        if step == 2:
+            scaled[0].grad[3] = math.inf
+        scale.step(right)
+        scale.update()
+        if step == 2:
+            assert_same(before, everything(right))
+        else:
+            left.step()
+            assert_same(everything(left), everything(right))
+    assert scale.get_scale() == 128
+
+
+@pytest.mark.parametrize(("masters", "state"), MODES)
+def test_states_are_saved_and_loaded_through_the_alias(masters: str, state: str) -> None:
+    made = parameters()
+    user = torch.optim.AdamW(made, lr=0.1)
+    adopt(user, masters=masters, state=state)
+    run(user, made, range(2))
+    other = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in made])
+    adopt(other, masters=masters, state=state)
+    other.load_state_dict(copy.deepcopy(user.state_dict()))
+    for optimizer in (user, other):
+        run(optimizer, weights(optimizer), range(2, 4))
+    assert_same(everything(user), everything(other))
+
+
+def test_a_checkpoint_of_torch_s_is_loaded_through_the_alias() -> None:
+    params = parameters(torch.float32)
+    torch_s = torch.optim.AdamW(params, lr=0.1)
+    run(torch_s, params, range(2))
+    user = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in params])
+    adopt(user, masters="fp32", state="fp32")
+    user.load_state_dict(torch_s.state_dict())
+    for optimizer in (torch_s, user):
+        run(optimizer, weights(optimizer), range(2, 4))
+    for one, other in zip(params, weights(user)):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_copies_and_pickles_of_the_alias_go_on_to_the_bit(duplicate: Any) -> None:
+    model = nn.Linear(13, 7).bfloat16()
+    user = torch.optim.AdamW(model.parameters(), lr=0.1)
+    adopt(user, masters="split8", state="int8")
+    run(user, list(model.parameters()), range(2))
+    twin, other = duplicate((model, user))
+    assert isinstance(other, torch.optim.AdamW)
+    for each, optimizer in ((model, user), (twin, other)):
+        run(optimizer, list(each.parameters()), range(2, 5))
+    assert_same(everything(user), everything(other))
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    run(other, list(twin.parameters()), range(1))
+    schedule.step()
+
+
+def test_adopting_again_gives_the_same_one() -> None:
+    user = torch.optim.SGD(parameters(), lr=0.1)
+    fused = adopt(user, masters="split", state="fp32")
+    assert adopt(user, masters="split", state="fp32") is fused
+    with pytest.raises(UsageError, match=r'adopted before, with masters="split" and state="fp32"'):
+        adopt(user, masters="split8", state="fp32")
+
+
+def test_an_adopted_optimizer_is_let_go() -> None:
+    made = parameters()
+    user = torch.optim.SGD(made, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(user, 1)
+    fused = adopt(user, masters="split", state="fp32")
+    run(user, made, range(1))
+    watch = weakref.ref(user), weakref.ref(fused)
+    del user, fused
+    gc.collect()
+    assert [each() for each in watch] == [None, None]
+
+
+def test_masters_that_lowering_kept_are_taken_over() -> None:
+    import mezzo
+
+    model = nn.Linear(33, 7)
+    exact = model.weight.detach().clone()
+    user = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run(user, list(model.parameters()), range(1))
+    moved = model.weight.detach().clone()
+    assert not torch.equal(moved, exact)
+    mezzo.lower_weights(model)
+    fused = adopt(user, masters="split", state="fp32")
+    assert torch.equal(bits(fused.master(model.weight)), bits(moved))
+    assert fused.state[model.weight]["step"].item() == 1
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+REFUSED = [
+    (
+        lambda: torch.optim.RMSprop(parameters()),
+        {},
+        r"no kernel for torch.optim.rmsprop.RMSprop.*with_masters",
+    ),
+    (
+        lambda: Derived(parameters()),
+        {},
+        r"Derived, only for torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD",
+    ),
+    (lambda: torch.optim.AdamW(parameters(), amsgrad=True), {}, "amsgrad=True.*with_masters"),
+    (
+        lambda: torch.optim.SGD(parameters(), lr=0.1, differentiable=True),
+        {},
+        "differentiable=True.*with_masters",
+    ),
+    (lambda: torch.optim.AdamW(parameters(torch.float16)), {}, 'torch.float16.*masters="fp32"'),
+    (lambda: torch.optim.AdamW(parameters(torch.float64)), {}, "torch.float64"),
+    (
+        lambda: torch.optim.AdamW(parameters()),
+        {"masters": "spilt"},
+        r"adopt\(masters='spilt'\): unknown masters",
+    ),
+    (lambda: torch.optim.AdamW(parameters()), {"state": "fp8"}, r"adopt\(state='fp8'\): unknown state"),
+    (lambda: SGD(parameters()), {}, "no kernel for mezzo.*SGD"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(REFUSED)), ids=lambda row: REFUSED[row][2][:30])
+def test_what_can_t_be_adopted_is_left_as_it_was(row: int) -> None:
+    make, modes, message = REFUSED[row]
+    user = make()
+    kind, keys = type(user), set(user.param_groups[0])
+    with pytest.raises((UsageError, UnknownNameError), match=message):
+        adopt(user, **{"masters": "split", "state": "fp32", **modes})
+    assert type(user) is kind
+    assert set(user.param_groups[0]) == keys
+    if not user.param_groups[0].get("differentiable"):
+        run(user, weights(user), range(1))
+
+
+def test_a_state_that_can_t_be_converted_is_left_as_it_was() -> None:
+    made, other = parameters(), parameters()
+    user, plain = torch.optim.AdamW(made), torch.optim.AdamW(other)
+    run(user, made, range(1))
+    run(plain, other, range(1))
+    user.state[made[-1]]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(UsageError, match=r"'exp_avg_sq' has the shape \[3\]"):
+        adopt(user, masters="split", state="int8")
+    user.state[made[-1]]["exp_avg_sq"] = plain.state[other[-1]]["exp_avg_sq"].clone()
+    for optimizer in (user, plain):
+        run(optimizer, weights(optimizer), range(1, 3))
+    assert_same(everything(user), everything(plain))
