@@ -36,6 +36,7 @@ from mezzo.pytorch.autocast import Region, autocast
 from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
 from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.optimizer_backward import OptimizerBackward
+from mezzo.pytorch.release import GradientRelease
 from mezzo.pytorch.result import StepResult
 from mezzo.pytorch.running_statistics import RunningStatistics
 from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Turn
@@ -131,7 +132,10 @@ class MixedPrecision:
         training_checks.model_and_optimizer(model, optimizer, _ALIVE)
         training_checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
         training_checks.scheduler(scheduler)
-        training_checks.release(release_gradients, clip_value)
+        if release_gradients:
+            training_checks.release(clip_value)
+            if accumulate == 1:
+                GradientRelease.check_model(model)
         self._device = next(model.parameters()).device
         self._device_type = device_type or self._device.type
         asked, why = weight_modes.chosen(policy_of(precision), weights, state, self._device_type)
@@ -173,17 +177,13 @@ class MixedPrecision:
         self.optimizer = optimizer
         self._fused = trained.fused
         self._stored_as = trained.stored_as
-        self._release: Any = None
+        self._release: GradientRelease | None = None
         self._turn: Turn
         if trained.fused is None or self.clip_value is not None:
             self._turn = InPlace(trained.optimizer, self.clip_value, self.clip_norm)
         else:
             self._turn = OnePass(trained.fused, self.clip_norm)
             if release and self.accumulate == 1:
-                from mezzo.pytorch.release import (  # type: ignore[import-not-found, unused-ignore]
-                    GradientRelease,
-                )
-
                 self._release = GradientRelease(trained.fused)
         self._backward = OptimizerBackward(trained.optimizer)
         self._gradients = Gradients()
@@ -308,7 +308,7 @@ class MixedPrecision:
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(value, outcome)
 
-    def _released(self, loss: Tensor, release: Any, retain_graph: bool) -> Outcome:
+    def _released(self, loss: Tensor, release: GradientRelease, retain_graph: bool) -> Outcome:
         """Backward with the optimizer's turn inside it."""
         training_checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
         window = self._window
@@ -320,6 +320,8 @@ class MixedPrecision:
             clip_norm=self.clip_norm,
             check=window.scale is not None,
         )
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
+        torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
         return Outcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:

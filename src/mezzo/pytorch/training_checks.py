@@ -70,13 +70,13 @@ def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: in
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
 
 
-def release(asked: bool, clip_value: float | None) -> None:
+def release(clip_value: float | None) -> None:
     """Check that gradients that are released need not be rewritten.
 
     Raises:
         UsageError: they would.
     """
-    if asked and clip_value is not None:
+    if clip_value is not None:
         raise UsageError(
             "MixedPrecision: release_gradients=True frees each gradient within backward, and clip_value would "
             "have to rewrite it first. Use clip_norm, or keep the gradients."
