@@ -108,7 +108,7 @@ def local(tensor: Tensor) -> Tensor:
 
     A gradient that is still to be summed over a dimension of its mesh (`Partial`) is, first.
     """
-    if not _is_dtensor(tensor):
+    if not is_spread(tensor):
         return tensor
     spread: Any = tensor
     if any(placement.is_partial() for placement in spread.placements):
@@ -125,7 +125,8 @@ def is_distributed(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def _is_dtensor(tensor: Tensor) -> bool:
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a tensor is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")  # whoever made one has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -139,7 +140,7 @@ def _members(params: Sequence[Tensor]) -> dict[Layout | None, list[int]]:
 
 
 def _layout(param: Tensor) -> Layout | None:
-    if not _is_dtensor(param):
+    if not is_spread(param):
         return None
     spread: Any = param
     sharded = tuple(i for i, placement in enumerate(spread.placements) if not placement.is_replicate())

@@ -1,0 +1,214 @@
+"""Gradient release: the optimizer's step inside backward, so that no more than one gradient is alive at a time.
+
+As soon as a parameter's gradient is complete, a hook moves the parameter and frees the gradient (K. Lv et al.,
+"Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023). Peak memory is weights,
+states, activations and the largest gradient, in place of all of them.
+
+A global norm, or the knowledge that some gradient overflowed, exists only when the last gradient does; by then the
+others are gone. So where clipping or a loss scale asks for it, backward runs twice over one graph: the first
+run only adds up squares, the second moves the parameters by what is then known. That is exact, and costs a
+second backward, and what autograd saved for backward lives until the first run has ended. Both runs compute the same
+gradients, bit by bit, as backward is a function of what it saved: a dropout's mask is saved, and a checkpointed
+block restores its random state before it runs again. Only a backward that draws random numbers of its own,
+or adds in no fixed order (atomics on a GPU), gives the second run slightly others than the norm was made of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch import distributed
+from mezzo.pytorch.backward import backward_into, has_reentrant_checkpoint
+from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.optim.fused import FusedOptimizer
+
+
+class GradientRelease:
+    """Backward that moves each parameter as its gradient arrives, and frees the gradient.
+
+    Naive code, whose results these are to the bit::
+
+        torch.autograd.backward(loss, seed, inputs=params)
+        optimizer.step(multiplier=..., found_inf=...)
+        optimizer.zero_grad(set_to_none=True)
+
+    A parameter that is saved for another op's backward under `detach()` changes too early; PyTorch then raises
+    that it was modified in place. A tied weight moves once, by its whole gradient.
+
+    Args:
+        optimizer: the one that holds the parameters.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._reentrant: bool | None = None
+
+    @staticmethod
+    def check_model(model: nn.Module) -> None:
+        """Raise where gradients are reduced over ranks only after backward's hooks have seen them.
+
+        FSDP2 (`fully_shard`) reduces before, and is fine.
+
+        Raises:
+            UsageError: a model, or a part of it, in DistributedDataParallel.
+        """
+        for name, module in model.named_modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                raise UsageError(
+                    f"gradient release: {name or 'the model'} is in DistributedDataParallel, which averages gradients "
+                    "over the ranks after they have been released. Use fully_shard (FSDP2) on the model, or train "
+                    "without gradient release."
+                )
+
+    def backward(
+        self,
+        loss: Tensor,
+        seed: Tensor | None,
+        params: Sequence[Tensor],
+        *,
+        multiplier: Tensor | None = None,
+        clip_norm: float | None = None,
+        check: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
+
+        Gradients that are there already (of earlier losses of a window) are part of the sum that is stepped with.
+
+        Args:
+            loss: one element, on the graph.
+            seed: the gradient of the loss, of its dtype and shape; None for 1.
+            params: leaves of the optimizer. Those that require no gradient, or that no loss reached, stay.
+            multiplier: 0-dim FP32 that every gradient is multiplied with, 1 / loss scale; None for 1.
+            clip_norm: largest total 2-norm of the multiplied gradients; they are scaled down to it. Two passes.
+            check: nothing at all changes if some gradient isn't finite. Two passes; on a CPU one if it isn't.
+
+        Returns:
+            found_inf, 0-dim FP32, 0.0 where all gradients were finite, or None without `check`; and the norm of the
+            multiplied gradients before clipping, 0-dim FP32, or None if it was not needed. Over a process group
+            all ranks get the same.
+
+        Raises:
+            UsageError: no parameter has a gradient; the graph has a reentrant checkpoint. Nothing has changed.
+        """
+        if self._reentrant is None:
+            self._reentrant = has_reentrant_checkpoint(loss)
+        if self._reentrant:
+            raise UsageError(
+                "gradient release: the model has torch.utils.checkpoint(..., use_reentrant=True), whose backward "
+                "delivers a shared weight's gradient in pieces. Use use_reentrant=False."
+            )
+        leaves = list(dict.fromkeys(param for param in params if param.requires_grad))
+        found = norm = None
+        if check or clip_norm is not None:
+            total = self._sum_of_squares(loss, seed, leaves)
+            if check:
+                found = 1.0 - total.isfinite().float()
+            found, total = distributed.agreed(found, total, leaves)
+            norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
+            if clip_norm is not None:
+                factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                multiplier = (factor if multiplier is None else factor * multiplier).float()
+            norm = norm.float()
+            if found is not None and found.device.type == "cpu" and bool(found):
+                _clear(leaves)
+                return found, norm
+        self._step_within(loss, seed, leaves, multiplier, found)
+        return found, norm
+
+    def _sum_of_squares(self, loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
+        """The first pass: over the gradients as they will be, each freed at once. Leaves `.grad` as it was."""
+        before = {param: param.grad for param in leaves}
+        sums: dict[Tensor, Tensor] = {}
+
+        def add(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is None:
+                return
+            accumulated = before[param]
+            if accumulated is not None:
+                grad = accumulated + grad
+            sums[param] = sum_of_squares([distributed.local(grad.detach())])
+
+        for param in leaves:
+            param.grad = None
+        try:
+            with _hooked(leaves, add):
+                _backward(loss, seed, leaves, retain_graph=True)
+        finally:
+            for param, grad in before.items():
+                param.grad = grad
+        for param, grad in before.items():
+            if grad is not None and param not in sums:
+                sums[param] = sum_of_squares([distributed.local(grad)])
+        if not sums:
+            raise _no_gradient()
+        device = next(iter(sums.values())).device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        each = torch.stack([sums.get(param, zero).to(device) for param in leaves])
+        return each if distributed.is_distributed() else each.sum()
+
+    def _step_within(
+        self,
+        loss: Tensor,
+        seed: Tensor | None,
+        leaves: Sequence[Tensor],
+        multiplier: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        lock = threading.Lock()  # the engine has a thread for each device
+        moved = False
+
+        def move(params: Sequence[Tensor]) -> None:
+            nonlocal moved
+            with lock:
+                self._optimizer.step_parameters(params, multiplier=multiplier, found_inf=found_inf)
+                moved = True
+            _clear(params)
+
+        with _hooked(leaves, lambda param: move([param])):
+            _backward(loss, seed, leaves)
+        rest = [param for param in leaves if param.grad is not None]  # this loss did not reach them
+        if rest:
+            move(rest)
+        if not moved:
+            raise _no_gradient()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
+
+
+@contextmanager
+def _hooked(params: Sequence[Tensor], act: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call `act` on each parameter when its gradient is complete; no hook outlives the block."""
+    handles: list[Any] = []
+    try:
+        for param in params:
+            handles.append(param.register_post_accumulate_grad_hook(act))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _backward(
+    loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    if any(distributed.is_spread(param) for param in leaves):
+        # FSDP2's graph ends in the gathered parameters, and it hands their gradients to the shards itself.
+        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+    else:
+        backward_into(loss, seed, list(leaves), retain_graph=retain_graph)
+
+
+def _clear(params: Sequence[Tensor]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _no_gradient() -> UsageError:
+    return UsageError("the loss depends on no parameter of this optimizer. Is it another model's?")
