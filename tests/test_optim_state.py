@@ -114,7 +114,9 @@ def test_a_state_finds_its_place_in_another_memory_order(state: str) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         tolerance = 0.07 if state == "int8" else 0.0
         largest = float(left[name].abs().max()) * 2.0**-16
-        torch.testing.assert_close(left[name], right[name], rtol=tolerance, atol=largest if tolerance else 0.0)
+        torch.testing.assert_close(
+            left[name], right[name], rtol=tolerance, atol=largest if tolerance else 0.0
+        )
     run(first, [plain], range(3, 4))
     run(second, [other], range(3, 4))
     if state == "fp32":
