@@ -393,6 +393,10 @@ def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
     else:
         assert ran.lines == printed
     assert noted in ran.notes
+    optimizers = {u.optimizer for u in ran.of("update")}
+    assert optimizers <= (
+        {0, 1} if row in ("SGD, Adam and closures", "several modules, an optimizer each") else {0}
+    )
     assert "mezzo: this script ran as it is" not in ran.err
 
 
