@@ -172,7 +172,7 @@ def test_the_hot_path_is_left_to_pytorch_where_the_format_is_native(spec, device
     ):
         assert plans[op].how == "pytorch", plans[op]
         assert plans[op].overloads == ()
-    assert plans["add"].how == plans["mul"].how == plans["relu"].how == plans["embedding"].how == "pytorch"
+    assert plans["add"].how == plans["mul"].how == plans["relu"].how == "pytorch"
 
 
 def test_what_is_not_native_is_emulated(monkeypatch):

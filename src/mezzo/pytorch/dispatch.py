@@ -136,6 +136,11 @@ def _action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) 
         return _emulated(op_plan.op, overload, device_type, compute)
     if op_plan.how == "fp32":
         return _in_fp32(op_plan.op, overload, device_type)
+    if op_plan.how == "fp32_sum":
+        from mezzo.pytorch.kernels.embedding import reference
+
+        action: Action = getattr(reference, op_plan.op)
+        return action
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     if op_plan.rule == "lower":

@@ -17,7 +17,7 @@ import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
-from mezzo.core.rules import RULES, Rule, native_evidence
+from mezzo.core.rules import RULES, SUMS_IN_SIXTEEN_BITS, Rule, native_evidence
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
@@ -69,7 +69,8 @@ class OpPlan:
         format_out: format of the floating outputs, in the same words.
         how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
             registered kernel casts, the device's own computes), ``emulated`` (stored in the format, computed in
-            FP32), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
+            FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but backward sums in FP32), ``banned``, ``absent``
+            (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -172,6 +173,10 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
         rest = others("fp32", "fp32_dtype")
         out = "fp64" if op in _ALWAYS_FP64 else "fp32"
         return planned("fp32", out, "fp32" if rest else "pytorch", why, rest)
+
+    if rule is Rule.PROMOTE and (device_type, op) in SUMS_IN_SIXTEEN_BITS:
+        why = "the gradient of a 16-bit weight is summed in FP32"
+        return planned(WIDEST, WIDEST, "fp32_sum", why, names)
 
     if rule is Rule.PROMOTE:
         rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))

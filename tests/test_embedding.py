@@ -1,0 +1,202 @@
+"""Lookups in 16-bit tables: PyTorch's forward, and a gradient that is summed in FP32 and rounded once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.pytorch.plan import plan
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS, COLUMNS = 5, 8
+
+
+def looked_up(table: Tensor, fmt: str, call: Any, *args: Any, **kwargs: Any) -> Tensor:
+    with mezzo.autocast(fmt, "cpu"):
+        out: Tensor = call(*args, table, **kwargs)
+    return out
+
+
+def gradient_and_truth(
+    fmt: str, call: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output and gradient of a 16-bit table in a region, PyTorch's gradient, and the FP64 truth."""
+    torch.manual_seed(0)
+    table = torch.randn(ROWS, COLUMNS).to(FORMATS[fmt])
+    low, plain, wide = (t.clone().requires_grad_() for t in (table, table, table.double()))
+    out = looked_up(low, fmt, call, *args, **kwargs)
+    native = call(*args, plain, **kwargs)
+    truth = call(*args, wide, **kwargs)
+    assert out.dtype is FORMATS[fmt]
+    assert torch.equal(out, native)
+    seed = (torch.randn(out.shape) + 0.5).to(out.dtype)
+    out.backward(seed)
+    native.backward(seed)
+    truth.backward(seed.double())
+    assert low.grad is not None
+    assert plain.grad is not None
+    assert wide.grad is not None
+    assert low.grad.dtype is FORMATS[fmt]
+    return low.grad, plain.grad, wide.grad, out
+
+
+def off(grad: Tensor, truth: Tensor) -> float:
+    return float((grad.double() - truth).norm() / truth.norm())
+
+
+def once_rounded(grad: Tensor, truth: Tensor) -> bool:
+    """Within half an ulp of the format of the truth, and FP32's own rounding of the sum."""
+    ulp = torch.finfo(grad.dtype).eps * truth.abs().clamp_min(torch.finfo(grad.dtype).tiny)
+    return bool(((grad.double() - truth).abs() <= 0.5 * ulp * 1.001 + 1e-5 * truth.abs().max()).all())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str
+)
+def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> None:
+    tokens = torch.randint(0, ROWS, (16, 128), generator=torch.Generator().manual_seed(1))
+    grad, native, truth, _ = gradient_and_truth(fmt, F.embedding, tokens, **kwargs)
+    assert once_rounded(grad, truth)
+    assert off(native, truth) > 5 * off(grad, truth), "PyTorch sums in FP32 now: the kernel may go"
+    if "padding_idx" in kwargs:
+        assert not grad[kwargs["padding_idx"]].any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"mode": "sum"},
+        {"mode": "mean"},
+        {"mode": "max"},
+        {"mode": "sum", "padding_idx": 2},
+        {"mode": "mean", "padding_idx": -1},
+        {"mode": "sum", "scale_grad_by_freq": True},
+        {"mode": "mean", "include_last_offset": True, "offsets": torch.arange(0, 2049, 8)},
+        {"mode": "sum", "offsets": torch.arange(0, 2048, 8)},
+    ],
+    ids=str,
+)
+def test_a_bag_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> None:
+    shape = (2048,) if "offsets" in kwargs else (256, 8)
+    tokens = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))
+    grad, native, truth, _ = gradient_and_truth(fmt, F.embedding_bag, tokens, **kwargs)
+    assert off(grad, truth) < 1.05 * off(truth.to(FORMATS[fmt]), truth) + 1e-6
+    assert off(native, truth) > 1.5 * off(grad, truth)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_weights_of_a_bag_s_samples_are_differentiated_too(fmt: str) -> None:
+    tokens = torch.randint(0, ROWS, (256, 8), generator=torch.Generator().manual_seed(1))
+    table = torch.randn(ROWS, COLUMNS).to(FORMATS[fmt]).requires_grad_()
+    exact = table.detach().double().requires_grad_()
+    samples = torch.rand(256, 8).to(FORMATS[fmt]).requires_grad_()
+    wide = samples.detach().double().requires_grad_()
+    with mezzo.autocast(fmt, "cpu"):
+        out = F.embedding_bag(tokens, table, mode="sum", per_sample_weights=samples)
+    truth = F.embedding_bag(tokens, exact, mode="sum", per_sample_weights=wide)
+    assert out.dtype is FORMATS[fmt]
+    out.float().sum().backward()
+    truth.sum().backward()
+    for low, own in ((table, exact), (samples, wide)):
+        assert low.grad is not None
+        assert own.grad is not None
+        assert off(low.grad, own.grad) < 1.05 * off(own.grad.to(FORMATS[fmt]), own.grad) + 1e-6
+
+
+def test_a_token_that_is_seen_a_thousand_times_still_learns() -> None:
+    table = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros(1000, dtype=torch.int64)
+    with mezzo.autocast("bf16", "cpu"):
+        F.embedding(tokens, table).float().sum().backward()
+    assert table.grad is not None
+    assert table.grad.tolist() == [[1000.0], [0.0]]
+    table.grad = None
+    F.embedding(tokens, table).float().sum().backward()
+    assert table.grad.tolist() == [[256.0], [0.0]]
+
+
+def test_what_is_left_to_pytorch() -> None:
+    tokens = torch.tensor([1, 1, 3])
+    with mezzo.autocast("bf16", "cpu"):
+        for table in (nn.Embedding(5, 2), nn.Embedding(5, 2, dtype=torch.float64)):
+            assert "EmbeddingBackward0" in str(table(tokens).grad_fn)
+        sparse = nn.Embedding(5, 2, sparse=True, dtype=torch.bfloat16)
+        sparse(tokens).sum().backward()
+        assert sparse.weight.grad is not None
+        assert sparse.weight.grad.is_sparse
+        frozen = nn.Embedding(5, 2, dtype=torch.bfloat16).requires_grad_(False)
+        assert frozen(tokens).grad_fn is None
+        with torch.no_grad():
+            assert sparse(tokens).grad_fn is None
+    low = nn.Embedding(5, 2, dtype=torch.bfloat16)
+    assert "EmbeddingBackward0" in str(low(tokens).grad_fn)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "EmbeddingBackward0" in str(low(tokens).grad_fn)
+    with mezzo.autocast("bf16", "cpu"):
+        assert "_Embedding" in str(low(tokens).grad_fn)
+        assert low(torch.zeros(0, dtype=torch.int64)).sum().backward() is None
+    assert torch.equal(low.weight.grad, torch.zeros(5, 2, dtype=torch.bfloat16))
+    assert plan(mezzo.policy("bf16"), "cpu")["embedding"].how == "fp32_sum"
+    assert plan(mezzo.policy("bf16"), "cuda")["embedding"].how == "pytorch"
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Embedding(ROWS, COLUMNS, dtype=torch.bfloat16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with mezzo.autocast("bf16", "cpu"):
+            out: Tensor = self.token(tokens).float()
+        return out
+
+
+TOKENS = torch.arange(2000) % 3
+
+
+def test_recomputation_and_second_derivatives() -> None:
+    plain, again = Table(), Table()
+    (plain(TOKENS) ** 2).sum().backward()
+    (checkpoint(again, TOKENS, use_reentrant=False) ** 2).sum().backward()
+    assert torch.equal(plain.token.weight.grad, again.token.weight.grad)
+    model = Table()
+    (first,) = torch.autograd.grad((model(TOKENS) ** 3).sum(), model.token.weight, create_graph=True)
+    first.float().sum().backward()
+    counts = torch.tensor([667.0, 667.0, 666.0, 0.0, 0.0])[:, None]
+    expected = 6.0 * counts * model.token.weight.float()
+    torch.testing.assert_close(model.token.weight.grad.float(), expected.detach(), rtol=0.02, atol=1e-3)
+
+
+def test_function_transforms() -> None:
+    model = Table()
+    weight = model.token.weight.detach()
+
+    def loss(table: Tensor, tokens: Tensor) -> Tensor:
+        with mezzo.autocast("bf16", "cpu"):
+            return F.embedding(tokens, table).float().sum()
+
+    grad = torch.func.grad(loss)(weight, TOKENS)
+    assert grad[:3, 0].tolist() == [668.0, 668.0, 664.0], "667 and 666 in bf16"
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, TOKENS.view(2, 1000))
+    assert each.shape == (2, ROWS, COLUMNS)
+    assert torch.equal(each[0, :3, 0], torch.tensor([334.0, 333.0, 333.0]).bfloat16())
+    assert torch.equal(each[1, :3, 0], torch.tensor([333.0, 334.0, 333.0]).bfloat16())
+
+
+@pytest.mark.heavy
+def test_compiled() -> None:
+    eager, compiled = Table(), Table()
+    run = torch.compile(copy.copy(compiled), backend="aot_eager", fullgraph=True)
+    (eager(TOKENS) ** 2).sum().backward()
+    (run(TOKENS) ** 2).sum().backward()
+    assert torch.equal(eager.token.weight.grad, compiled.token.weight.grad)
