@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,18 +27,19 @@ from mezzo.core.errors import CallOrderError
 from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
+from mezzo.core.records import RecordWriter
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto, gradients, training_checks, training_state, turns, weight_modes
 from mezzo.pytorch.accumulation import FP32Gradients, FP32Sums, Gradients
 from mezzo.pytorch.autocast import Region, autocast
-from mezzo.pytorch.device_scale import DeviceLossScale, inverse, on_device
+from mezzo.pytorch.device_scale import DeviceLossScale, on_device
 from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.optimizer_backward import OptimizerBackward
 from mezzo.pytorch.release import GradientRelease
 from mezzo.pytorch.result import StepResult
 from mezzo.pytorch.running_statistics import RunningStatistics
-from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Turn
+from mezzo.pytorch.training_journal import Journal
+from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Released, Turn
 from mezzo.pytorch.window import Window
 
 # Who owns which parameters: two would unscale, clip and clear each other's gradients.
@@ -150,9 +150,8 @@ class MixedPrecision:
         self._asked_scale = (
             StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
         )
-        self._records = records
-        self._started = time.monotonic()
-        self._losses = self._updates = self._unchecked = 0
+        self._journal = Journal(records)
+        self._unchecked = 0
         self._window = Window(accumulate)
         self._statistics = RunningStatistics(model)
         self._overrides: ModuleOverrides | None = None
@@ -177,14 +176,14 @@ class MixedPrecision:
         self.optimizer = optimizer
         self._fused = trained.fused
         self._stored_as = trained.stored_as
-        self._release: GradientRelease | None = None
+        self._release: Released | None = None
         self._turn: Turn
         if trained.fused is None or self.clip_value is not None:
             self._turn = InPlace(trained.optimizer, self.clip_value, self.clip_norm)
         else:
             self._turn = OnePass(trained.fused, self.clip_norm)
             if release and self.accumulate == 1:
-                self._release = GradientRelease(trained.fused)
+                self._release = Released(trained.fused, optimizer, self.clip_norm)
         self._backward = OptimizerBackward(trained.optimizer)
         self._gradients = Gradients()
         # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
@@ -285,7 +284,8 @@ class MixedPrecision:
         outcome: Outcome | None = None
         try:
             if self._release is not None:
-                outcome = self._released(loss, self._release, retain_graph)
+                training_checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
+                outcome = self._release(loss, self._backward.params(), window)
             else:
                 if window.seen == 0:
                     self._gradients.cover(gradients.parameters(self.optimizer))
@@ -298,31 +298,13 @@ class MixedPrecision:
             raise
         window.seen += 1
         value = loss.detach()
-        if self._records is not None:
-            self._records.write(LossRecord(self._losses, float(value), self._now()))
-        self._losses += 1
+        self._journal.loss(value)
         if window.seen < self.accumulate:
             if self._trial is not None:
                 self._trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(value, outcome)
-
-    def _released(self, loss: Tensor, release: GradientRelease, retain_graph: bool) -> Outcome:
-        """Backward with the optimizer's turn inside it."""
-        training_checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
-        window = self._window
-        found, norm = release.backward(
-            loss,
-            window.seed(loss),
-            self._backward.params(),
-            multiplier=None if window.scale is None else inverse(window.scale),
-            clip_norm=self.clip_norm,
-            check=window.scale is not None,
-        )
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-        torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
-        return Outcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:
         """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
@@ -334,7 +316,7 @@ class MixedPrecision:
             CallOrderError: no `step` yet.
         """
         if self._window.seen == 0:
-            if self._losses == 0:
+            if self._journal.losses == 0:
                 raise CallOrderError("flush(): nothing has been accumulated. Call mp.step(loss) first.")
             return StepResult(False, note="nothing accumulated since the last step")
         return self._end_window(None)
@@ -370,7 +352,7 @@ class MixedPrecision:
         machine = self._scaling()
         if machine is not None and found is not None:
             self._machine = machine = machine.next(found)
-        self._record(result)
+        self._journal.update(result)
         self._try_on(result)
         self._unchecked += 1
         if machine is not None and (skipped is True or self._unchecked >= machine.pure.patience):
@@ -388,21 +370,6 @@ class MixedPrecision:
             return None
         return self._fused.weight_overflow.clone()
 
-    def _record(self, result: StepResult) -> None:
-        if self._records is not None:
-            self._records.write(
-                UpdateRecord(
-                    index=self._updates,
-                    optimizer=0,
-                    moved=result.moved,
-                    skipped=result.skipped,
-                    loss_scale=result.loss_scale,
-                    at=self._now(),
-                    reason=result.reason,
-                )
-            )
-        self._updates += 1
-
     def _try_on(self, result: StepResult) -> None:
         """Let the trial hear of the step, and settle once it knows."""
         if self._trial is None:
@@ -415,9 +382,6 @@ class MixedPrecision:
         self._trial, self._decision = None, decision
         if decision.precision != self._policy.compute:
             self._adopt(self._asked.resolved(decision.precision))
-
-    def _now(self) -> float:
-        return time.monotonic() - self._started
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that isn't the model's, the optimizer's, the scheduler's or the average's: save those

@@ -38,8 +38,8 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         "loss_scale": None if machine is None else machine.on_host().state_dict(),
         "accumulate": mp.accumulate,
         "window": saved_window,
-        "losses": mp._losses,
-        "updates": mp._updates,
+        "losses": mp._journal.losses,
+        "updates": mp._journal.updates,
     }
 
 
@@ -83,9 +83,10 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         saved = from_state_dict(state["loss_scale"])
         if type(saved) is type(machine.pure):
             mp._machine = on_device(saved, mp._device)
-    mp._losses, mp._updates = state["losses"], state["updates"]
+    mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
     mp._window.seen, mp._window.scale = 0, None
     mp._statistics.forget()
+    mp._gradients.clear()
     if window is not None:
         mp._window.seen = window["seen"]
         if window["scale"] is not None:

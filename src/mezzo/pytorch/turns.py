@@ -1,9 +1,9 @@
 """The optimizer's turn at the end of a window: from scaled gradients in `.grad` to a move, or to a skip.
 
-Two ways. `InPlace` is for any `torch.optim.Optimizer`, which reads `.grad` as it is: the gradients are
+Three ways. `InPlace` is for any `torch.optim.Optimizer`, which reads `.grad` as it is: the gradients are
 unscaled, checked and clipped where they lie, a pass over memory each. `OnePass` is for a `FusedOptimizer`:
 its kernel multiplies as it reads, so no gradient is ever written. One read of them gives norm and found_inf,
-and that only where a loss scale or `clip_norm` asks for it.
+and that only where a loss scale or `clip_norm` asks for it. `Released` is the same turn taken within backward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mezzo.pytorch.device_scale import inverse
 from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.release import GradientRelease
 from mezzo.pytorch.window import Window
 
 
@@ -152,6 +153,35 @@ class OnePass:
             return skipped
         self._optimizer.step(multiplier=multiplier, found_inf=found)
         return found
+
+
+class Released:
+    """Take the turn within backward, a parameter at a time.
+
+    Args:
+        optimizer: the one that steps.
+        shown: the user's object over it, to which schedulers hold.
+        clip_norm: largest total 2-norm.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, shown: Optimizer, clip_norm: float | None) -> None:
+        self._release = GradientRelease(optimizer)
+        self._shown = shown
+        self._clip_norm = clip_norm
+
+    def __call__(self, loss: Tensor, params: list[Tensor], window: Window) -> Outcome:
+        """Run backward from a window's only loss."""
+        found, norm = self._release.backward(
+            loss,
+            window.seed(loss),
+            params,
+            multiplier=None if window.scale is None else inverse(window.scale),
+            clip_norm=self._clip_norm,
+            check=window.scale is not None,
+        )
+        self._shown._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
+        torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
+        return Outcome(found, False if found is None else found, norm)
 
 
 def reading_is_free(tensor: Tensor) -> bool:
