@@ -109,7 +109,7 @@ class GradientRelease:
         if check or clip_norm is not None:
             total = self._sum_of_squares(loss, seed, leaves)
             if check:
-                found = 1.0 - total.isfinite().float()
+                found = 1.0 - total.isfinite().all().float()
             found, total = distributed.agreed(found, total, leaves)
             norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
             if clip_norm is not None:
