@@ -25,7 +25,8 @@ class Adam(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim.Adam`. FP32, bf16 or fp16.
-        lr: learning rate; a number or a tensor of one element, which is read at each step.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
         betas: decays of the first and the second moment, each from 0 to 1.
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
@@ -77,8 +78,8 @@ class Adam(FusedOptimizer):
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             decoupled=group["decoupled_weight_decay"],
             maximize=group["maximize"],
         )

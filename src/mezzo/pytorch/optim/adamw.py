@@ -24,7 +24,8 @@ class AdamW(Adam):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim.AdamW`. FP32, bf16 or fp16.
-        lr: learning rate; a number or a tensor of one element, which is read at each step.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
         betas: decays of the first and the second moment, each from 0 to 1.
         eps: added to the denominator.
         weight_decay: coefficient of the decay.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.pytorch.kernels.states import FORMATS
@@ -45,6 +46,11 @@ def group(owner: str, values: dict[str, Any]) -> None:
 
 def weight(param: Tensor, masters: str, what: str) -> None:
     """Check that a weight of this format and layout can be moved with these masters."""
+    if bool(is_traceable_wrapper_subclass(param)):
+        raise UsageError(
+            f"{what} is a {type(param).__name__}, whose values are in other tensors. Use an optimizer of "
+            "torch.optim, or mezzo.optim.with_masters over one."
+        )
     if param.dtype not in GRADIENTS:
         kind = (
             "complex"
@@ -54,8 +60,9 @@ def weight(param: Tensor, masters: str, what: str) -> None:
             else "integers"
         )
         raise UsageError(
-            f"{what} is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16; leave those that "
-            f"are {kind} to an optimizer of torch.optim."
+            f"{what} is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16. Leave out those "
+            f"that are {kind}: (p for p in model.parameters() if p.requires_grad) are trained; or give them "
+            "to an optimizer of torch.optim."
         )
     if param.layout is not torch.strided:
         raise UsageError(

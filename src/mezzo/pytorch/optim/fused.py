@@ -20,18 +20,14 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.device_scale import inverse
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.states import StateSpec
-from mezzo.pytorch.optim import checks, state_dicts, storage
+from mezzo.pytorch.optim import checks, holders, state_dicts, storage
 from mezzo.pytorch.optim.slots import Slot
 from mezzo.pytorch.weights import has_master, take_master
-
-# Which optimizer holds the master of a 16-bit weight: two would pull it to and fro.
-_HOLDERS: Any = WeakTensorKeyDictionary()
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 
@@ -176,7 +172,7 @@ class FusedOptimizer(Optimizer):
             torch.autograd.graph.increment_version(weights)
 
     def _work(self, groups: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Work, list[Tensor]]:
-        """The rows that have a gradient, by device, and their weights. Counted in nanoseconds: see the tests."""
+        """The rows that have a gradient, by device, and their weights. Each call here is made for every parameter."""
         work: Work = {}
         weights: list[Tensor] = []
         slots, state = self._slots, self.state
@@ -206,11 +202,8 @@ class FusedOptimizer(Optimizer):
                     if row.grad is not None or slot.empty:
                         continue  # listed twice in its group, for which torch has warned; or without elements
                     dtype = grad.dtype
-                    if (
-                        (dtype is not slot.dtype
-                        and dtype not in checks.GRADIENTS)
-                        or grad.layout is not torch.strided
-                    ):
+                    known = dtype is slot.dtype or dtype in checks.GRADIENTS
+                    if not known or grad.layout is not torch.strided:
                         checks.gradient(grad, param, type(self).__name__)
                     if not (slot.contiguous and grad.is_contiguous()) and grad.stride() != slot.stride:
                         grad = torch.empty_like(row.weight, dtype=dtype).copy_(grad)
@@ -240,7 +233,7 @@ class FusedOptimizer(Optimizer):
         _, ordinal = self._place(param)
         how = storage.storage(param, group, states)
         if how.keeps_master:
-            self._claim(param)
+            holders.claim(self, param)
         if not entries:
             entries = storage.fresh(param, how, self._take_pending(param))
             self.state[param] = entries
@@ -278,23 +271,6 @@ class FusedOptimizer(Optimizer):
             return False
         params = self.param_groups[index]["params"]
         return 0 <= ordinal - before < len(params) and params[ordinal - before] is param
-
-    def _claim(self, param: Tensor) -> None:
-        """Note that this optimizer holds a weight's master.
-
-        Raises:
-            UsageError: another one does, and still has its state.
-        """
-        holder = _HOLDERS.get(param)
-        other = None if holder is None else holder()
-        if other is not None and other is not self and other.state.get(param):
-            raise UsageError(
-                f"two optimizers hold a master for one {param.dtype} weight of shape {list(param.shape)}: the "
-                f"{type(other).__name__} before, and now this {type(self).__name__}. Each would undo what the other "
-                "has added to it. Give the weight to one of them; or, if the first has done its part, drop what it "
-                "holds: optimizer.state.clear()."
-            )
-        _HOLDERS[param] = weakref.ref(self)
 
     def _set_alias(self, alias: Any) -> None:
         """Note the adopted optimizer, over which a scheduler may have been made."""

@@ -26,8 +26,9 @@ class Lion(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim`. FP32, bf16 or fp16.
-        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. A number or a
-            tensor of one element, which is read at each step.
+        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. A number, or a
+            tensor of one element, which is read at each step: on a GPU, the host would wait for it, so keep it
+            on the CPU.
         betas: weight of the momentum in the direction, and decay of the momentum, each from 0 to 1.
         weight_decay: coefficient of the decay; 3 to 10 times larger than AdamW's.
         maximize: go up the gradient.
@@ -67,6 +68,6 @@ class Lion(FusedOptimizer):
             lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
-            weight_decay=group["weight_decay"],
+            weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
         )

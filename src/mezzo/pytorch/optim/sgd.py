@@ -27,7 +27,8 @@ class SGD(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim.SGD`. FP32, bf16 or fp16.
-        lr: learning rate; a number or a tensor of one element, which is read at each step.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
         momentum: decay of the buffer; 0 for none, and then no state either. Where it is turned on later, the
             buffer starts at that step.
         dampening: the part of the gradient that doesn't enter the buffer.
@@ -82,9 +83,9 @@ class SGD(FusedOptimizer):
     def _hyper(self, group: dict[str, Any]) -> SgdHyper:
         return SgdHyper(
             lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
             nesterov=group["nesterov"],
             maximize=group["maximize"],
         )
