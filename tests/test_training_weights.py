@@ -369,11 +369,14 @@ def test_the_policy_s_own_words_do_the_same() -> None:
     for text, remainder in (
         ("bf16,params=bf16", torch.int16),
         ("bf16,masters=split8", torch.int8),
+        ("bf16,masters=none", None),
     ):
         model = network()
         mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), text)
         run(mp)
-        assert mp.optimizer.state[model[0].weight]["remainder"].dtype is remainder
+        assert model[0].weight.dtype is torch.bfloat16
+        kept = mp.optimizer.state[model[0].weight].get("remainder")
+        assert (None if kept is None else kept.dtype) is remainder
     model = network()
     mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "fp16,params=fp16,state=int8")
     assert run(mp).moved
@@ -395,9 +398,27 @@ def test_a_model_that_is_in_16_bits_already_keeps_its_optimizer_s_masters(optimi
     )
     mp = mezzo.MixedPrecision(model, given)
     assert mp.precision == "bf16"
+    assert mp.decision is not None
+    assert "stored in it" in mp.decision.reason
     losses = [run(mp).loss for _ in range(20)]
     assert losses[-1] < losses[0]
     assert mp.optimizer is given
+
+
+@pytest.mark.parametrize("mode", ["split", "given fp16", "masters bf16 rmsprop"])
+def test_the_same_objects_train_on_after_close(mode: str) -> None:
+    model = network()
+    weights, precision, make, _ = MODES[mode]
+    optimizer = make(model.parameters())
+    trained = []
+    for again in (False, True):
+        mp = mezzo.MixedPrecision(model, optimizer, precision, weights=None if again else weights)
+        trained += [run(mp).loss for _ in range(10)]
+        assert mp.optimizer is optimizer
+        mp.close()
+    assert trained[-1] < trained[9] < trained[0]
+    mp = mezzo.MixedPrecision(model, optimizer, precision, weights=weights)
+    assert run(mp).moved
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -504,6 +525,13 @@ def test_16_bit_parameters_without_masters_are_refused(
     with mp.autocast():
         loss = model(torch.ones(1, 2)).mean()
     assert mp.step(loss).moved
+
+
+def test_masters_do_not_hide_that_an_optimizer_needs_a_closure() -> None:
+    model = network()
+    lower_weights(model, "bf16")
+    with pytest.raises(UsageError, match="LBFGS evaluates the loss several times"):
+        mezzo.MixedPrecision(model, with_masters(torch.optim.LBFGS(model.parameters())), "bf16")
 
 
 def test_16_bit_parameters_of_another_format_are_refused() -> None:

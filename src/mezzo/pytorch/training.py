@@ -139,7 +139,7 @@ class MixedPrecision:
         self._device = next(model.parameters()).device
         self._device_type = device_type or self._device.type
         asked, why = weight_modes.chosen(policy_of(precision), weights, state, self._device_type)
-        asked = weight_modes.formats_agree(optimizer, asked)
+        asked, why = weight_modes.formats_agree(optimizer, asked, why)
         self.model = model
         self.clip_norm = clip_norm
         self.clip_value = clip_value

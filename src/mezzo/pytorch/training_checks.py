@@ -49,10 +49,11 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
                 "would unscale and clear each other's gradients. Give both optimizers' parameters to one, "
                 "or call close() on the other (or delete it) first."
             )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    inner = getattr(optimizer, "inner", optimizer)  # of with_masters
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
-            f"MixedPrecision: {type(optimizer).__name__} evaluates the loss several times a step and needs "
+            f"MixedPrecision: {type(inner).__name__} evaluates the loss several times a step and needs "
             "a closure. Use mezzo.GradScaler: scaler.step(optimizer, closure)."
         )
 

@@ -253,23 +253,23 @@ def _modes_agree(optimizer: FusedOptimizer, policy: Policy) -> None:
             )
 
 
-def formats_agree(optimizer: Optimizer, policy: Policy) -> Policy:
+def formats_agree(optimizer: Optimizer, policy: Policy, why: str = "") -> tuple[Policy, str]:
     """The policy, once 16-bit weights that are there already have been held against it.
 
     Returns:
-        It, with a compute that was `auto` settled by such weights.
+        It, with a compute that was `auto` settled by such weights; and why it became what it is.
 
     Raises:
         UsageError: weights of another 16-bit format than is computed in, or without masters to be had.
     """
     own = own_optimizer(optimizer)
     has_masters = isinstance(own, FusedOptimizer) or _has_separate_masters(own) or policy.params != "fp32"
-    for param in gradients.parameters(optimizer):
+    for param in gradients.parameters(own):
         if param.dtype not in SIXTEEN_BITS:
             continue
         fmt = name_of(param.dtype)
         if policy.compute == "auto":
-            policy = policy.resolved(fmt)
+            policy, why = policy.resolved(fmt), f"{fmt}: weights are stored in it, so nothing was timed"
         if not has_masters:
             raise UsageError(
                 f"MixedPrecision: a parameter is {fmt}. Updates smaller than half a unit in its last place would "
@@ -282,4 +282,4 @@ def formats_agree(optimizer: Optimizer, policy: Policy) -> Policy:
                 f"MixedPrecision: a parameter is {fmt}, and policy '{policy}' computes in {policy.compute}. Use "
                 f"precision={fmt!r}, or keep the model FP32."
             )
-    return policy
+    return policy, why
