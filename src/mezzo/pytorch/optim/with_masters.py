@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import weights
 from mezzo.pytorch.kernels.split.reference import encode_nearest, refreshed
+from mezzo.pytorch.optim import holders
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer
-
-_MASTER = "master"
+from mezzo.pytorch.optim.saved_masters import MASTER, masters_in, without_master
 
 
 def with_masters(optimizer: Optimizer) -> WithMasters:
@@ -50,7 +50,8 @@ def with_masters(optimizer: Optimizer) -> WithMasters:
             One that keeps a list of parameters apart from `param_groups` does not see the masters.
 
     Raises:
-        UsageError: no optimizer; one that has masters already; ``differentiable=True``.
+        UsageError: no optimizer; one that has masters already; ``differentiable=True``; a weight whose master
+            another optimizer holds.
     """
     return WithMasters(optimizer)
 
@@ -70,6 +71,9 @@ class WithMasters(Optimizer):
 
     def __init__(self, inner: Optimizer) -> None:
         _refuse_unfit(inner)
+        self.inner = inner
+        for param in self._lowered():
+            holders.claim(self, param)
         self._attach(inner)
         for param in self._lowered():
             entry = inner.state.get(param)
@@ -109,8 +113,8 @@ class WithMasters(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Apart from the inner optimizer's entries, which it may look through as it is unpickled.
         inner = self.inner.__getstate__()
-        masters = {p: entry[_MASTER] for p, entry in self.state.items() if _MASTER in entry}
-        entries = {p: _without_master(entry) for p, entry in self.state.items()}
+        masters = {p: entry[MASTER] for p, entry in self.state.items() if MASTER in entry}
+        entries = {p: without_master(entry) for p, entry in self.state.items()}
         held = defaultdict(dict, {p: entry for p, entry in entries.items() if entry != {}})
         return {"class": type(self.inner), "inner": {**inner, "state": held}, "masters": masters}
 
@@ -119,7 +123,8 @@ class WithMasters(Optimizer):
         inner.__setstate__(state["inner"])
         self._attach(inner)
         for param, master in state["masters"].items():
-            inner.state[param][_MASTER] = master
+            holders.claim(self, param)
+            inner.state[param][MASTER] = master
 
     def __repr__(self) -> str:
         return f"with_masters({self.inner!r})"
@@ -221,8 +226,8 @@ class WithMasters(Optimizer):
         state = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state = pre_hook(self, state) or state
-        masters = self._masters_in(state)
-        entries = {key: _without_master(entry) for key, entry in state["state"].items()}
+        masters = masters_in(state, self.param_groups, self.state)
+        entries = {key: without_master(entry) for key, entry in state["state"].items()}
         # An empty entry would tell some optimizers that the parameter has a state.
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
         inner = self.inner
@@ -245,47 +250,6 @@ class WithMasters(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _masters_in(self, state: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Parameter -> master in a state that is to be loaded, once all of it has been found to fit."""
-        if not {"state", "param_groups"} <= state.keys():
-            raise UsageError(f"this is no optimizer's state: it has {', '.join(map(str, state))}")
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != saved_sizes:
-            raise UsageError(
-                f"the state has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}. "
-                "Nothing was changed."
-            )
-        keys = (key for group in state["param_groups"] for key in group["params"])
-        entries = {p: (k, state["state"].get(k, {})) for p, k in zip(self._parameters(), keys)}
-        any_master = any(_MASTER in entry for _, entry in entries.values())
-        masters = {}
-        for param, (key, entry) in entries.items():
-            is_low = param.dtype in weights.LOWERED
-            if is_low and any_master and _MASTER not in entry:
-                raise UsageError(
-                    f"the state has masters, but none for parameter {key}, which is "
-                    f"{str(param.dtype).removeprefix('torch.')} here. Lower the same weights as when it was "
-                    "saved. Nothing was changed."
-                )
-            if _MASTER in entry and not is_low:
-                raise UsageError(
-                    f"the state has a master for parameter {key}, which is "
-                    f"{str(param.dtype).removeprefix('torch.')} here. Call mezzo.lower_weights(model) before "
-                    "the state is loaded. Nothing was changed."
-                )
-            own = self.state.get(param) or {}
-            for name, value in entry.items():
-                mine = param if name == _MASTER else own.get(name)
-                if isinstance(value, Tensor) and isinstance(mine, Tensor) and value.shape != mine.shape:
-                    raise UsageError(
-                        f"{name!r} of parameter {key} is {tuple(value.shape)} in the state and "
-                        f"{tuple(mine.shape)} here. Nothing was changed."
-                    )
-            if is_low and any_master:
-                masters[param] = entry[_MASTER]
-        return masters
-
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.param_groups:
             yield from group["params"]
@@ -299,11 +263,10 @@ class WithMasters(Optimizer):
 
     def _ensure_master(self, param: Tensor) -> Tensor:
         """The tensor that is a weight's master, made where it is missing."""
-        entry = self.state.get(param)
-        if entry is None:
-            entry = self.state[param] = {}
-        master: Tensor | None = entry.get(_MASTER)
+        entry = self.state.get(param, {})
+        master: Tensor | None = entry.get(MASTER)
         if master is None:
+            holders.claim(self, param)
             kept = weights.take_master(param)
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:
@@ -311,7 +274,8 @@ class WithMasters(Optimizer):
                 f"a weight of {tuple(param.shape)} has a master of {tuple(master.shape)}: its `.data` was "
                 "replaced by another shape. Make a new optimizer for it."
             )
-        entry[_MASTER] = master = master.to(param.device)
+        entry[MASTER] = master = master.to(param.device)
+        self.state[param] = entry
         return master
 
     @torch.no_grad()
@@ -321,7 +285,7 @@ class WithMasters(Optimizer):
             grad = param.grad
             if param.dtype not in weights.LOWERED:
                 if self.state.get(param):
-                    self.state[param].pop(_MASTER, None)  # the model was brought back to FP32
+                    self.state[param].pop(MASTER, None)  # the model was brought back to FP32
                 if grad is not None and scale is not None:
                     grad.div_(scale.to(grad.device))
                 continue
@@ -339,7 +303,7 @@ class WithMasters(Optimizer):
         self._swap_out()
         for param in self._lowered():
             self._parameter(param).grad = None
-            _write(self.state[param][_MASTER], param)
+            _write(self.state[param][MASTER], param)
 
     def _parameter(self, param: Tensor) -> nn.Parameter:
         """The `Parameter` that stands for a weight during a step: the same one at each step."""
@@ -360,8 +324,8 @@ class WithMasters(Optimizer):
         for key, entry in entries:
             if key not in lowered:
                 state[key] = entry
-            elif entry.keys() - {_MASTER}:
-                del entry[_MASTER]
+            elif entry.keys() - {MASTER}:
+                del entry[MASTER]
                 state[self._masters[key]] = entry
         self._exchange({param: self._masters[param] for param in lowered})
         self._is_swapped = True
@@ -380,7 +344,7 @@ class WithMasters(Optimizer):
                 entry = state.get(param)
                 if entry is None:
                     entry = state[param] = {}
-                entry[_MASTER] = master.detach()
+                entry[MASTER] = master.detach()
         self._is_swapped = False
 
     def _exchange(self, other: dict[Any, Any]) -> None:
@@ -425,7 +389,3 @@ def _write(master: Tensor, weight: Tensor) -> None:
 def _widened(value: Any) -> Any:
     is_low = isinstance(value, Tensor) and value.dtype in weights.LOWERED
     return value.to(torch.float32) if is_low else value
-
-
-def _without_master(entry: Any) -> Any:
-    return {k: v for k, v in entry.items() if k != _MASTER} if isinstance(entry, dict) else entry
