@@ -565,6 +565,8 @@ def test_a_grad_scaler_steps_fp16_weights() -> None:
             loss = nn.functional.cross_entropy(model(x).float(), y)
         scaler.scale(loss * factor).backward()
         before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(UsageError, match=r"scaler\.step\(optimizer\) alone"):
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         assert scaler.was_skipped(optimizer) == (factor == INF)
         assert same([p.detach() for p in model.parameters()], before) == (factor == INF)

@@ -36,7 +36,9 @@ def values(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor
         if grad.dtype is torch.float16 and not allow_fp16:
             raise UsageError(
                 "cannot unscale an fp16 gradient: its small values would flush to zero. The weights are fp16 "
-                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16')."
+                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16'). Or, "
+                "over an optimizer of mezzo.optim, call scaler.step(optimizer) alone, which unscales as it reads; "
+                "to clip too, use mezzo.MixedPrecision(clip_norm=...)."
             )
         if grad.is_sparse:
             # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
