@@ -22,6 +22,7 @@ Examples:
   mezzo compare train.py -- --epochs 3
   mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)'
   mezzo compare train.py --precision bf16,op.softmax=fp32 --precision policy.toml
+  mezzo compare train.py --precision bf16,masters=split8,state=int8
 """
 
 from __future__ import annotations
