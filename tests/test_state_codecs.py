@@ -130,6 +130,13 @@ def test_relative_error_is_at_most_an_eighth_down_to_the_codes_range(signed: boo
 
 
 @TABLES
+def test_a_scale_grows_where_the_largest_code_would_no_longer_reach(signed: bool) -> None:
+    below = patterns.masters([patterns.pattern(1.875) - 1])
+    for largest, field in [(below, 127), (torch.tensor([1.875]), 128), (torch.tensor([1.0]), 127)]:
+        assert patterns.words(encode(largest, signed)[1]) == [field << 7]
+
+
+@TABLES
 def test_a_small_group_beside_a_large_one_keeps_its_precision(signed: bool) -> None:
     small = torch.linspace(0.1, 1, GROUP) * 1e-30
     value = torch.cat([torch.full((GROUP,), 1e30), small, torch.full((GROUP,), 1e30)])

@@ -87,9 +87,8 @@ def _is_nan(bits: Tensor) -> Tensor:
 
 
 def _rounded(bits: Tensor, noise: Tensor, dropped: int) -> Tensor:
-    """The upper bits of finite patterns, rounded with noise; of an infinity as they are."""
-    is_finite = (bits & _MAGNITUDE) < _INFINITY
-    return (bits + torch.where(is_finite, noise & ((1 << dropped) - 1), 0)) >> dropped
+    """The upper bits of patterns, rounded with noise; an infinity's low bits are 0, and so it stays."""
+    return (bits + (noise & ((1 << dropped) - 1))) >> dropped
 
 
 def _stored(bits: Tensor, high: Tensor, low: Tensor, remainder: torch.dtype) -> tuple[Tensor, Tensor]:
