@@ -71,6 +71,12 @@ def parameters(
     return [nn.Parameter(value.to(dtype)) for value in made]
 
 
+def one(*shape: int, dtype: torch.dtype = torch.bfloat16, value: float = 1.0) -> nn.Parameter:
+    param = nn.Parameter(torch.full(shape, value, dtype=dtype))
+    param.grad = torch.full(shape, 0.5, dtype=dtype)
+    return param
+
+
 def gradients(step: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     """bf16 gradients of one step, from 1e-4 to 10, with zeros."""
     generator = torch.Generator().manual_seed(1000 + step)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.optim import SGD, Adam, AdamW, FusedOptimizer, Lion
 from optimizer_steps import (
@@ -339,3 +340,30 @@ def test_an_adam_state_of_an_old_torch_is_loaded() -> None:
         run(optimizer, weights(optimizer), range(1, 2))
     for one, other in zip(params, weights(ours)):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "split"])
+def test_masters_that_lowering_kept_stay_where_torch_s_state_is_loaded(masters: str) -> None:
+    model = nn.Linear(33, 7)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run(theirs, list(model.parameters()), range(1))
+    exact = model.weight.detach().clone()
+    mezzo.lower_weights(model)
+    ours = AdamW(model.parameters(), masters=masters)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.master(model.weight), exact)
+    assert ours.state[model.weight]["step"].item() == 1
+
+
+def test_masters_that_lowering_kept_give_way_to_those_of_a_checkpoint() -> None:
+    model, other = nn.Linear(33, 7), nn.Linear(33, 7)
+    for each in (model, other):
+        mezzo.lower_weights(each)
+    first, second = (AdamW(each.parameters(), masters="split") for each in (model, other))
+    run(first, list(model.parameters()), range(2))
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(first.state_dict())
+    assert_same(everything(first), everything(second))
+    run(first, list(model.parameters()), range(2, 3))
+    run(second, list(other.parameters()), range(2, 3))
+    assert_same(everything(first), everything(second))
