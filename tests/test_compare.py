@@ -91,6 +91,9 @@ def test_the_order_turns_round_and_fp32_comes_first() -> None:
         (["bf16,bf16"], ("bf16",), 1),
         (["bf16", "compute=bf16"], ("bf16",), 1),  # the same policy by another name
         (["fp32,bf16"], ("bf16",), 1),
+        (["bf16,masters=split8,state=int8,fp16"], ("bf16,masters=split8,state=int8", "fp16"), 0),
+        (["bf16,masters=split", "bf16,params=bf16"], ("bf16,masters=split",), 1),
+        (["fp32,state=int8"], ("fp32,state=int8",), 0),
         ([" bf16 , fp16,"], ("bf16", "fp16"), 0),
     ],
 )
@@ -108,6 +111,8 @@ def test_candidates_are_read_from_the_command_line(
         (["bf61"], UnknownNameError, "Did you mean 'bf16'"),
         (["bf16,op.sofmax=fp32"], UnknownNameError, "softmax"),
         (["fp32"], UsageError, "no candidate is left"),
+        (["bf16", "fp16,masters=fp32"], UsageError, "'fp16,params=fp16': a script that is run unchanged"),
+        (["bf16,masters=fp32,params=fp32", "fp16,masters=split"], UsageError, "Use masters=fp32, or bf16"),
         ([","], UsageError, "no candidate is left"),
     ],
 )

@@ -19,6 +19,7 @@ from typing import Any
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
+from mezzo.pytorch.launch.storage import check
 from mezzo.verify.metric import Metric
 
 FILE = "comparison.json"
@@ -109,7 +110,8 @@ def candidates(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     FP32 is the baseline and always runs, so it is left out, as is whatever is named twice.
 
     Raises:
-        UsageError: an unknown precision, op, or format (with the nearest right one), or no candidate left.
+        UsageError: an unknown precision, op, or format (with the nearest right one), weights stored as no unmodified
+            script can be run with, or no candidate left.
     """
     found: list[str] = []
     for word in words:
@@ -126,6 +128,7 @@ def candidates(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     remarks = []
     for name in found:
         value = policy(name)
+        check(value)
         if value.is_fp32:
             remarks.append(f"{name} is the baseline and runs anyway: left out of the candidates.")
         elif value.fingerprint() in kept:
