@@ -104,9 +104,8 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
                 f"master_state_dict and load_master_state_dict take an optimizer or several, received "
                 f"{type(one).__name__}."
             )
-        held = getattr(
-            one, "fused", one
-        )  # an adopted optimizer's masters are those of the one that took over
+        # An optimizer that was adopted, or handed to with_masters, has its masters with the one that took over.
+        held = getattr(one.step, "_goes_through_masters", getattr(one, "fused", one))
         if hasattr(held, "master"):
             owners.update({id(p): held for group in held.param_groups for p in group["params"]})
     return owners

@@ -376,7 +376,7 @@ def _forward(inner: Optimizer, name: str, owner: WithMasters) -> None:
     def through(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs) if owner._is_swapped else getattr(owner, name)(*args, **kwargs)
 
-    through._goes_through_masters = True  # type: ignore[attr-defined]
+    through._goes_through_masters = owner  # type: ignore[attr-defined]
     # A method, since schedulers ask a step for its __func__.
     setattr(inner, name, types.MethodType(through, inner))
 
