@@ -104,6 +104,14 @@ def test_a_gradient_that_is_still_in_parts_is_added_up_first(ranks: list[dict[st
     assert ranks[1]["parts to add"]["local"] == [3.0] * 3
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", ["released", "released, clipped"])
+def test_shards_are_stepped_within_backward_as_after_it(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank in ranks:
+        assert rank[case]["released"] == pytest.approx(rank[case]["after"], rel=1e-6, abs=1e-7)
+    assert ranks[0]["released"]["after"] != pytest.approx(ranks[0]["released, clipped"]["after"], rel=1e-3)
+
+
 def test_without_a_process_group_what_is_given_comes_back() -> None:
     assert not is_distributed()
     found, total = torch.zeros(()), torch.ones((), dtype=torch.float64)
