@@ -106,6 +106,34 @@ def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None
     return total
 
 
+def clipped(
+    sum_of_squares: Tensor, multiplier: Tensor | None, clip_norm: float | None
+) -> tuple[Tensor | None, Tensor]:
+    """By what gradients are to be multiplied so that they are clipped as well, and their norm before that.
+
+    Naive code::
+
+        norm = multiplier * sqrt(sum_of_squares)
+        return multiplier * min(1, clip_norm / (norm + 1e-6)), norm
+
+    Args:
+        sum_of_squares: 0-dim FP64, over gradients as they lie.
+        multiplier: 0-dim FP32 that they are multiplied with in any case; None for 1.
+        clip_norm: largest total 2-norm; None for any.
+
+    Returns:
+        0-dim FP32 each; None for a multiplier of 1.
+    """
+    norm = sum_of_squares.sqrt()
+    if multiplier is not None:
+        norm = norm * multiplier
+    if clip_norm is not None:
+        # As torch.nn.utils.clip_grad_norm_: a factor of 1 is multiplied in rather than branched on.
+        factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        multiplier = (factor if multiplier is None else factor * multiplier).float()
+    return multiplier, norm.float()
+
+
 def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     grouped: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import distributed
+from mezzo.pytorch import distributed, gradients
 from mezzo.pytorch.backward import backward_into, has_reentrant_checkpoint
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -111,11 +111,7 @@ class GradientRelease:
             if check:
                 found = 1.0 - total.isfinite().all().float()
             found, total = distributed.agreed(found, total, leaves)
-            norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
-            if clip_norm is not None:
-                factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                multiplier = (factor if multiplier is None else factor * multiplier).float()
-            norm = norm.float()
+            multiplier, norm = gradients.clipped(total, multiplier, clip_norm)
             if found is not None and found.device.type == "cpu" and bool(found):
                 _clear(leaves)
                 return found, norm

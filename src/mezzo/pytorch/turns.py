@@ -69,7 +69,9 @@ class InPlace:
 
     def __call__(self, window: Window, *, follows: bool) -> Outcome:
         """Take the turn; see `Turn`."""
-        grads = _present(gradients.values(gradients.parameters(self._optimizer)))
+        grads = gradients.values(gradients.parameters(self._optimizer))
+        if not grads:
+            raise _no_gradient()
         found: Tensor | None = None
         if window.scale is not None:
             flags = gradients.unscale_(grads, inverse(window.scale) * window.rescale)
@@ -118,29 +120,30 @@ class OnePass:
     def __call__(self, window: Window, *, follows: bool) -> Outcome:
         """Take the turn; see `Turn`."""
         params = list(gradients.parameters(self._optimizer))
-        grads = _present([param.grad for param in params if param.grad is not None])
-        for param in params:
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                checks.gradient(param.grad, param, type(self._optimizer).__name__)
+        first = next((param.grad for param in params if param.grad is not None), None)
+        if first is None:
+            raise _no_gradient()
         found: Tensor | None = None
         norm: Tensor | None = None
         multiplier: Tensor | None = None
-        device = grads[0].device if window.scale is None else window.scale.device
+        device = first.device if window.scale is None else window.scale.device
         if window.scale is not None:
             multiplier = inverse(window.scale) * window.rescale
         elif window.rescale != 1.0:
             multiplier = torch.full((), window.rescale, device=device)
         if window.scale is not None or self._clip_norm is not None:
-            sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
+            sums = self._sums_of_squares(params).to(device, non_blocking=True)
             if window.scale is not None:
                 found = 1.0 - sums.isfinite().all().float()
             found, total = distributed.agreed(found, sums, params)
-            norm = total.sqrt() if multiplier is None else total.sqrt() * multiplier
-            if self._clip_norm is not None:
-                factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-                multiplier = (factor if multiplier is None else factor * multiplier).float()
-            norm = norm.float()
+            multiplier, norm = gradients.clipped(total, multiplier, self._clip_norm)
         return Outcome(found, self._step(multiplier, found, follows), norm)
+
+    def _sums_of_squares(self, params: list[Tensor]) -> Tensor:
+        for param in params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                checks.gradient(param.grad, param, type(self._optimizer).__name__)
+        return distributed.own_sum_of_squares(params)
 
     def _step(self, multiplier: Tensor | None, found: Tensor | None, follows: bool) -> Tensor | bool:
         if found is None:
@@ -191,7 +194,5 @@ def reading_is_free(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _present(grads: list[Tensor]) -> list[Tensor]:
-    if not grads:
-        raise UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
-    return grads
+def _no_gradient() -> UsageError:
+    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
