@@ -1,0 +1,236 @@
+"""The step on a CPU: one compiled loop over all parameters of one kind, on PyTorch's threads.
+
+A kind is a rule, a way of keeping masters, a storage of states and the dtypes of weight and gradient; a model in
+bf16 whose normalisation layers stay in FP32 has two. What a step does in Python is to write the addresses of
+gradients and weights into a table, about half a microsecond a parameter; the rest of the table is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mezzo.pytorch.kernels import openmp, specialise
+from mezzo.pytorch.kernels.adam import AdamHyper
+from mezzo.pytorch.kernels.lion import LionHyper
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, cpu_elements, cpu_groups, cpu_moves
+from mezzo.pytorch.kernels.optimizer_step import cpu_chunks as words
+
+_KERNELS = "mezzo.pytorch.kernels"
+_PLANS = 4096  # kept by one stepper: with gradient release every parameter has its own
+
+# (masters, weight dtype) -> the pair of functions in split.cpu, the types behind weight and master.
+_WEIGHTS: Mapping[tuple[str, torch.dtype], tuple[str, str, str]] = MappingProxyType(
+    {
+        ("own", torch.float32): ("own", "float32", "float32"),
+        ("fp32", torch.bfloat16): ("bf16", "int16", "float32"),
+        ("fp32", torch.float16): ("fp16", "int16", "float32"),
+        ("split", torch.bfloat16): ("split", "int16", "int16"),
+        ("split8", torch.bfloat16): ("split8", "int16", "int8"),
+        ("none", torch.bfloat16): ("none", "int16", "int16"),
+    }
+)
+# grad dtype -> the function in cpu_grads, the type behind it.
+_GRADS: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
+    {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
+)
+_STATE_TYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "int16", "absent": "int16"})
+
+Words = npt.NDArray[np.int64]
+Kind = tuple[str, int, str, str, torch.dtype, torch.dtype]  # rule, states, state, masters, weight, grad
+
+
+class DeviceStepper:
+    """The step for rows on the CPU; not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, int], _Plan] = {}
+
+    def __call__(
+        self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
+    ) -> None:
+        """Move every row that has a gradient; see `Stepper`."""
+        if found_inf is not None and found_inf.item() != 0:
+            return
+        present = [[row for row in rows if row.grad is not None] for _, rows in groups]
+        rows = [row for of_group in present for row in of_group]
+        if not rows:
+            return
+        dtypes = [row.grad.dtype for row in rows]  # type: ignore[union-attr]
+        shape = [(_rule(hyper), len(of_group)) for (hyper, _), of_group in zip(groups, present)]
+        key = (id(rows[0].weight), len(rows))
+        plan = self._plans.get(key)
+        if plan is None or not plan.fits(rows, dtypes, shape):
+            if plan is not None or len(self._plans) >= _PLANS:
+                self._plans.clear()  # rows were replaced: let go of the tensors of all old ones
+            plan = self._plans[key] = _Plan(rows, dtypes, shape)
+        factor = 1.0 if multiplier is None else multiplier.item()
+        plan.run([hyper for hyper, _ in groups], factor, overflow)
+
+
+class _Plan:
+    """The table for one sequence of rows with gradients of certain dtypes, and the launches over it."""
+
+    def __init__(
+        self, rows: list[Row], dtypes: list[torch.dtype], shape: list[tuple[tuple[str, int], int]]
+    ) -> None:
+        self.key = rows, dtypes, shape
+        group_of = [group for group, (_, count) in enumerate(shape) for _ in range(count)]
+        by_kind: dict[Kind, list[int]] = {}
+        for index, (row, dtype, group) in enumerate(zip(rows, dtypes, group_of)):
+            rule, states = shape[group][0]
+            state = row.state if states else "absent"
+            kind = (rule, states, state, row.masters, row.weight.dtype, dtype)
+            by_kind.setdefault(kind, []).append(index)
+        order = [index for indices in by_kind.values() for index in indices]
+        self.rows = [rows[index] for index in order]
+        self.groups = np.array([group_of[index] for index in order])
+        self.table: Words = np.array([_row_words(row) for row in self.rows], np.int64)
+        self.constants = np.zeros((0, words.CONSTANT_WORDS), np.float32)
+        self.moves = np.zeros(len(rows), np.float32)
+        self.no_overflow = np.zeros(1, np.float32)
+        self.launches: list[_Launch] = []
+        start = 0
+        for kind, indices in by_kind.items():
+            sizes = [rows[index].weight.numel() for index in indices]
+            self.launches.append(_Launch(kind, start, sizes))
+            start += len(indices)
+        self.counting = specialise.kernel(cpu_moves, {}).address
+        self.counting_job = np.array([len(rows), self.table.ctypes.data, self.moves.ctypes.data], np.int64)
+
+    def fits(self, *key: object) -> bool:
+        """Whether the plan is for these rows (by identity), dtypes and groups."""
+        return self.key == key
+
+    def run(self, hypers: Sequence[Hyper], factor: float, overflow: Tensor | None) -> None:
+        """One step."""
+        self.table[:, words.WEIGHT] = [row.weight.data_ptr() for row in self.rows]
+        self.table[:, words.GRAD] = [row.grad.data_ptr() for row in self.rows]  # type: ignore[union-attr]
+        openmp.alone(self.counting, self.counting_job.ctypes.data)
+        self._write_constants(hypers, factor)
+        flag = self.no_overflow.ctypes.data if overflow is None else overflow.data_ptr()
+        for launch in self.launches:
+            launch.run(self.table, self.constants, flag)
+
+    def _write_constants(self, hypers: Sequence[Hyper], factor: float) -> None:
+        """A row of constants for each group and number of moves that there is."""
+        first = self.moves[0]
+        pairs: list[tuple[int, float]]
+        if (self.moves == first).all():
+            pairs = [(group, float(first)) for group in range(len(hypers))]
+            self.table[:, words.CONSTANTS] = self.groups
+        else:
+            both = np.stack([self.groups.astype(np.float64), self.moves])
+            distinct, which = np.unique(both, axis=1, return_inverse=True)
+            pairs = [(int(group), float(move)) for group, move in distinct.T]
+            self.table[:, words.CONSTANTS] = which.reshape(-1)
+        if len(self.constants) != len(pairs):
+            self.constants = np.zeros((len(pairs), words.CONSTANT_WORDS), np.float32)
+        for constants, (group, move) in zip(self.constants, pairs):
+            hyper = hypers[group]
+            own = _constants(hyper, int(move))
+            constants[: words.RULE + len(own)] = (-factor if hyper.maximize else factor, move, *own)
+
+
+class _Launch:
+    """One compiled loop over the table's rows of one kind, cut into chunks.
+
+    Args:
+        kind: which loop.
+        start: the first of its rows in the table.
+        sizes: the elements of each of them.
+    """
+
+    def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
+        self.kernel = specialise.kernel(*_template(kind))
+        pieces = [
+            (start + index, element)
+            for index, size in enumerate(sizes)
+            for element in range(0, size, words.CHUNK)
+        ]
+        self.chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
+        self.job: Words = np.zeros(words.JOB_WORDS, np.int64)
+        self.job[words.CHUNKS] = len(pieces)
+        self.job[words.CHUNK_LIST] = self.chunks.ctypes.data
+        self.is_small = sum(sizes) <= words.CHUNK
+
+    def run(self, table: Words, constants: npt.NDArray[np.float32], flag: int) -> None:
+        """Move the rows; `flag` is the address of the FP32 that an overflow sets."""
+        self.job[words.COUNTER] = 0
+        self.job[words.TABLE] = table.ctypes.data
+        self.job[words.CONSTANT_TABLE] = constants.ctypes.data
+        self.job[words.OVERFLOW] = flag
+        call = openmp.alone if self.is_small else openmp.parallel
+        call(self.kernel.address, self.job.ctypes.data)
+
+
+def _row_words(row: Row) -> list[int]:
+    """The table's words of one row; those of weight, gradient and constants are written at each step."""
+    made = [0] * words.ROW_WORDS
+    made[words.NUMEL] = row.weight.numel()
+    made[words.ORDINAL] = row.ordinal
+    made[words.STEP] = row.step.data_ptr()
+    made[words.MASTER] = _address(row.master)
+    columns = ((words.FIRST, words.FIRST_SCALES), (words.SECOND, words.SECOND_SCALES))
+    for (state_column, scale_column), state, scale in zip(columns, row.states, row.scales):
+        made[state_column], made[scale_column] = _address(state), _address(scale)
+    return made
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rule(hyper: Hyper) -> tuple[str, int]:
+    """The rule that settings choose, as ``"package:function"``, and how many states it has."""
+    if isinstance(hyper, AdamHyper):
+        return "adam:adamw" if hyper.decoupled or not hyper.weight_decay else "adam:adam", 2
+    if isinstance(hyper, LionHyper):
+        return "lion:lion", 1
+    return ("sgd:momentum", 1) if hyper.momentum else ("sgd:plain", 0)
+
+
+def _constants(hyper: Hyper, move: int) -> tuple[float, ...]:
+    """What the rule is given, in its order."""
+    own = tuple(hyper.constants(move))
+    return own if isinstance(hyper, AdamHyper | LionHyper) else (*own, hyper.nesterov)
+
+
+def grad_bindings(dtype: torch.dtype) -> dict[str, str]:
+    """What a template's ``load_grad`` and ``grad_at`` are for gradients of a dtype."""
+    grad, grad_type = _GRADS[dtype]
+    return {
+        "load_grad": f"{_KERNELS}.optimizer_step.cpu_grads:load_{grad}",
+        "grad_at": f"{_KERNELS}.native:{grad_type}_at",
+    }
+
+
+def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
+    """The template of a kind, and what it is bound to."""
+    rule, states, state, masters, weight_dtype, grad_dtype = kind
+    weight, weight_type, master_type = _WEIGHTS[masters, weight_dtype]
+    package, function = rule.split(":")
+    bindings = {
+        "rule": f"{_KERNELS}.{package}.cpu:{function}",
+        "load_weight": f"{_KERNELS}.split.cpu:load_{weight}",
+        "store_weight": f"{_KERNELS}.split.cpu:store_{weight}",
+        "weight_at": f"{_KERNELS}.native:{weight_type}_at",
+        "master_at": f"{_KERNELS}.native:{master_type}_at",
+        **grad_bindings(grad_dtype),
+    }
+    if state == "int8":
+        if states == 1:
+            for verb in ("load", "store"):
+                bindings[f"{verb}_second"] = f"{_KERNELS}.states.cpu:{verb}_nothing"
+                bindings[f"{verb}_second_scale"] = f"{_KERNELS}.states.cpu:{verb}_no_scale"
+        return cpu_groups, bindings
+    for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
+        bindings[f"load_{name}"] = f"{_KERNELS}.states.cpu:load_{stored}"
+        bindings[f"store_{name}"] = f"{_KERNELS}.states.cpu:store_{stored}"
+        bindings[f"{name}_at"] = f"{_KERNELS}.native:{_STATE_TYPES[stored]}_at"
+    return cpu_elements, bindings

@@ -1,0 +1,86 @@
+"""The step on states without groups: one loop from memory to memory, nothing in between.
+
+A template: `specialise` writes it out with other functions in the lines marked as bound.
+"""
+
+from __future__ import annotations
+
+from mezzo.pytorch.kernels.adam.cpu import adamw as rule  # bound
+from mezzo.pytorch.kernels.native import Pointer, i32, inline, loop, u32
+from mezzo.pytorch.kernels.native import float32_at as first_at  # bound
+from mezzo.pytorch.kernels.native import float32_at as second_at  # bound
+from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
+from mezzo.pytorch.kernels.native import int16_at as master_at  # bound
+from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.noise.cpu import STATES, following, high, key, low, noise, place
+from mezzo.pytorch.kernels.noise.cpu import WEIGHT as WEIGHT_STREAM
+from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
+    FIRST,
+    GRAD,
+    MASTER,
+    MOVE,
+    MULTIPLIER,
+    ORDINAL,
+    SECOND,
+    WEIGHT,
+    of_rule,
+    share,
+)
+from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
+from mezzo.pytorch.kernels.split.cpu import load_split as load_weight  # bound
+from mezzo.pytorch.kernels.split.cpu import store_split as store_weight  # bound
+from mezzo.pytorch.kernels.states.cpu import load_fp32 as load_first  # bound
+from mezzo.pytorch.kernels.states.cpu import load_fp32 as load_second  # bound
+from mezzo.pytorch.kernels.states.cpu import store_fp32 as store_first  # bound
+from mezzo.pytorch.kernels.states.cpu import store_fp32 as store_second  # bound
+
+
+@loop
+def elements(
+    weight: Pointer,
+    master: Pointer,
+    grad: Pointer,
+    first: Pointer,
+    second: Pointer,
+    constants: Pointer,
+    ordinal: int,
+    start: int,
+    stop: int,
+) -> int:
+    """Move the elements from `start` to `stop`; whether one of the weights is now infinite."""
+    multiplier, own = constants[MULTIPLIER], of_rule(constants)
+    state_key = key(u32(constants[MOVE]), ordinal, STATES)
+    weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
+    overflow, at = i32(0), place(start)
+    for i in range(start, stop):
+        w = load_weight(weight, master, i)
+        g = load_grad(grad, i) * multiplier
+        w, a, b = rule(w, g, load_first(first, i), load_second(second, i), own)
+        bits = noise(state_key, at)
+        store_first(first, i, a, low(bits))
+        store_second(second, i, b, high(bits))
+        if store_weight(weight, master, i, w, noise(weight_key, at)):
+            overflow = i32(1)
+        at = following(at)
+    return overflow
+
+
+@inline
+def walk(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
+    """Move one chunk of one parameter."""
+    return elements(
+        weight_at(row[WEIGHT]),
+        master_at(row[MASTER]),
+        grad_at(row[GRAD]),
+        first_at(row[FIRST]),
+        second_at(row[SECOND]),
+        constants,
+        row[ORDINAL],
+        start,
+        stop,
+    )
+
+
+def main(job: Pointer) -> None:
+    """Take chunks until none is left."""
+    share(job, walk)

@@ -1,0 +1,179 @@
+"""Compiled loops without choices: a template, written out once for each combination of functions it is bound to.
+
+A template is an ordinary module with a function ``main(job)``. Its imports marked ``# bound`` name what changes:
+
+    from mezzo.pytorch.kernels.split.cpu import load_split as load_weight  # bound
+
+`kernel(template, {"load_weight": "mezzo.pytorch.kernels.split.cpu:load_split8"})` writes that module with the other
+import into a cache folder, compiles ``main`` as a C function, and lets Numba keep the machine code beside it. The
+folder is named after everything that the code is made of: Mezzo's kernels, Numba, LLVM and the processor. So
+nothing stale is ever loaded, and the next process starts at once. To compile takes a second or two.
+
+The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``; where none of them can be written,
+a temporary folder of this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import llvmlite
+import llvmlite.binding
+import numba
+
+from mezzo.core.errors import MezzoError
+from mezzo.core.version import VERSION
+from mezzo.pytorch.kernels import native
+
+CACHE = "MEZZO_CACHE_DIR"
+"""Environment variable that names the cache folder."""
+
+_BOUND = re.compile(r"^from (\S+) import (\w+) as (\w+)  # bound$", re.MULTILINE)
+
+
+class KernelError(MezzoError, RuntimeError):
+    """A kernel that can't be compiled on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled loop.
+
+    Args:
+        name: of the written module: the template's, and a digest of what it is bound to.
+        address: of a C function ``void main(int64_t *job)``; it stays loaded as long as the process.
+        seconds: how long it took to compile, or to load.
+        from_cache: loaded, not compiled.
+    """
+
+    name: str
+    address: int
+    seconds: float
+    from_cache: bool
+
+
+_kernels: dict[tuple[str, tuple[tuple[str, str], ...]], Kernel] = {}
+_keep_alive: list[Any] = []
+
+
+def kernel(template: ModuleType, bindings: Mapping[str, str]) -> Kernel:
+    """A template's ``main``, bound and compiled; the same object for the same arguments.
+
+    Args:
+        template: a module with a ``main`` and imports marked ``# bound``.
+        bindings: ``"package.module:function"`` for bound names; the others stay as the template has them.
+
+    Raises:
+        KernelError: Numba can't compile it here.
+    """
+    key = (template.__name__, tuple(sorted(bindings.items())))
+    found = _kernels.get(key)
+    if found is None:
+        found = _kernels[key] = _compiled(*_written(template, bindings))
+    return found
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All that this process has compiled or loaded."""
+    return tuple(_kernels.values())
+
+
+def compile_seconds() -> float:
+    """How long this process has spent compiling and loading kernels, apart from running them."""
+    return sum(kernel.seconds for kernel in _kernels.values())
+
+
+def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Path]:
+    """The written module's name and file; the file is there already if anyone ever asked for it."""
+    text = inspect.getsource(template)
+    names = {match[3] for match in _BOUND.finditer(text)}
+    if unknown := set(bindings) - names:
+        raise ValueError(
+            f"{template.__name__} has no bound {', '.join(sorted(unknown))}; it has {sorted(names)}"
+        )
+
+    def bind(match: re.Match[str]) -> str:
+        module, function = bindings.get(match[3], f"{match[1]}:{match[2]}").split(":")
+        return f"from {module} import {function} as {match[3]}"
+
+    text = _BOUND.sub(bind, text)
+    name = f"{template.__name__.rpartition('.')[2]}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    file = _folder() / f"{name}.py"
+    if not file.exists():  # a new file has a new date, and that would make Numba compile again
+        handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, file)
+    return name, file
+
+
+def _compiled(name: str, file: Path) -> Kernel:
+    start = time.perf_counter()
+    module_name = f"mezzo_kernels.{name}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # Numba looks functions up by their module's name
+    try:
+        spec.loader.exec_module(module)
+        main = native.entry(module.main)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise KernelError(
+            f"Numba {numba.__version__} could not compile {file}: {type(error).__name__}: {error}. Set "
+            "MEZZO_KERNELS=reference to run the same step as PyTorch operations, several times slower."
+        ) from error
+    _keep_alive.append(main)
+    return Kernel(name, main.address, time.perf_counter() - start, main.cache_hits > 0)
+
+
+@functools.cache
+def _folder() -> Path:
+    """The folder of modules that were written by these sources, with these compilers, for this processor."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    sources = {*root.rglob("cpu*.py"), *root.rglob("__init__.py"), root / "native.py"}
+    for source in sorted(sources):
+        digest.update(source.relative_to(root).as_posix().encode() + b"\0" + source.read_bytes())
+    cpu = llvmlite.binding.get_host_cpu_name()
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    for word in (VERSION, numba.__version__, llvmlite.__version__, sys.version, cpu, features):
+        digest.update(b"\0" + word.encode())
+    name = digest.hexdigest()[:16]
+    for parent in _parents():
+        try:
+            folder = parent / name
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError:
+            continue
+    temporary = Path(tempfile.mkdtemp(prefix="mezzo-kernels-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return temporary
+
+
+def _parents() -> list[Path]:
+    if CACHE in os.environ:
+        return [Path(os.environ[CACHE])]
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return [(Path(caches) if caches else Path.home() / ".cache") / "mezzo"]
+    except RuntimeError:  # a user without a home
+        return []
