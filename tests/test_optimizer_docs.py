@@ -1,0 +1,29 @@
+"""Every block of Python in docs/optimizers.md runs, in order, with warnings as errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo.pytorch import training
+
+PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
+
+
+@pytest.mark.heavy
+def test_the_code_of_the_page_runs() -> None:
+    torch.manual_seed(0)
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) == 13
+    names: dict[str, object] = {}
+    try:
+        for block in blocks:
+            line = text[: block.start(1)].count("\n")
+            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
+    finally:
+        for mp in list(training._ALIVE):
+            mp.close()
