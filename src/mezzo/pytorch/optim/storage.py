@@ -295,7 +295,7 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
         Bytes a parameter of ``"weights"``, ``"gradients"`` (those that are there), ``"masters"`` (or remainders),
         ``"states"``, ``"scales"`` and their ``"total"``. Step counts aren't in it: they don't grow with the weight.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
     found = {"weights": 0, "gradients": 0, "masters": 0, "states": 0, "scales": 0}
     for param in params:
         found["weights"] += param.nbytes
