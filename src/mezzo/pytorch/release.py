@@ -96,6 +96,9 @@ class GradientRelease:
 
         Raises:
             UsageError: no parameter has a gradient; the graph has a reentrant checkpoint. Nothing has changed.
+
+        Where backward itself raises (out of memory, say), the parameters whose gradients had come have moved; in the
+        first of two passes, none has. No hook stays in either case.
         """
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
