@@ -158,9 +158,13 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 continue
             where = f"{name}, {cell['size']}, {cell['layout']}"
             launched = value.get("launches")
+            copies = [each for each in launched or () if each.startswith(("Memcpy", "Memset"))]
+            kernels = len(launched or ()) - len(copies)
             found[f"{where}: one launch"] = {
-                "held": None if launched is None else len(launched) == 1,
-                "measured": "not measured" if launched is None else str(len(launched)),
+                "held": None if launched is None else kernels == 1,
+                "measured": "not measured"
+                if launched is None
+                else f"{kernels}, and {len(copies)} copies or fills",
             }
             if cell["size"] == JUDGED_AT:
                 found[f"{where}: {OF_COPY:.0%} of copy bandwidth"] = {

@@ -268,6 +268,7 @@ def main() -> None:
 
     if "training" in arguments.parts:  # first: nothing of this process is compiled or large yet
         results["training"] = measure_in_a_process(device, console)
+        write()
     if "modes" in arguments.parts and device == "cpu":
         results["modes"] = modes.count(console)
     if "first_step" in arguments.parts:
