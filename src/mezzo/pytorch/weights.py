@@ -79,8 +79,9 @@ def lower_weights(
     A tied parameter stays in FP32 if one of its owners wants it so.
 
     Args:
-        model: any module. Compile it, wrap it in DDP and copy it afterwards: a copy of a lowered model starts
-            from its rounded weights, since what was kept belongs to this model's parameters.
+        model: any module, its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of a lowered
+            model starts from its rounded weights, since what was kept belongs to this model's parameters; and an
+            FP32 checkpoint that comes later brings its masters by `mezzo.load_master_state_dict`.
         precision: ``"bf16"``, ``"fp16"``, a policy's string or file, or a `Policy`: its ``params`` format, or,
             where that is fp32, its ``compute`` format.
         keep: patterns, as of a policy's modules, of module paths or parameter names: ``"head"``,
