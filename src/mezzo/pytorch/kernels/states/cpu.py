@@ -122,10 +122,12 @@ def load_unsigned(state: Pointer, i: int, scale: float) -> float:
 
 @inline
 def store_unsigned(state: Pointer, i: int, value: float, inverse: float, cap: int, noise: int) -> None:
-    """The code of a value, rounded stochastically, 0 for 0 alone."""
-    y = float_of(i32(min(magnitude(value), cap))) * inverse
+    """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone."""
+    pattern = i32(min(magnitude(value), cap))
+    y = float_of(pattern) * inverse
     code = i32(i32(i32(bits(y) + i32(noise << 4)) >> 20) - _UNSIGNED_BIAS)
-    state[i] = u8(i32(max(code, i32(1))) if y > f32(0) else i32(0))
+    nothing = i32(1) if cap == 1 else i32(0)  # the largest pattern that is stored as 0
+    state[i] = u8(i32(max(code, i32(1))) if pattern > nothing else i32(0))
 
 
 @inline
