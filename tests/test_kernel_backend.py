@@ -15,6 +15,7 @@ from mezzo.pytorch.kernels import backend
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(backend.KERNELS, raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     backend._warn_once.cache_clear()
 
 
@@ -48,10 +49,27 @@ def test_a_missing_compiler_is_told_once(device: str, named: str, monkeypatch: p
     backend.implementation(device)  # a second warning would be an error here
 
 
-@pytest.mark.parametrize("forced", backend.IMPLEMENTATIONS)
-def test_the_environment_forces_an_implementation(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+FORCED = [
+    # forced, interpreted, where it runs
+    ("reference", "", {"cpu", "cuda", "mps"}),
+    ("numba", "", {"cpu"}),
+    ("triton", "", {"cuda"}),
+    ("triton", "1", {"cpu"}),
+]
+
+
+@pytest.mark.parametrize(("forced", "interpreted", "where"), FORCED)
+def test_the_environment_forces_an_implementation_where_it_can_run(
+    forced: str, interpreted: str, where: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(backend.KERNELS, forced)
-    assert {backend.implementation(device) for device in ("cpu", "cuda", "mps")} == {forced}
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    for device in ("cpu", "cuda", "mps"):
+        if device in where:
+            assert backend.implementation(device) == forced
+        else:
+            with pytest.raises(UsageError, match=f"cannot run on '{device}'.*MEZZO_KERNELS=reference"):
+                backend.implementation(device)
 
 
 def test_a_wrong_name_in_the_environment_is_an_error_that_lists_the_right_ones(

@@ -9,7 +9,7 @@ import os
 import warnings
 from types import ModuleType
 
-from mezzo.core.errors import unknown_name
+from mezzo.core.errors import UsageError, unknown_name
 
 KERNELS = "MEZZO_KERNELS"
 """Environment variable that forces one implementation for every device."""
@@ -25,16 +25,23 @@ def implementation(device_type: str) -> str:
 
     A CPU's kernels are compiled by Numba and a CUDA device's by Triton, where they are installed; otherwise,
     and on other devices, the reference serves: the same numbers from PyTorch operations, several times
-    slower. The first such fallback of a process warns. The environment's ``MEZZO_KERNELS`` overrides this;
-    its Triton kernels run on a CPU only in Triton's interpreter. Neither compiler is imported here.
+    slower. The first such fallback of a process warns. The environment's ``MEZZO_KERNELS`` overrides this.
+    Neither compiler is imported here.
 
     Raises:
         UnknownNameError: ``MEZZO_KERNELS`` names none of the three.
+        UsageError: it names one that would read this device's addresses where they mean nothing: Numba off the
+            CPU, Triton off CUDA (but for its interpreter, which runs on a CPU: ``TRITON_INTERPRET=1``).
     """
     forced = os.environ.get(KERNELS)
     if forced:
         if forced not in IMPLEMENTATIONS:
             raise unknown_name("implementation", forced, IMPLEMENTATIONS, where=f"{KERNELS}={forced!r}: ")
+        if forced != "reference" and not _runs_on(forced, device_type):
+            raise UsageError(
+                f"{KERNELS}={forced!r}: its kernels cannot run on {device_type!r}. Use {KERNELS}=reference, or unset "
+                "it to let each device have its own."
+            )
         return forced
     if device_type not in _COMPILED:
         return "reference"
@@ -45,18 +52,18 @@ def implementation(device_type: str) -> str:
     return "reference"
 
 
+def _runs_on(compiler: str, device_type: str) -> bool:
+    interpreted = compiler == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return device_type == "cpu" if interpreted else _COMPILED.get(device_type, ("",))[0] == compiler
+
+
+# Implementation -> the file that has it in each kernel's folder.
 _FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
 
 
 def load(package: str, device_type: str) -> ModuleType:
     """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py."""
-    file = _FILES[implementation(device_type)]
-    try:
-        return importlib.import_module(f"{package}.{file}")
-    except ModuleNotFoundError as error:  # TODO: until every kernel has its compiled forms
-        if error.name != f"{package}.{file}":
-            raise
-        return importlib.import_module(f"{package}.reference")
+    return importlib.import_module(f"{package}.{_FILES[implementation(device_type)]}")
 
 
 @functools.cache
