@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import pickle
@@ -349,3 +350,34 @@ def test_a_state_that_can_t_be_converted_is_left_as_it_was() -> None:
     for optimizer in (user, plain):
         run(optimizer, weights(optimizer), range(1, 3))
     assert_same(everything(user), everything(plain))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_somebody_wrapped_is_not_lost_in_silence(scheduled: bool) -> None:
+    made = parameters()
+    user: Any = torch.optim.SGD(made, lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(user, 1)
+    calls, inner = [], user.step
+
+    @functools.wraps(inner)
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return inner(*args)
+
+    user.step = counted
+    with pytest.raises(
+        UsageError, match=r"the step of this SGD was replaced by .*counted.*wrap its step afterwards"
+    ):
+        adopt(user, masters="split", state="fp32")
+    run(user, made, range(1))
+    assert calls == [()]
+    user.step = inner
+    if not scheduled:
+        del user.step
+    adopt(user, masters="split", state="fp32")
+    inner = user.step
+    user.step = counted
+    run(user, made, range(1))
+    assert len(calls) == 2
+    assert "remainder" in user.state[made[0]]

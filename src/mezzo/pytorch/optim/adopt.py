@@ -52,8 +52,8 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         The fused optimizer; the same one again if this one was adopted before, in the same modes.
 
     Raises:
-        UsageError: another class, `amsgrad`, `differentiable`, parameters that can't be moved in these modes. The
-            optimizer stays as it was.
+        UsageError: another class, a `step` that was replaced, `amsgrad`, `differentiable`, parameters that can't be
+            moved in these modes. The optimizer stays as it was.
         UnknownNameError: an unknown mode.
     """
     for kind, given, allowed in (("masters", masters, checks.MASTERS), ("state", state, FORMATS)):
@@ -71,6 +71,12 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
         for flag in ("amsgrad", "differentiable"):
             if group.get(flag):
                 raise UsageError(f"adopt: this {type(optimizer).__name__} has {flag}=True. {_MEND}")
+    own_step = vars(optimizer).get("step")
+    if own_step is not None and not _is_of_a_scheduler(own_step):
+        raise UsageError(
+            f"adopt: the step of this {type(optimizer).__name__} was replaced by {_described(own_step)}, which would "
+            "be lost. Adopt the optimizer first and wrap its step afterwards."
+        )
     fused = _shell(fused_class, optimizer, masters, state)
     entries = _converted(fused, optimizer, masters, state)
     # From here on nothing fails.
@@ -227,9 +233,23 @@ def _become_alias(optimizer: Any, fused: FusedOptimizer) -> None:
     for name, value in vars(fused).items():
         if name.endswith("_hooks"):
             setattr(optimizer, name, value)
-    if getattr(own_step, "_wrapped_by_lr_sched", False):
+    if own_step is not None:
         optimizer.step = _noting_calls(optimizer.step)
     fused._set_alias(optimizer)
+
+
+def _is_of_a_scheduler(step: Any) -> bool:
+    """Whether this is what torch's schedulers put around a step to note that it was called, and that alone."""
+    code = getattr(step, "__code__", None)
+    return (
+        code is not None
+        and code.co_filename == torch.optim.lr_scheduler.LRScheduler.__init__.__code__.co_filename
+    )
+
+
+def _described(step: Any) -> str:
+    code = getattr(step, "__code__", None)  # functools.wraps hides the name, not where it is
+    return repr(step) if code is None else f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _noting_calls(step: Callable[..., Any]) -> Callable[..., Any]:
