@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import mezzo
+
 SCRIPT = Path(__file__).parent / "scripts" / "trainings.py"
 COMPILED = ["compiled_model", "compiled_step"]
 EAGER = [
@@ -69,6 +71,25 @@ def test_zero_code_equals_the_calls_written_by_hand(
         assert all(ours[name]["values"] != plain[name]["values"] for name in names)  # it did run in 16 bits
     if policy == "fp16" and backend == "none":
         assert " 7 skipped" in told  # some of them overflow, and those steps count too
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("policy", ["bf16,masters=split", "bf16,masters=split8,state=int8"])
+def test_stored_weights_equal_the_calls_written_by_hand(policy: str, tmp_path: Path) -> None:
+    adopted = [
+        name for name in EAGER if name not in ("lbfgs", "gradient_penalty")
+    ]  # LBFGS, RMSprop: not taken over
+    chosen = ["--only", ",".join(adopted)]
+    run = ["-m", "mezzo", "run", "--precision", policy, str(SCRIPT), *chosen]
+    ours, told = trained(run, tmp_path)
+    by_hand, _ = trained(["-W", "ignore", str(SCRIPT), "--by-hand", policy, *chosen], tmp_path)
+    plain, _ = trained(["-m", "mezzo", "run", "--precision", "bf16", str(SCRIPT), *chosen], tmp_path)
+    assert list(ours) == list(by_hand) == adopted
+    for name in adopted:
+        assert ours[name] == by_hand[name], name
+        assert ours[name]["weights"] != plain[name]["weights"], name
+    assert f"mezzo: policy {mezzo.policy(policy)}" in told
+    assert "stay FP32" not in told
 
 
 @pytest.mark.heavy

@@ -62,9 +62,16 @@ class ByHand(Plain):
         self.scaler = mezzo.GradScaler("cpu", init_scale=machine.scale, enabled=machine.scale != 1.0)
 
     def call(self, model, *args):
+        self.store(model)
         with self.region():
             out = model(*args)
         return out.float()
+
+    def store(self, model):
+        if self.policy.params != "fp32" and any(p.dtype is torch.float32 for p in model.parameters()):
+            from mezzo.pytorch.weights import lower_weights
+
+            lower_weights(model, self.policy)
 
     def region(self):
         return self.mezzo.autocast(self.policy, "cpu")
@@ -80,6 +87,10 @@ class ByHand(Plain):
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer, closure=None):
+        if self.policy.params != "fp32":
+            from mezzo.pytorch.optim.adopt import adopt
+
+            optimizer = adopt(optimizer, masters=self.policy.masters, state=self.policy.state)
         return self.scaler.step(optimizer) if closure is None else self.scaler.step(optimizer, closure)
 
     def update(self):
@@ -386,9 +397,7 @@ def hexed(tensor):
 
 def digest(model):
     tensors = [*model.parameters(), *model.buffers()]
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[
-        :16
-    ]
+    return hashlib.sha256(b"".join(t.detach().double().numpy().tobytes() for t in tensors)).hexdigest()[:16]
 
 
 if __name__ == "__main__":
