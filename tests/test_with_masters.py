@@ -154,11 +154,15 @@ def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
     model, exact = model_of(), model_of()
     lower_weights(model)
     optimizer, reference = with_masters(lbfgs(model.parameters())), lbfgs(exact.parameters())
-    counts = [0, 0]
+    counts, seen = [0, 0], []
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         counts[0] += 1
+        for p in model.parameters():
+            master = optimizer.state[p].get("master", p.detach())
+            assert torch.equal(p, encode_nearest(master, p.dtype) if p.dtype is torch.bfloat16 else master)
+        seen.append(model[0].weight.detach().clone())
         give_gradients(model, seed=counts[0])
         return torch.tensor(float(counts[0]))
 
@@ -172,6 +176,7 @@ def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
         optimizer.step(closure)
         reference.step(in_fp32)
     assert counts[0] == counts[1] > 3
+    assert len({tuple(weight.flatten().tolist()) for weight in seen}) > 3
     assert same(masters(model, optimizer), list(exact.parameters()))
 
 
