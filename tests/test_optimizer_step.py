@@ -19,6 +19,7 @@ from mezzo.pytorch.kernels.sgd import SgdHyper
 from mezzo.pytorch.kernels.split.reference import decode_split, decode_split8
 from mezzo.pytorch.kernels.states import groups
 from mezzo.pytorch.kernels.states.reference import load
+from mezzo.pytorch.memory import PeakTensorBytes
 
 HYPERS: dict[str, Hyper] = {
     "adamw": AdamHyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),
@@ -441,3 +442,17 @@ def test_small_states_follow_the_fp32_ones(rule: str, state: str, bound: float) 
         got = load(stored, scales, signed=spec.signed)
         assert float((got - whole).norm() / whole.norm()) < bound
         assert abs(float((got - whole).mean())) < bound * float(whole.abs().mean()) / 10
+
+
+@pytest.mark.heavy
+def test_a_step_makes_blocks_and_no_copy_of_a_parameter() -> None:
+    hyper = HYPERS["adamw"]
+    ours = row(torch.ones(1 << 22), hyper, "split8", "int8")
+    ours.grad = torch.ones(1 << 22)
+    held = sum(
+        t.nbytes for t in (ours.weight, ours.master, ours.grad, *ours.states, *ours.scales) if t is not None
+    )
+    counter = PeakTensorBytes()
+    counter.start()
+    move(hyper, ours)
+    assert counter.stop().peak_bytes - held < 40 * 4 * reference.BLOCK < ours.grad.nbytes

@@ -40,7 +40,8 @@ class GradientRelease:
         optimizer.zero_grad(set_to_none=True)
 
     A parameter that is saved for another op's backward under `detach()` changes too early; PyTorch then raises
-    that it was modified in place. A tied weight moves once, by its whole gradient.
+    that it was modified in place. A tied weight moves once, by its whole gradient. The gradients of a graph that
+    `torch.compile` made come all at once, and only then are released.
 
     Args:
         optimizer: the one that holds the parameters.
