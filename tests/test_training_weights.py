@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
@@ -166,6 +167,52 @@ def test_scheduler_and_average_follow_moves(mode: str) -> None:
     run(mp)
     left, right = before[:2], everything(mp)[:2]
     assert same(left, right)
+
+
+@pytest.mark.parametrize("mode", ["split", "masters fp16", "masters bf16 rmsprop", "fp32 int8"])
+@pytest.mark.parametrize("kind", ["plain", "foreach", "function"])
+def test_an_average_is_of_the_fp32_masters(mode: str, kind: str) -> None:
+    weights, precision, make, state = MODES[mode]
+    model = network()
+    arguments: dict[str, Any] = {
+        "plain": {},
+        "foreach": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+        "function": {"avg_fn": get_ema_avg_fn(0.5)},
+    }[kind]
+    ema = AveragedModel(model, **arguments)
+    mp = mezzo.MixedPrecision(
+        model, make(model.parameters()), precision, weights=weights, state=state, ema=ema, loss_scale=256
+    )
+    own = list(model.parameters())
+    twin = AveragedModel(network(), **arguments)
+    for index in range(3):
+        run(mp, index)
+        fp32 = network()
+        fp32.load_state_dict(mezzo.master_state_dict(model, mp.optimizer))
+        twin.update_parameters(fp32)
+    assert same(list(ema.module.parameters()), list(twin.module.parameters()))
+    assert {p.dtype for p in ema.module.parameters()} == {torch.float32}
+    assert all(a is b for a, b in zip(model.parameters(), own))
+
+
+def test_an_average_that_fails_leaves_the_model_its_own_weights() -> None:
+    def fails(model: nn.Module) -> None:
+        assert model[0].weight.dtype is torch.float32
+        raise RuntimeError("no room")
+
+    model = network()
+    mp = made("split", model, ema=fails)
+    with pytest.raises(RuntimeError, match="no room"):
+        run(mp)
+    assert model[0].weight.dtype is torch.bfloat16
+
+
+def test_an_average_in_16_bits_is_refused() -> None:
+    model = network()
+    lower_weights(model, "bf16")
+    with pytest.raises(UsageError, match=r"ema\.float\(\)"):
+        made("given split", model, ema=AveragedModel(model))
+    assert run(made("given split", model, ema=AveragedModel(model).float())).moved
 
 
 def test_the_user_s_own_optimizer_saves_and_clears() -> None:

@@ -38,6 +38,7 @@ from mezzo.pytorch.optimizer_backward import OptimizerBackward
 from mezzo.pytorch.release import GradientRelease
 from mezzo.pytorch.result import StepResult
 from mezzo.pytorch.running_statistics import RunningStatistics
+from mezzo.pytorch.shown_masters import showing_masters
 from mezzo.pytorch.training_journal import Journal
 from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Released, Turn
 from mezzo.pytorch.window import Window
@@ -89,7 +90,8 @@ class MixedPrecision:
             the parameters as the batch would if the loss is a mean over the batch.
         scheduler: a scheduler that is stepped once each time the optimizer has moved (not once an epoch).
         ema: an average of the model, updated after each move: something with `update_parameters(model)`, such
-            as `torch.optim.swa_utils.AveragedModel`, or a function of the model.
+            as `torch.optim.swa_utils.AveragedModel`, or a function of the model. Where weights are 16-bit it
+            is shown their FP32 masters.
         weights: what parameters are stored in, by default what the policy says. `"fp32"`; `"split"`: bf16,
             with the other 16 bits of an FP32 master kept by the optimizer; `"split8"`: bf16 and 8 bits;
             `"masters"`: the compute format, with separate FP32 masters. Normalisations, and what the policy
@@ -145,7 +147,8 @@ class MixedPrecision:
         self.clip_value = clip_value
         self.accumulate = accumulate
         self.scheduler = scheduler
-        self._average = training_checks.averager(ema)
+        low = asked.params != "fp32" or weight_modes.has_16_bit(optimizer)
+        self._average = training_checks.averager(ema, low=low)
         self._asked = asked
         self._asked_scale = (
             StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
@@ -338,7 +341,8 @@ class MixedPrecision:
         self._statistics.restore(skipped)
         if skipped is False:
             if self._average is not None:
-                self._average(self.model)
+                with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
+                    self._average(self.model)
             if self.scheduler is not None:
                 self.scheduler.step()
         result = StepResult(

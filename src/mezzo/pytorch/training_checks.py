@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch import gradients
+from mezzo.pytorch.accumulation import SIXTEEN_BITS
 from mezzo.pytorch.dtypes import name_of
 
 
@@ -117,11 +118,15 @@ def scheduler(given: Any) -> None:
         raise UsageError(f"MixedPrecision: scheduler is a {type(given).__name__}, which has no step()")
 
 
-def averager(ema: Any) -> Callable[[nn.Module], Any] | None:
+def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
     """What to call with the model after each move.
 
+    Args:
+        ema: as the user gave it.
+        low: whether the model's weights are, or will be, stored in 16 bits.
+
     Raises:
-        UsageError: nothing can be called.
+        UsageError: nothing can be called; or an average that is itself in 16 bits.
     """
     if ema is None:
         return None
@@ -133,6 +138,13 @@ def averager(ema: Any) -> Callable[[nn.Module], Any] | None:
             f"MixedPrecision: ema is a {type(ema).__name__}; give something with update_parameters(model), "
             "such as torch.optim.swa_utils.AveragedModel, or a function of the model"
         )
+    if low and isinstance(ema, nn.Module):
+        for name, param in ema.named_parameters():
+            if param.dtype in SIXTEEN_BITS:
+                raise UsageError(
+                    f"MixedPrecision: the average's {name} is {name_of(param.dtype)}, in whose steps the small "
+                    "moves of an average are lost. Make it FP32, ema.float(), or before the model is lowered."
+                )
     chosen: Callable[[nn.Module], Any] = update
     return chosen
 

@@ -202,6 +202,11 @@ def put_into_force(
         raise
 
 
+def has_16_bit(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has 16-bit parameters."""
+    return any(param.dtype in SIXTEEN_BITS for param in gradients.parameters(optimizer))
+
+
 def own_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer behind an adopted one's alias; any other is its own."""
     return optimizer.fused if isinstance(optimizer, Adopted) else optimizer
