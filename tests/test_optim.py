@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import mezzo
 from mezzo.core.errors import UsageError
@@ -230,13 +231,12 @@ def test_weights_without_elements_are_passed_over() -> None:
 
 @pytest.mark.parametrize("masters", MASTERS)
 def test_a_step_is_compiled_around(masters: str) -> None:
-    import torch._dynamo
-
     torch._dynamo.reset()
+    counter = CompileCounter()
     plain, compiled = one(5), one(5)
     left, right = (AdamW([param], lr=0.1, masters=masters) for param in (plain, compiled))
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend=counter)
     def train(value: Tensor) -> Tensor:
         result = value * 2
         right.step()
@@ -246,6 +246,7 @@ def test_a_step_is_compiled_around(masters: str) -> None:
         left.step()
         assert float(train(torch.ones(()))) == 3
     assert torch.equal(plain, compiled)
+    assert counter.op_count == 2  # the product and the sum, and nothing of the step
     torch._dynamo.reset()
 
 

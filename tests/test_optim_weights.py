@@ -164,6 +164,8 @@ def test_reading_a_master_moves_no_weight() -> None:
 @pytest.mark.parametrize("masters", ["fp32", "split", "split8", "none"])
 def test_what_lowering_kept_aside_becomes_the_master(masters: str) -> None:
     model = nn.Linear(33, 7)
+    # Of 32 bits, its bf16 is 1; rounded to 24 bits first, it would be the next one.
+    model.weight.data[0] = torch.tensor(0x3F807FFF, dtype=torch.int32).view(torch.float32)
     wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
     mezzo.lower_weights(model)
     lowered = {name: param.detach().clone() for name, param in model.named_parameters()}
