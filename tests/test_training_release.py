@@ -188,6 +188,17 @@ def test_graphs_that_can_not_be_released_are_refused_and_nothing_moves() -> None
     assert kept.step(loss).moved
 
 
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_sparse_gradient_is_refused_by_name(clip_norm: float | None) -> None:
+    model = nn.Embedding(6, 2, sparse=True)
+    mp = made("split", model=model, clip_norm=clip_norm)
+    before = model.weight.detach().clone()
+    with pytest.raises(UsageError, match="sparse"):
+        mp.step(model(torch.tensor([1, 1, 3])).float().sum())
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None
+
+
 def test_a_loss_of_nothing_is_refused_and_training_goes_on() -> None:
     mp = made("split", clip_norm=1.0)
     with pytest.raises(UsageError, match="depends on no parameter"):

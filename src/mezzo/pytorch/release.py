@@ -27,6 +27,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed, gradients
 from mezzo.pytorch.backward import backward_into, has_reentrant_checkpoint
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 
 
@@ -131,6 +132,8 @@ class GradientRelease:
             grad, param.grad = param.grad, None
             if grad is None:
                 return
+            if grad.layout is not torch.strided:
+                checks.gradient(grad, param, type(self._optimizer).__name__)
             accumulated = before[param]
             if accumulated is not None:
                 grad = accumulated + grad
