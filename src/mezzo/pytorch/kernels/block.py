@@ -24,6 +24,26 @@ def load(address: tl.tensor, here: tl.tuple, dtype: tl.constexpr, PLAIN: tl.cons
 
 
 @triton.jit
+def load_float(address: tl.tensor, here: tl.tuple, DTYPE: tl.constexpr, PLAIN: tl.constexpr) -> tl.tensor:
+    """Elements of an FP32 (0), bf16 (1) or fp16 (2) tensor, as `decode_float` takes them."""
+    if DTYPE == 0:
+        return load(address, here, tl.float32, PLAIN)
+    elif DTYPE == 1:
+        return load(address, here, tl.int16, PLAIN)  # patterns: the interpreter's own bf16 loses subnormals
+    else:
+        return load(address, here, tl.float16, PLAIN)
+
+
+@triton.jit
+def decode_float(loaded: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The FP32 values of what `load_float` gave."""
+    if DTYPE == 1:
+        return (loaded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return loaded.to(tl.float32)
+
+
+@triton.jit
 def store(
     address: tl.tensor, value: tl.tensor, here: tl.tuple, dtype: tl.constexpr, PLAIN: tl.constexpr
 ) -> None:

@@ -108,10 +108,9 @@ def _sum(
 ) -> tl.tensor:
     index = tl.arange(0, _BLOCK)
     squares = tl.zeros((_BLOCK,), tl.float64)
-    for i in range(_PART // _BLOCK):
+    for i in range(_PART // _BLOCK if PLAIN else tl.cdiv(end - start, _BLOCK)):
         at = start + i * _BLOCK
         here = (at, index, index < end - at)
-        dtype: tl.constexpr = tl.float32 if DTYPE == 0 else (tl.bfloat16 if DTYPE == 1 else tl.float16)
-        x = block.load(address, here, dtype, PLAIN).to(tl.float64)
+        x = block.decode_float(block.load_float(address, here, DTYPE, PLAIN), DTYPE).to(tl.float64)
         squares += x * x
     return tl.sum(squares, axis=0)

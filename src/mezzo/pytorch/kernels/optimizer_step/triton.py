@@ -186,18 +186,17 @@ def _blocks_of_row(
     KINDS: tl.constexpr,
 ) -> None:
     chunk = tl.load(chunks + tl.program_id(0))
-    number = chunk >> 32
-    first = chunk & 0xFFFFFFFF
+    number = (chunk >> 32).to(tl.int32)
+    first = chunk.to(tl.int32)
     row = rows + number * _ROW_WORDS
     moving = current + number * _CURRENT_WORDS
     is_aligned = tl.load(moving + 2) != 0
-    moves = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     numel = tl.load(row + 6)
     ordinal = tl.load(row + 7)
     kind = tl.load(row + 8)
     hyper = hypers + tl.load(row + 9) * _HYPER_WORDS
 
-    moved = tl.load(moves) + 1.0
+    moved = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0
     step = moved.to(tl.int32)
     if RULE == _ADAM:
         c = adam.constants(hyper, step)
@@ -209,13 +208,13 @@ def _blocks_of_row(
     weight_key = noise.key(step, ordinal, 1)
     at = (row, moving)
 
-    blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1)
+    blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1).to(tl.int32)
     infinite = tl.zeros((_BLOCK // 64, 16), tl.int32)
     for at_block in range(first, tl.minimum(first + blocks, blocks_of_row)):
-        start = at_block * _BLOCK
+        start = tl.cast(at_block, tl.int64) * _BLOCK
         is_plain = is_aligned & (start + _BLOCK <= numel)
         for i in tl.static_range(len(KINDS)):
-            if kind == i:
+            if len(KINDS) == 1 or kind == i:
                 if is_plain:
                     found = _move(at, start, numel, state_key, weight_key, c, scale, RULE, KINDS[i], True)
                     infinite |= tl.max(tl.reshape(found.to(tl.int32), (_BLOCK // 64, 16, 4)), axis=2)
@@ -240,7 +239,7 @@ def _blocks_of_row(
     tl.debug_barrier()
     if tl.atomic_add(tickets + number, 1) == programs - 1:
         tl.store(tickets + number, 0)
-        tl.store(moves, moved)
+        tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), moved)
 
 
 @triton.jit
@@ -285,7 +284,7 @@ def _move(
     scales_here = (start // 64, groups, groups * 64 < numel - start)
 
     # All that is read, before anything waits for it.
-    g = block.load(grad, here, tl.float32 if GRAD == 0 else (tl.bfloat16 if GRAD == 1 else tl.float16), PLAIN)
+    g = block.load_float(grad, here, GRAD, PLAIN)
     w = block.load(weight, here, tl.float32 if MASTERS == _OWN else tl.int16, PLAIN)
     kept = 0
     if MASTERS == _FP32_BF16 or MASTERS == _FP32_FP16:  # noqa: SIM109, there is no `in` in Triton
@@ -298,7 +297,7 @@ def _move(
     v = states.load(state1, scale1, here, scales_here, HAS_SECOND, STATE, PLAIN)
 
     w = _decode_master(w, kept, MASTERS)
-    g = g.to(tl.float32) * scale
+    g = block.decode_float(g, GRAD) * scale
     if _MAXIMIZE & VARIANT:
         g = g * -1.0
     if HAS_FIRST:

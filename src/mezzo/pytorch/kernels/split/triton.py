@@ -93,8 +93,7 @@ def _is_nan(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rounded(bits: tl.tensor, noise: tl.tensor, dropped: tl.constexpr) -> tl.tensor:
-    is_finite = (bits & _MAGNITUDE) < _INFINITY
-    return (bits + tl.where(is_finite, noise & ((1 << dropped) - 1), 0)) >> dropped
+    return (bits + (noise & ((1 << dropped) - 1))) >> dropped
 
 
 @triton.jit

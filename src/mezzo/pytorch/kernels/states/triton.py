@@ -41,7 +41,7 @@ def encode_int8(value: tl.tensor, noise: tl.tensor, signed: tl.constexpr) -> tl.
         codes = _encode_signed(magnitude, noise)
         codes = tl.where((value.to(tl.int32, bitcast=True) < 0) & (codes > 0), codes | 0x80, codes)
     else:
-        codes = _encode_unsigned(magnitude, noise)
+        codes = tl.where(bits == 0, 0, _encode_unsigned(magnitude, noise))
     return tl.where(is_finite[:, None], codes, 0), scale
 
 
@@ -128,4 +128,4 @@ def _encode_signed(magnitude: tl.tensor, noise: tl.tensor) -> tl.tensor:
 @triton.jit
 def _encode_unsigned(magnitude: tl.tensor, noise: tl.tensor) -> tl.tensor:
     code = ((magnitude.to(tl.int32, bitcast=True) + (noise << 4)) >> 20) - _UNSIGNED_BIAS
-    return tl.where(magnitude == 0, 0, tl.minimum(tl.maximum(code, 1), 255))
+    return tl.minimum(tl.maximum(code, 1), 255)

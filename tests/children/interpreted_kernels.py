@@ -1,0 +1,331 @@
+"""Tests of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs them, in a process of their own.
+
+Triton decides at its import whether it interprets, for the whole process: `TRITON_INTERPRET=1` comes from outside.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import stepper_cases as cases
+from mezzo.pytorch.kernels.adam import triton as adam
+from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
+from mezzo.pytorch.kernels.gradient_norm import triton as norm
+from mezzo.pytorch.kernels.noise import reference as noise_reference
+from mezzo.pytorch.kernels.noise import triton as noise
+from mezzo.pytorch.kernels.optimizer_step import reference
+from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper
+from mezzo.pytorch.kernels.split import reference as split_reference
+from mezzo.pytorch.kernels.split import triton as split
+from mezzo.pytorch.kernels.states import reference as states_reference
+from mezzo.pytorch.kernels.states import triton as states
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
+
+ADAMW = cases.HYPERS["adamw"]
+SPLIT = ("split", "fp32", torch.bfloat16)
+ONE = torch.ones(())
+
+
+# Whole steps: every mode in one launch.
+
+
+@pytest.mark.parametrize("number", range(len(cases.HYPERS)))
+def test_step_equals_the_reference(number: int) -> None:
+    """Many modes in one launch: for AdamW every kind of master with every state, for the others a seventh of all."""
+    name = sorted(cases.HYPERS)[number]
+    hyper = cases.HYPERS[name]
+    ours = cases.rows(hyper, cases.MODES[::2] if name == "adamw" else cases.MODES[number % 7 :: 7])
+    expected = cases.copied(ours)
+    stepper = DeviceStepper()
+    overflows = torch.zeros(()), torch.zeros(())
+    for step in (1, 2):
+        given = {"multiplier": torch.tensor(0.37)} if step > 1 else {}
+        cases.move(stepper, hyper, ours, overflow=overflows[0], **given)
+        cases.reference_move(hyper, expected, overflow=overflows[1], **given)
+        cases.assert_same(ours, expected)
+        cases.new_gradients(step, ours, expected)
+    assert overflows[0] == overflows[1] == 1
+
+
+def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.pointer_table._blocks_a_program", lambda *_: 2)
+    ours = [
+        cases.row(ADAMW, mode, 5_000, i) for i, mode in enumerate((SPLIT, ("split8", "int8", torch.float32)))
+    ]
+    expected = cases.copied(ours)
+    stepper = DeviceStepper()
+    for step in (1, 2):
+        cases.move(stepper, ADAMW, ours)
+        cases.reference_move(ADAMW, expected)
+        cases.assert_same(ours, expected)
+        cases.new_gradients(step, ours, expected)
+    assert [table.programs for table in stepper._tables.values()] == [6]
+
+
+def test_step_edge_several_groups_with_settings_of_their_own_and_rows_without_gradient() -> None:
+    first, second = cases.HYPERS["adam-l2-up"], cases.HYPERS["adam"]
+    ours = cases.rows(first, cases.MODES[::9])
+    expected = cases.copied(ours)
+    ours[1].grad = expected[1].grad = None
+    before = cases.copied(ours[1:2])
+    stepper = DeviceStepper()
+    for step in (1, 2):
+        for moved, of in ((stepper, ours), (reference.DeviceStepper(), expected)):
+            moved([(first, of[:4]), (second, of[4:])], multiplier=None, found_inf=None, overflow=None)
+        cases.assert_same(ours, expected)
+        assert ours[1].step == 0
+        cases.new_gradients(step, ours[2:], expected[2:])
+    ours[1].grad = before[0].grad = torch.zeros_like(ours[1].weight)
+    cases.assert_same(ours[1:2], before)
+
+
+def test_step_edge_settings_gradients_and_weights_that_change_between_steps() -> None:
+    ours = cases.rows(ADAMW, cases.MODES[::11])
+    expected = cases.copied(ours)
+    stepper = DeviceStepper()
+    for step, lr in ((1, 1e-3), (2, 2e-3), (3, 2e-3)):
+        hyper = cases.AdamHyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
+        cases.move(stepper, hyper, ours)
+        cases.reference_move(hyper, expected)
+        cases.assert_same(ours, expected)
+        cases.new_gradients(step, ours, expected)
+        for one, other in zip(ours, expected):
+            one.weight = one.weight.clone()  # moved elsewhere, and so are the gradients
+            if step == 2:
+                one.grad = other.grad = one.grad.to(torch.float16)  # type: ignore[union-attr]
+    assert len(stepper._tables) == 2
+
+
+@pytest.mark.parametrize("found", [1.0, math.nan])
+def test_step_edge_found_inf_leaves_everything(found: float) -> None:
+    ours = cases.rows(ADAMW, cases.MODES[::13])
+    cases.move(DeviceStepper(), ADAMW, ours)
+    before = cases.copied(ours)
+    overflow = torch.zeros(())
+    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(found), overflow=overflow)
+    cases.assert_same(ours, before)
+    assert overflow == 0
+    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(0.0), overflow=overflow)
+    assert [int(each.step) for each in ours] == [2] * len(ours)
+
+
+@pytest.mark.parametrize("masters", [name for name in cases.WEIGHTS if name != "own"])
+@pytest.mark.parametrize("at", [0, 1500])  # in a whole block, in the last one
+def test_step_edge_overflow_is_told_of_16_bit_weights_alone(masters: str, at: int) -> None:
+    sgd = cases.HYPERS["sgd"]
+    for kind, infinite in ((masters, True), (masters, False), ("own", True)):
+        ours = cases.row(sgd, (kind, "fp32", torch.float32), 1501, 0, special=False)
+        ours.grad = torch.zeros(1501)
+        ours.weight[:] = 1
+        if ours.master is not None:
+            ours.master[:] = int(kind in ("fp32", "fp16"))
+        if infinite:
+            ours.grad[at] = -math.inf
+        overflow = torch.zeros(())
+        cases.move(DeviceStepper(), sgd, [ours], overflow=overflow)
+        assert bool(ours.weight[at].isinf()) == infinite
+        assert float(overflow) == (infinite and kind != "own")
+
+
+def test_step_edge_empty_parameter_counts_its_moves() -> None:
+    ours = cases.row(ADAMW, SPLIT, 0, 0)
+    cases.move(DeviceStepper(), ADAMW, [ours])
+    assert int(ours.step) == 1
+
+
+def test_step_edge_nothing_to_move() -> None:
+    DeviceStepper()([(ADAMW, [])], multiplier=None, found_inf=None, overflow=None)
+
+
+def test_step_edge_a_late_step_and_a_large_ordinal() -> None:
+    ours = cases.rows(ADAMW, cases.MODES[::11], special=False)
+    for each in ours:
+        each.step.fill_(123_456)
+        each.ordinal += 70_000
+    expected = cases.copied(ours)
+    cases.move(DeviceStepper(), ADAMW, ours)
+    cases.reference_move(ADAMW, expected)
+    cases.assert_same(ours, expected)
+
+
+def test_step_edge_tables_of_the_rows_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.kernels.optimizer_step.triton._CACHE_BYTES", 600)
+    stepper = DeviceStepper()
+    ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(8)]
+    for each in ours:
+        cases.move(stepper, ADAMW, [each])
+    assert 1 < len(stepper._tables) < 5
+    assert [key[1] for key in stepper._tables][-1] == (id(ours[-1]),)
+
+
+# The functions that the step is made of, on blocks.
+
+
+@triton.jit
+def _apply(
+    inputs: tl.tensor, noise_in: tl.tensor, first: tl.tensor, second: tl.tensor, NAME: tl.constexpr
+) -> None:
+    groups = tl.program_id(0) * 16 + tl.arange(0, 16)
+    index = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = tl.load(inputs + index).to(tl.float32, bitcast=True)
+    r = tl.load(noise_in + index)
+    if NAME == "encode_split":
+        high, low = split.encode_split(x)
+    elif NAME == "encode_split8":
+        high, low = split.encode_split8(x, r)
+    elif NAME == "encode_stochastic":
+        high, low = split.encode_stochastic(x, r), r * 0
+    elif NAME == "decode_split":
+        bits = tl.load(inputs + index)
+        high, low = split.decode_split(bits >> 16, (bits << 16) >> 16).to(tl.int32, bitcast=True), r * 0
+    elif NAME == "decode_split8":
+        bits = tl.load(inputs + index)
+        high, low = split.decode_split8(bits >> 16, (bits << 24) >> 24).to(tl.int32, bitcast=True), r * 0
+    elif NAME == "noise":
+        high, low = (
+            noise.bits(noise.key(r, r, 1), index).to(tl.int32, bitcast=True),
+            noise.low(r.to(tl.uint32), 8),
+        )
+    else:
+        high, scale = states.encode_int8(x, r & 0xFFFF, NAME == "signed")
+        low = states.decode_int8(high, scale, NAME == "signed").to(tl.int32, bitcast=True)
+    tl.store(first + index, high)
+    tl.store(second + index, low)
+
+
+def applied(name: str, patterns: Tensor, noise_in: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = torch.empty_like(patterns), torch.empty_like(patterns)
+    _apply[(len(patterns) // 1024,)](patterns, noise_in, first, second, name)
+    return first, second
+
+
+def patterns(count: int = 1 << 17) -> Tensor:
+    """FP32 patterns, the edges of every exponent among them."""
+    generator = torch.Generator().manual_seed(1)
+    made = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, dtype=torch.int64)
+    edges = [(sign << 31) + (e << 23) + m for sign in (0, 1) for e in range(256) for m in EDGES]
+    made[: len(edges)] = torch.tensor(edges)
+    return made.to(torch.int32)
+
+
+EDGES = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x3FFFFF, 0x400000, 0x7F7FFF, 0x7F8000, 0x7FFFFF)
+
+
+def bf16(high: Tensor) -> Tensor:
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+REFERENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
+    "encode_split": lambda x, r: split_reference.encode_split(x.view(torch.float32)),
+    "encode_split8": lambda x, r: split_reference.encode_split8(x.view(torch.float32), r),
+    "encode_stochastic": lambda x, r: (split_reference.encode_stochastic(x.view(torch.float32), r), None),
+    "decode_split": lambda x, r: (split_reference.decode_split(bf16(x >> 16), x.to(torch.int16)), None),
+    "decode_split8": lambda x, r: (split_reference.decode_split8(bf16(x >> 16), x.to(torch.int8)), None),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_codec_of_masters(name: str) -> None:
+    x = patterns()
+    r = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    first, second = applied(name, x, r)
+    high, low = REFERENCES[name](x, r)
+    expected = high.view(torch.int32 if high.element_size() == 4 else torch.int16).to(torch.int32)
+    assert torch.equal(first, expected)
+    assert low is None or torch.equal(second, low.to(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["signed", "unsigned"])
+def test_codec_of_states(name: str) -> None:
+    signed = name == "signed"
+    generator = torch.Generator().manual_seed(3)
+    # Groups of one size each, from the smallest subnormals to the largest numbers, and some of any pattern.
+    size = torch.exp2(torch.linspace(-149, 125, 1 << 11))[:, None]
+    x = (torch.randn(1 << 11, 64, generator=generator) * size).view(-1)
+    x[: 1 << 13] = patterns(1 << 13).view(torch.float32)
+    x = x if signed else x.abs()
+    r = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
+    first, second = applied(name, x.view(torch.int32), r)
+    codes, scales = states_reference.encode_int8(x, r, signed=signed)
+    assert torch.equal(first, codes.to(torch.int32))
+    value = states_reference.decode_int8(codes, scales, signed=signed)
+    same = (second == value.view(torch.int32)) | (value.isnan() & second.view(torch.float32).isnan())
+    assert same.all()
+
+
+def test_codec_of_noise() -> None:
+    index = torch.arange(4096)
+    r = torch.full((4096,), 77, dtype=torch.int32)
+    first, low = applied("noise", index.to(torch.int32), r)
+    from mezzo.pytorch.kernels.noise import key
+
+    assert torch.equal(first, noise_reference.bits(key(77, 77, 1), 0, 4096))
+    assert (low == 77).all()
+
+
+@triton.jit
+def _powers(bases: tl.tensor, exponents: tl.tensor, results: tl.tensor) -> None:
+    at = tl.program_id(0)
+    tl.store(results + at, adam.power(tl.load(bases + at), tl.load(exponents + at)))
+
+
+def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:
+    steps = [1, 2, 3, 7, 10, 99, 1000, 4097, 65_535, 1_000_000, 1 << 24]
+    bases = [0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 0.9999]
+    pairs = [(base, step) for base in bases for step in steps]
+    result = torch.empty(len(pairs), dtype=torch.float64)
+    base = torch.tensor([base for base, _ in pairs], dtype=torch.float64)
+    _powers[(len(pairs),)](base, torch.tensor([step for _, step in pairs], dtype=torch.int32), result)
+    expected = torch.tensor([base**step for base, step in pairs], dtype=torch.float64)
+    assert torch.equal((1 - result).float(), (1 - expected).float())
+    assert ((result - expected).abs() <= 2.0**-53 * expected * base.new_tensor([t for _, t in pairs])).all()
+
+
+# The gradient norm.
+
+
+def test_norm_equals_the_reference_in_any_mix() -> None:
+    generator = torch.Generator().manual_seed(4)
+    grads = [
+        torch.randn(count, generator=generator).to(dtype)
+        for count in (0, *cases.SIZES, 16_384, 40_000)
+        for dtype in cases.GRADS
+    ]
+    grads += [
+        torch.randn(3001, generator=generator)[1:],
+        torch.randn(4, 5, 6, generator=generator).permute(2, 0, 1),
+    ]
+    for _ in range(2):  # the second time with the kept table
+        ours = norm.sum_of_squares(grads)
+        assert ours.dtype is torch.float64
+        assert ours.shape == ()
+        expected = norm_reference.sum_of_squares(grads)
+        assert abs(float(ours / expected) - 1) < 1e-13
+        grads[5].mul_(2)
+    assert norm.sum_of_squares(grads) == norm.sum_of_squares(list(grads))
+
+
+@pytest.mark.parametrize("dtype", cases.GRADS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_norm_is_finite_if_and_only_if_every_element_is(dtype: torch.dtype, value: float) -> None:
+    for count, at in ((1, 0), (17_000, 3), (17_000, 16_999)):
+        grads = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones(count, dtype=dtype)]
+        assert torch.isfinite(norm.sum_of_squares(grads))
+        grads[1][at] = value
+        assert not torch.isfinite(norm.sum_of_squares(grads))
+
+
+def test_norm_edge_subnormals_and_nothing() -> None:
+    assert norm.sum_of_squares([torch.full((3,), 2.0**-149)]) == 3 * 2.0**-298
+    assert norm.sum_of_squares([torch.zeros(0), torch.zeros(0)]) == 0

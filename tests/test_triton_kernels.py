@@ -1,0 +1,133 @@
+"""The Triton kernels without a GPU: equal to the reference in Triton's interpreter, compiled for a Hopper to be read.
+
+Both in child processes: Triton decides at its import whether it interprets, and this process's `torch.compile` needs
+a Triton that does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepper_cases as cases
+from mezzo.pytorch.kernels.optimizer_step.pointer_table import CURRENT_WORDS, Group, PointerTable, kind
+
+CHILDREN = Path(__file__).parent / "children"
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+ADAMW = cases.HYPERS["adamw"]
+
+
+def child(*words: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(CHILDREN.parent), **variables}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.heavy
+@NEEDS_TRITON
+@pytest.mark.parametrize("which", ["codec", "step and not edge", "step_edge", "norm"])
+def test_the_interpreted_kernels_pass_their_tests(which: str) -> None:
+    file = str(CHILDREN / "interpreted_kernels.py")
+    output = child("-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", which, TRITON_INTERPRET="1")
+    assert " passed" in output
+    assert "skipped" not in output
+
+
+# What each kind of row compiles to on a Hopper: rule, masters, state, gradient.
+COMPILED = [
+    ("adamw", [("own", "fp32", "float32")]),
+    ("adamw", [("fp32", "fp32", "bfloat16")]),
+    ("adamw", [("fp16", "fp32", "float16")]),
+    ("adamw", [("split", "fp32", "bfloat16")]),
+    ("adamw", [("split8", "bf16", "bfloat16")]),
+    ("adamw", [("split8", "int8", "bfloat16")]),
+    ("adamw", [("none", "bf16", "bfloat16")]),
+    ("adamw", [("own", "fp32", "float32"), ("split", "fp32", "bfloat16")]),
+    ("sgd", [("own", "fp32", "float32")]),
+    ("sgd-nesterov-up", [("split", "fp32", "bfloat16")]),
+    ("lion", [("split8", "int8", "bfloat16")]),
+]
+
+
+@pytest.mark.heavy
+@NEEDS_TRITON
+def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_programs(tmp_path: Path) -> None:
+    script = str(CHILDREN / "compiled_kernels.py")
+    output = child(script, json.dumps(COMPILED), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    found = [json.loads(line) for line in output.splitlines()]
+    assert len(found) == len(COMPILED)
+    for (rule, rows), made in zip(COMPILED, found):
+        where = f"{rule} {rows}: {made}"
+        # IEEE arithmetic: no fused multiply-add, nothing approximate, no flush of subnormals.
+        assert made["inexact"] == [], where
+        # Of the machine's own instructions only division and root consist of them.
+        assert (made["machine_fma"] > 0) == rule.startswith("adam"), where
+        # 64 registers let four programs of 256 threads into an SM. Ten words spill if states have 8 bits.
+        assert made["registers"] <= 64, where
+        assert made["spilled_bytes"] <= (40 if any(row[1] == "int8" for row in rows) else 0), where
+        # A whole block is loaded and stored by vectors of 4 elements, whatever their format.
+        for loads, stores, element in made["vectors"]:
+            assert loads >= 1, (element, where)
+            assert stores >= 1, (element, where)
+
+
+# The tables, on the host's side.
+
+
+def table_of(rows: list[cases.Row]) -> tuple[PointerTable, list[Group]]:
+    groups = [Group(rows[:2], 0, (1.0, 0.5)), Group(rows[2:], 1, (2.0,))]
+    return PointerTable(groups), groups
+
+
+def some_rows() -> list[cases.Row]:
+    modes = [
+        ("own", "fp32", torch.float32),
+        ("split", "int8", torch.bfloat16),
+        ("fp16", "bf16", torch.float16),
+    ]
+    return [cases.row(ADAMW, mode, count, i) for i, (mode, count) in enumerate(zip(modes, (5, 3000, 0)))]
+
+
+def test_a_table_has_a_line_a_parameter_and_a_word_a_program() -> None:
+    rows = some_rows()
+    table, _ = table_of(rows)
+    lines = table.rows.view(3, -1)
+    assert lines[:, 6].tolist() == [5, 3000, 0]
+    assert lines[:, 7].tolist() == [0, 1, 2]
+    assert lines[:, 9].tolist() == [0, 0, 1]
+    assert [table.kinds[i] for i in lines[:, 8].tolist()] == [0, 3 + 8 * 2 + 32, 2 + 8 + 64 + 128]
+    assert table.blocks == 1
+    assert table.chunks.tolist() == [0, 1 << 32, (1 << 32) + 1, (1 << 32) + 2, 2 << 32]
+    assert table.hypers.view(2, -1)[:, :3].tolist() == [[1.0, 0.5, 0.0], [2.0, 0.0, 0.0]]
+
+
+def test_a_table_follows_gradients_weights_and_settings() -> None:
+    rows = some_rows()
+    table, groups = table_of(rows)
+    before = table.current.clone()
+    table.refresh(groups)
+    assert torch.equal(table.current, before)
+    rows[1].grad = torch.zeros(3008, dtype=torch.bfloat16)[1:3001]
+    table.refresh([Group(rows[:2], 0, (3.0, 0.5)), groups[1]])
+    current = table.current[: 3 * CURRENT_WORDS].view(3, CURRENT_WORDS)
+    assert current[1].tolist() == [rows[1].weight.data_ptr(), rows[1].grad.data_ptr(), 0]
+    assert current[0, 2] == 1
+    assert float(table.hypers[0]) == 3.0
+
+
+def test_every_mode_has_a_kind_of_its_own() -> None:
+    rows = cases.rows(ADAMW, special=False)
+    kinds = {
+        kind(row, row.grad.dtype, variant) for row in rows if row.grad is not None for variant in (0, 1, 2)
+    }
+    assert len(kinds) == 3 * len(cases.MODES)
