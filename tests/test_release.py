@@ -205,6 +205,24 @@ def test_what_earlier_losses_have_left_is_part_of_the_step(how: str) -> None:
     assert all(param.grad is None for param in ours.params)
 
 
+@pytest.mark.parametrize(
+    ("how", "seed", "runs"),
+    [
+        ("as it is", 1.0, 1),
+        ("unscaled", 1.0, 1),
+        ("clipped", 1.0, 2),
+        ("checked", 1.0, 2),
+        ("checked", math.inf, 1),
+    ],
+)
+def test_backward_runs_as_often_as_it_must(how: str, seed: float, runs: int) -> None:
+    ours = Training("Plain", "SGD")
+    loss, seen = ours.loss(0), []
+    loss.register_hook(seen.append)
+    ours.released(loss, torch.tensor(seed), **HOW[how])
+    assert len(seen) == runs
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
