@@ -19,6 +19,7 @@ import argparse
 import gc
 import importlib.metadata
 import json
+import os
 import statistics
 import sys
 import time
@@ -254,6 +255,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": describe(),
         "device": device,
+        "load_at_start": round(os.getloadavg()[0], 2),  # of the last minute: what else ran here
         "versions": versions(),
         "hyperparameters": HYPER,
         "copy_gb_per_s": round(copies / 1e9, 3),

@@ -1,4 +1,4 @@
-"""Put the figures of `benchmarks/results/` into README.md and docs/verdict.md, between their markers.
+"""Put the figures of `benchmarks/results/` into the pages that `PAGES` names, between their markers.
 
 python benchmarks/readme.py            # a test holds the pages equal to what this writes
 """
@@ -79,9 +79,150 @@ def harms() -> str:
     return "\n".join(lines)
 
 
+BASELINE = "torch fused, FP32"
+NOT_MEASURED = "Not measured in this file: `python benchmarks/optimizers.py` writes it."
+
+
+def _where(results: dict[str, Any]) -> str:
+    machine, versions = results["machine"], results["versions"]
+    beside = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    where = f"{machine['threads']} threads of {machine['cpu']}, torch {machine['torch']}, {beside}"
+    if _busy(results):
+        where += f" (busy with something else, load {results['load_at_start']:g}, so times are left out)"
+    return where
+
+
+def _busy(results: dict[str, Any]) -> bool:
+    return bool(results["load_at_start"] > results["machine"]["threads"] / 2)
+
+
+def _total(row: dict[str, Any]) -> str:
+    return f"{row['bytes_per_parameter']['total']:.2f}"
+
+
+def _distance(found: dict[str, Any] | None) -> str:
+    return f"{found['master']:.1e}" if found and "master" in found else ""
+
+
+def optimizers() -> str:
+    """One row a contender, in the many tensors of the largest model of `optimizers.json`."""
+    results = _read("optimizers.json")
+    cell = [cell for cell in results["cells"] if cell["layout"] == "many"][-1]
+    lines = [
+        f"A step of AdamW over {cell['parameters'] / 1e6:.0f} million parameters in {cell['tensors']} tensors, on"
+        f" {_where(results)};",
+        "time is over that of torch's fused AdamW on FP32 weights, medians of interleaved rounds with their 95 %",
+        "interval (`python benchmarks/optimizers.py`, `benchmarks/results/optimizers.json`). Bytes are those of live",
+        "tensors: weights, gradients, masters, states. The distance is that of the masters from AdamW in FP64 after 20",
+        "steps, over how far they moved: 1 would be as wrong as not having moved.",
+        "",
+        "| AdamW | what it stores | bytes a parameter | time / torch's | distance |",
+        "|---|---|---|---|---|",
+    ]
+    for name, summary in results["contenders"].items():
+        row = cell["rows"].get(name)
+        if row is not None:
+            low, high = row["interval"]
+            time = "1" if name == BASELINE else f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            time = "" if _busy(results) else time
+            far = _distance(results.get("distance", {}).get(name))
+            lines.append(f"| {name} | {summary} | {_total(row)} | {time} | {far} |")
+    return "\n".join(lines)
+
+
+def optimizer_times() -> str:
+    """Every cell of `optimizers.json`: ratios with their intervals, and what did not run, with the reason."""
+    results = _read("optimizers.json")
+    cells = results["cells"]
+    copies = f"`Tensor.copy_` reads and writes {results['copy_gb_per_s']:.0f} GB/s there."
+    lines = [f"On {_where(results)}. {copies}"]
+    for cell in cells:
+        lines += [
+            "",
+            f"{cell['size']} parameters ({cell['parameters']}), {cell['tensors']} tensor{'s' * (cell['tensors'] > 1)}:",
+            "",
+            "| AdamW | median | time / torch's fused FP32 | 95 % interval | rounds | GB/s | bytes a parameter |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, row in cell["rows"].items():
+            low, high = row["interval"]
+            times = (
+                f"{row['median_ms']:.2f} ms | {row['ratio']:.3f} | {low:.3f} to {high:.3f} | {row['rounds']} |"
+                f" {row['gb_per_s']:.1f}"
+            )
+            lines.append(f"| {name} | {' | | | |' if _busy(results) else times} | {_total(row)} |")
+        lines += [f"| {name} | {why} | | | | | |" for name, why in cell["raised"].items()]
+    return "\n".join(lines)
+
+
+def optimizer_modes() -> str:
+    """Bytes a parameter of each mode of each optimizer."""
+    modes = _read("optimizers.json").get("modes")
+    if not modes:
+        return NOT_MEASURED
+    names = list(next(iter(modes.values())))
+    lines = [f"| masters/state | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for mode, found in modes.items():
+        lines.append(f"| {mode} | {' | '.join(_bytes(found[name]['total']) for name in names)} |")
+    return "\n".join(lines)
+
+
+def _bytes(count: float) -> str:
+    return f"{count:.2f}".rstrip("0").rstrip(".")
+
+
+def optimizer_training() -> str:
+    """The bytes of whole training steps, from `optimizers.json`."""
+    found = _read("optimizers.json").get("training")
+    if not found:
+        return NOT_MEASURED
+    lines = [
+        "| AdamW | weights | gradients | state | other | total | peak of a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, way in found.items():
+        if "raised" in way:
+            lines.append(f"| {name} | {way['raised']} | | | | | |")
+            continue
+        held = way["bytes_per_parameter"]
+        cells = " | ".join(f"{held[key]:.2f}" for key in ("weights", "gradients", "state", "other", "total"))
+        lines.append(f"| {name} | {cells} | {way['peak_bytes'] / 1e6:.0f} MB |")
+    return "\n".join(lines)
+
+
+def optimizer_first_steps() -> str:
+    """What a first step takes with empty and with full caches, from `optimizers.json`."""
+    results = _read("optimizers.json")
+    found = results.get("first_step")
+    if not found or _busy(results):
+        return NOT_MEASURED
+    lines = [
+        "| AdamW, 1 M parameters, one tensor | caches empty | of it compiling | caches full | of it loading | later |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, starts in found.items():
+        cells = [cell for key in ("empty", "full") for cell in _start(starts[key])]
+        later = starts["full"].get("third")
+        lines.append(f"| {name} | {' | '.join(cells)} | {'' if later is None else f'{1e3 * later:.1f} ms'} |")
+    return "\n".join(lines)
+
+
+def _start(found: dict[str, Any]) -> tuple[str, str]:
+    if "raised" in found:
+        return found["raised"], ""
+    compiling = found["compiling"]
+    return f"{found['first']:.2f} s", "" if compiling is None else f"{compiling:.2f} s"
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "figures": figures},
+    "README.md": {"demo": demo, "figures": figures, "optimizers": optimizers},
     "docs/verdict.md": {"harms": harms},
+    "docs/optimizers.md": {
+        "modes": optimizer_modes,
+        "training": optimizer_training,
+        "first-steps": optimizer_first_steps,
+        "times": optimizer_times,
+    },
 }
 
 
