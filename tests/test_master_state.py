@@ -113,6 +113,7 @@ def test_it_comes_back_to_the_bit(owner: str, steps: int) -> None:
     model, optimizer = made(owner)
     train(model, optimizer, OWNERS[owner][0], steps)
     state = copy.deepcopy(mezzo.master_state_dict(model, optimizer))
+    assert not torch.equal(state["body.weight"], model.body.weight.float()), "a master, not the weight"
     other, resumed = made(owner, seed=1)
     mezzo.load_master_state_dict(other, resumed, state)
     assert equal(of(other), of(model))
