@@ -36,7 +36,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     try:
-        outputs = [child.communicate(timeout=180) for child in children]
+        outputs = [child.communicate(timeout=400) for child in children]
     finally:
         for child in children:
             child.kill()

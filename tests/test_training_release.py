@@ -117,6 +117,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_peak_is_weights_states_and_the_largest_gradient(clip_norm: float | None) -> None:
     """Lean AdamW: 2 + 1 + 2 * (1 + 2/64) bytes, and 2 more of one layer in eight; kept gradients: 2 of all."""
