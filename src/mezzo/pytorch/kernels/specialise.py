@@ -114,6 +114,7 @@ def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Pa
     text = _BOUND.sub(bind, text)
     name = f"{template.__name__.rpartition('.')[2]}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     file = _folder() / f"{name}.py"
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleared the cache
     if not file.exists():  # a new file has a new date, and that would make Numba compile again
         handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

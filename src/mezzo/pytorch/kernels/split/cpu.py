@@ -5,7 +5,8 @@ stores a new one and tells whether the 16-bit weight is now infinite.
 
 Two conditions of the reference are one comparison here. Where a remainder belongs to another weight, (0, less
 than 0) and (infinity, more than 0) alike sum to a NaN's pattern, and only a NaN weight does so otherwise: there
-the weight alone counts. And adding half of what is cut rounds half away from zero and carries by itself.
+the weight alone counts. Adding half of what is cut rounds half away from zero and carries by itself. And noise
+stays below the bits that are kept of an infinity or of the one NaN, whose other bits are 0.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def load_split8(weight: Pointer, master: Pointer, i: int) -> float:
 @inline
 def store_split8(weight: Pointer, master: Pointer, i: int, value: float, noise: int) -> bool:
     """A bf16 weight and an int8 remainder, rounded stochastically."""
-    pattern = with_noise(canonical(value), i32(noise & 0xFF))
+    pattern = i32(canonical(value) + i32(noise & 0xFF))
     weight[i] = i16(i32(pattern + 0x8000) >> 16)
     master[i] = i8(pattern >> 8)
     return is_infinite(i32(pattern + 0x8000) & ~0xFFFF)
@@ -69,7 +70,7 @@ def load_none(weight: Pointer, master: Pointer, i: int) -> float:
 @inline
 def store_none(weight: Pointer, master: Pointer, i: int, value: float, noise: int) -> bool:
     """A bf16 weight alone, rounded stochastically."""
-    pattern = with_noise(canonical(value), i32(noise & 0xFFFF))
+    pattern = i32(canonical(value) + i32(noise & 0xFFFF))
     weight[i] = i16(pattern >> 16)
     return is_infinite(pattern & ~0xFFFF)
 
@@ -124,12 +125,6 @@ def store_fp16(weight: Pointer, master: Pointer, i: int, value: float, noise: in
 def canonical(value: float) -> int:
     """An FP32's pattern; the one pattern that NaN is stored as."""
     return i32(_NAN) if value != value else bits(value)
-
-
-@inline
-def with_noise(pattern: int, noise: int) -> int:
-    """A pattern, and noise below the bits that will be kept; infinity and NaN as they are."""
-    return i32(pattern + noise) if i32(pattern & _MAGNITUDE) < i32(_INFINITY) else pattern
 
 
 @inline

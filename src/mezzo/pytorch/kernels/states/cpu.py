@@ -8,7 +8,7 @@ FP32, bf16 and absent states are a pair: `load_X(state, i)`, and `store_X(state,
 from __future__ import annotations
 
 from mezzo.pytorch.kernels.native import Pointer, bits, f32, float_of, i16, i32, inline, u8
-from mezzo.pytorch.kernels.split.cpu import canonical, with_noise
+from mezzo.pytorch.kernels.split.cpu import canonical
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -43,7 +43,7 @@ def load_bf16(state: Pointer, i: int) -> float:
 @inline
 def store_bf16(state: Pointer, i: int, value: float, noise: int) -> None:
     """A bf16, rounded stochastically."""
-    state[i] = i16(with_noise(canonical(value), noise) >> 16)
+    state[i] = i16(i32(canonical(value) + noise) >> 16)
 
 
 @inline
@@ -108,8 +108,7 @@ def store_signed(state: Pointer, i: int, value: float, inverse: float, cap: int,
     normal = i32(i32(i32(bits(y) + i32(noise << 4)) >> 20) - _SIGNED_BIAS)
     subnormal = i32(y * f32(_TO_CODE) + f32(noise) * f32(_FROM_NOISE))
     code = normal if y >= f32(_SMALLEST) else subnormal
-    sign = i32(i32(bits(value) >> 24) & 0x80) if code > 0 else i32(0)
-    state[i] = u8(code | sign)
+    state[i] = u8(code | 0x80) if bits(value) < 0 and code > 0 else u8(code)
 
 
 @inline
