@@ -11,6 +11,7 @@ SIZES = {"1M": 2**20, "16M": 2**24, "128M": 2**27}
 WIDTHS = {"1M": 64, "16M": 256, "128M": 768}
 LAYERS = 12
 CONTEXT = 1024
+PATTERN = 2**20  # random numbers are drawn for so many elements, and repeated: drawing is slow
 
 
 def transformer(size: str) -> list[tuple[int, ...]]:
@@ -46,8 +47,10 @@ def _parameter(
     shape: tuple[int, ...], draw: torch.Generator, dtype: torch.dtype, device: str
 ) -> nn.Parameter:
     def normal(size: float) -> Tensor:
-        drawn = torch.empty(shape, dtype=torch.bfloat16).normal_(generator=draw).mul_(size)
-        return drawn.to(device=device, dtype=dtype)
+        numel = torch.Size(shape).numel()
+        drawn = torch.empty(min(numel, PATTERN), dtype=torch.bfloat16).normal_(generator=draw).mul_(size)
+        tiled = drawn.repeat(-(-numel // PATTERN))[:numel].view(shape)
+        return tiled.to(device=device, dtype=dtype, copy=True)
 
     param = nn.Parameter(normal(0.02))
     param.grad = normal(1e-3)
