@@ -270,6 +270,7 @@ def test_a_gradient_that_is_there_and_hooks_go_along() -> None:
     assert seen == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
 
 
+@pytest.mark.heavy
 def test_the_peak_is_the_model_and_one_parameter() -> None:
     model = nn.ParameterList([nn.Parameter(torch.randn(1 << 24)) for _ in range(3)])
     one = 4 << 24
