@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -280,19 +281,22 @@ def test_a_weight_and_a_gradient_may_move_in_memory_and_change_dtype() -> None:
 
 
 def test_a_stepper_lets_go_of_replaced_rows() -> None:
-    import weakref
-
-    weight = torch.zeros(10)
+    weights = [torch.zeros(10), torch.zeros(20)]
     step = cpu.DeviceStepper()
     given: dict[str, Any] = {"multiplier": None, "found_inf": None, "overflow": None}
     seen = []
-    for _ in range(3):
-        state = torch.zeros(10)
-        seen.append(weakref.ref(state))
-        of = Row(weight, torch.ones(10), "own", None, "fp32", (state,), (None,), torch.zeros(()), 0)
-        step([(RULES["momentum"], [of])], **given)
-        del of, state
-    assert [ref() is None for ref in seen] == [True, True, False]
+    for index in range(3):
+        rows = []
+        for weight in weights:
+            state = torch.zeros_like(weight)
+            seen.append(weakref.ref(state))
+            grad, moves = torch.ones_like(weight), torch.zeros(())
+            rows.append(Row(weight, grad, "own", None, "fp32", (state,), (None,), moves, 0))
+        if index == 0:
+            step([(RULES["momentum"], rows)], **given)
+        step([(RULES["momentum"], rows[:1])], **given)
+        del rows, state
+    assert [ref() is None for ref in seen] == [True, True, True, True, False, True]
 
 
 def test_flushed_subnormals_do_not_reach_what_is_stored_in_integers() -> None:
