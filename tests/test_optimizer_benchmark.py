@@ -86,6 +86,7 @@ def test_rounds_rotate_and_a_slow_contender_stops_after_three(
     assert [len(runner.seconds) for runner in runners.values()] == [5, 5, 3]
 
 
+@pytest.mark.heavy
 def test_what_a_contender_raises_is_a_row_and_the_others_run(
     optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_a_contender_raises_is_a_row_and_the_others_run(
     assert found["rows"][optimizers.BASELINE]["ratio"] == 1.0
 
 
+@pytest.mark.heavy
 def test_batches_each_have_the_baseline(optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [optimizers.BASELINE, "torch fused, bf16", "torch foreach, bf16"]
     started: list[Any] = []
