@@ -169,6 +169,16 @@ def test_step_edge_tables_of_the_rows_used_last_are_kept(monkeypatch: pytest.Mon
     assert [key[1] for key in stepper._tables][-1] == (id(ours[-1]),)
 
 
+def test_step_edge_tables_of_replaced_rows_are_let_go() -> None:
+    stepper = DeviceStepper()
+    ours = [cases.row(ADAMW, SPLIT, 10, i) for i in range(2)]
+    for of in (ours, ours[:1], ours[1:]):
+        cases.move(stepper, ADAMW, of)
+    replaced = cases.copied(ours[:1])
+    cases.move(stepper, ADAMW, replaced)
+    assert [key[1] for key in stepper._tables] == [(id(ours[1]),), (id(replaced[0]),)]
+
+
 # The functions that the step is made of, on blocks.
 
 

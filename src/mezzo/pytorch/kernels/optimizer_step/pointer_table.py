@@ -64,27 +64,27 @@ class PointerTable:
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._owner = [row for group in groups for row in group.rows]
-        self.device = self._owner[0].weight.device
+        self.owner = [row for group in groups for row in group.rows]
+        self.device = self.owner[0].weight.device
         kinds = [kind(row, _grad(row).dtype, group.variant) for group in groups for row in group.rows]
         of_group = [i for i, group in enumerate(groups) for _ in group.rows]
         self.kinds = tuple(sorted(set(kinds)))
-        blocks = [max(1, -(-row.weight.numel() // BLOCK)) for row in self._owner]
+        blocks = [max(1, -(-row.weight.numel() // BLOCK)) for row in self.owner]
         self.blocks = _blocks_a_program(sum(blocks), self.device)
 
-        self._fixed_aligned = np.array([_is_aligned(row) for row in self._owner])
+        self._fixed_aligned = np.array([_is_aligned(row) for row in self.owner])
         self._now = self._read(groups)
         rows = [
             (*_fixed(row), self.kinds.index(code), group)
-            for row, code, group in zip(self._owner, kinds, of_group)
+            for row, code, group in zip(self.owner, kinds, of_group)
         ]
         chunks = _chunks(blocks, self.blocks)
         parts = self._now, np.array(rows, dtype=np.int64).ravel(), chunks
         self._buffer = self._upload(np.concatenate(parts))
         self.current, self.rows, self.chunks = self._buffer.split([len(part) for part in parts])
-        self.hypers = self.current[CURRENT_WORDS * len(self._owner) :].view(torch.float64)
+        self.hypers = self.current[CURRENT_WORDS * len(self.owner) :].view(torch.float64)
         self.programs = len(chunks)
-        self.tickets = torch.zeros(len(self._owner), dtype=torch.int32, device=self.device)
+        self.tickets = torch.zeros(len(self.owner), dtype=torch.int32, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -100,9 +100,9 @@ class PointerTable:
 
     def _read(self, groups: Sequence[Group]) -> np.ndarray:
         """What `current` has to be, as words."""
-        addresses = np.empty((len(self._owner), CURRENT_WORDS), dtype=np.int64)
-        addresses[:, 0] = [row.weight.data_ptr() for row in self._owner]
-        addresses[:, 1] = [_grad(row).data_ptr() for row in self._owner]
+        addresses = np.empty((len(self.owner), CURRENT_WORDS), dtype=np.int64)
+        addresses[:, 0] = [row.weight.data_ptr() for row in self.owner]
+        addresses[:, 1] = [_grad(row).data_ptr() for row in self.owner]
         addresses[:, 2] = self._fixed_aligned & ((addresses[:, 0] | addresses[:, 1]) & 15 == 0)
         numbers = np.zeros((len(groups), HYPER_WORDS))
         for line, group in zip(numbers, groups):

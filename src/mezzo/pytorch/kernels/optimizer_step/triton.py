@@ -7,19 +7,23 @@ Learning rates and the like are table entries, so that a scheduler recompiles no
 
 **Bits**: the lines of `reference.py`, IEEE division and root, and no contraction (`enable_fp_fusion=False`). The
 bias corrections are powers by squaring, where the reference has the C library's: both in FP64, rounded to FP32
-once, so that they differ in about one of a million steps, by one FP32 ulp.
+once, so that they should differ in about one of a million steps, by one FP32 ulp.
 
 **Steps** are counted on the device. All programs of a row read the count, so only the last of them to have read
 it may write the new one. Which is last an atomic ticket tells, one a row; the barrier before it is what makes the
 ticket speak for all warps of its program. A second launch would cost more than the ticket does.
 
-**Speed**, reasoned for an H100 or H200 (132 SMs, 3.4 or 4.8 TB/s): with 700 ns of latency, 18 to 26 KB have to be
-under way in each SM. A program of 8 warps has 4 elements a thread: FP32 moves in vectors of 16 bytes, bf16 of 8,
-and every warp in whole 128-byte lines. The loads of a block come before anything that uses them: 14 KB for AdamW
-with split masters and bf16 gradients, with 5 programs resident 70 KB in each SM. With 8 elements a thread bf16
-would be 16 bytes, but Triton then passes FP32 results through shared memory, and waits at barriers, before it
-stores them. A program takes up to 16 blocks, which spreads its prologue (two dependent reads of tables, the
-bias correction) and its ticket over them.
+**Speed**, reasoned for an H100 or H200 (132 SMs, 3.4 or 4.8 TB/s) and not yet measured: with 700 ns of latency, 18
+to 26 KB have to be under way in each SM. A program of 8 warps has 4 elements a thread: FP32 moves in vectors of 16
+bytes, bf16 of 8, and every warp in whole 128-byte lines. The loads of a block come before anything that uses them:
+14 KB for AdamW with split masters and bf16 gradients. 64 registers a thread let four programs into an SM: 57 KB,
+or 28 KB where everything has 8 bits and ten words of a thread spill. With 8 elements a thread bf16 would move 16
+bytes, but Triton then passes FP32 results through shared memory, and waits at barriers, before it stores them. A
+short or unaligned block is done 256 elements at a time, one a thread, so that it needs no more registers than a
+whole one. A program takes up to 16 blocks, which spreads its prologue (three dependent reads, the bias correction)
+and its ticket over them. An AdamW element takes about 57 machine instructions with FP32 everywhere, 90 with split
+masters, 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about the time of
+the second, and the others by memory.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -42,7 +46,7 @@ from mezzo.pytorch.kernels.adam import triton as adam
 from mezzo.pytorch.kernels.lion import LionHyper
 from mezzo.pytorch.kernels.lion import triton as lion
 from mezzo.pytorch.kernels.noise import triton as noise
-from mezzo.pytorch.kernels.optimizer_step import Groups, pointer_table
+from mezzo.pytorch.kernels.optimizer_step import Groups, Row, pointer_table
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import Group, PointerTable
 from mezzo.pytorch.kernels.sgd import SgdHyper
 from mezzo.pytorch.kernels.sgd import triton as sgd
@@ -126,6 +130,7 @@ class DeviceStepper:
             return PointerTable(groups)  # in the graph's own memory, and written again by each replay
         table = self._tables.get(key)
         if table is None:
+            self._forget_replaced(rows)
             table = self._tables[key] = PointerTable(groups)
             used = sum(one.nbytes for one in self._tables.values())
             while used > _CACHE_BYTES and len(self._tables) > 1:
@@ -134,6 +139,13 @@ class DeviceStepper:
             self._tables.move_to_end(key)
             table.refresh(groups)
         return table
+
+    def _forget_replaced(self, rows: list[Row]) -> None:
+        """Tables hold on to their rows, and those to a parameter's states: not to the ones before a loaded state."""
+        now = {row.ordinal: row for row in rows}
+        for key, table in list(self._tables.items()):
+            if any(now.get(row.ordinal, row) is not row for row in table.owner):
+                del self._tables[key]
 
 
 _POINTERS = ["chunks", "rows", "current", "hypers", "tickets", "multiplier", "found_inf", "overflow"]
