@@ -159,6 +159,7 @@ def test_hooks_fire_once(through: str) -> None:
     late = user.register_step_post_hook(lambda *_: seen.append("post"))
     everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("global"))
     user.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    user._patch_step_function()  # as torch does after a copy
     try:
         run(user if through == "alias" else fused, made, range(1))
         assert seen == ["pre", "post", "global"]
