@@ -9,6 +9,7 @@ from __future__ import annotations
 from mezzo.pytorch.kernels.adam.cpu import adamw as rule  # bound
 from mezzo.pytorch.kernels.native import (
     Pointer,
+    bits,
     expand,
     float32_scratch,
     i32,
@@ -80,25 +81,27 @@ def group(
     a_scale, b_scale = load_scale(first_scales, this), load_second_scale(second_scales, this)
     state_mark, weight_mark = u32(state_key + place(start)), u32(weight_key + place(start))
     a_new, b_new = float32_scratch(GROUP), float32_scratch(GROUP)
-    a_largest, b_largest, overflow = i32(0), i32(0), i32(0)
+    a_largest, b_largest, overflow = i32(0), u32(0), i32(0)
     for j in range(count):
         i = start + j
         w = load_weight(weight, master, i)
         g = load_grad(grad, i) * multiplier
         w, a, b = rule(w, g, load_signed(first, i, a_scale), load_second(second, i, b_scale), own)
         a_new[j], b_new[j] = a, b
-        a_largest, b_largest = max(a_largest, magnitude(a)), max(b_largest, magnitude(b))
+        a_largest = max(a_largest, magnitude(a))
+        b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
         if store_weight(weight, master, i, w, noise(weight_mark, places[j])):
             overflow = i32(1)
-    a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_largest)
-    a_cap, b_cap = group_cap(a_largest), group_cap(b_largest)
+    b_most = i32(b_largest & u32(0x7FFFFFFF))
+    a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_most)
+    a_cap, b_cap = group_cap(a_largest), group_cap(b_most)
     for j in range(count):
         i = start + j
-        bits = noise(state_mark, places[j])
-        store_signed(first, i, a_new[j], a_inverse, a_cap, low(bits))
-        store_second(second, i, b_new[j], b_inverse, b_cap, high(bits))
+        random = noise(state_mark, places[j])
+        store_signed(first, i, a_new[j], a_inverse, a_cap, low(random))
+        store_second(second, i, b_new[j], b_inverse, b_cap, high(random))
     store_scale(first_scales, this, group_scale(a_largest))
-    store_second_scale(second_scales, this, group_scale(b_largest))
+    store_second_scale(second_scales, this, group_scale(b_most))
     return overflow
 
 

@@ -122,7 +122,7 @@ def load_unsigned(state: Pointer, i: int, scale: float) -> float:
 @inline
 def store_unsigned(state: Pointer, i: int, value: float, inverse: float, cap: int, noise: int) -> None:
     """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone."""
-    pattern = i32(min(magnitude(value), cap))
+    pattern = i32(min(bits(value), cap))  # a NaN with a sign stays below the cap, and is stored as 0
     y = float_of(pattern) * inverse
     code = i32(i32(i32(bits(y) + i32(noise << 4)) >> 20) - _UNSIGNED_BIAS)
     nothing = i32(1) if cap == 1 else i32(0)  # the largest pattern that is stored as 0
