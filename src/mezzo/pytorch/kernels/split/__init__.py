@@ -6,6 +6,7 @@ where a separate FP32 copy makes 6. With ties to even, a tie would need a remain
 lacks. An 8-bit remainder makes a master of 24 bits, rounded stochastically; none makes one of 16.
 
 The weight is the user's: where it was edited, the remainder belongs to another number. Then the master is
-still within one bf16 ulp of the weight, a zero stays zero, an infinity never turns into NaN, and a NaN weight
-is a NaN master.
+still within one bf16 ulp of the weight, an infinity never turns into NaN, and a NaN weight is a NaN master. A zero
+beside a positive remainder is a master below 2^-133, a subnormal, and beside another one zero; the weight
+itself stays 0 until the optimizer moves it.
 """

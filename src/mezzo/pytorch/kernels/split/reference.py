@@ -30,7 +30,8 @@ def encode_split(master: Tensor) -> tuple[Tensor, Tensor]:
 def decode_split(weight: Tensor, remainder: Tensor) -> Tensor:
     """The master of a bf16 weight and an int16 remainder, to the bit unless the weight was edited since.
 
-    An edited weight gives a master within one bf16 ulp of it; zero gives zero, infinity no NaN, NaN gives NaN.
+    An edited weight gives a master within one bf16 ulp of it; infinity gives no NaN, and NaN gives NaN. Zero gives
+    zero, or beside a positive remainder a subnormal below 2^-133, which is again encoded as a zero.
     """
     high, low = weight.view(torch.int16).to(torch.int32), remainder.to(torch.int32)
     return _decoded(high, low, (high << 16) + low)
