@@ -43,6 +43,22 @@ def nearest_bf16(word: int) -> int:
     return below if down < up or above == below else above
 
 
+def fma(a: float, b: float, c: float) -> float:
+    """IEEE's ``a * b + c`` of FP32 numbers, exact and then rounded once, ties to even."""
+    if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
+        return a * b + c
+    value = Fraction(a) * Fraction(b) + Fraction(c)
+    if value == 0:
+        return a * b + c if a == 0 or b == 0 else 0.0  # of two zeros, or of what cancels
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    exponent -= abs(value) < Fraction(2) ** exponent
+    quantum = Fraction(2) ** max(exponent - 23, -149)
+    rounded = round(value / quantum) * quantum  # Python's round: ties to even
+    if abs(rounded) >= 2**128:
+        return math.copysign(math.inf, value)
+    return math.copysign(float(rounded), value)
+
+
 def signed(word: int, width: int) -> int:
     """A pattern of some width as a two's complement number."""
     return word - (1 << width) if word >> (width - 1) else word

@@ -58,26 +58,9 @@ def test_split_masters_equal_separate_ones_to_the_bit(rule: Rule) -> None:
             assert torch.equal(bits(split.state[one][name]), bits(separate.state[other][name]))
 
 
-# torch's loops compute `a + alpha * b` with one rounding, where the kernels' rules have two. AdamW and Adam without
-# an L2 term have no such line; elsewhere the difference is as large as torch's own distance from FP64.
-CONTRACTED = {"Adam-L2", "SGD", "SGD-momentum", "SGD-nesterov"}
-
-OF_TORCH = [
-    pytest.param(
-        rule,
-        id=rule.name,
-        marks=pytest.mark.xfail(reason="the rules round twice where torch's loop rounds once", strict=True)
-        if rule.name in CONTRACTED
-        else (),
-    )
-    for rule in RULES
-    if rule.theirs
-]
-
-
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "own"])
-@pytest.mark.parametrize("rule", OF_TORCH)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.theirs], ids=lambda rule: rule.name)
 def test_masters_are_as_near_to_torch_s_loop_as_torch_s_fused_one(rule: Rule, dtype: torch.dtype) -> None:
     loop = torch_trained(rule, foreach=False, fused=False)
     allowed = 3 * furthest(torch_trained(rule, fused=True), loop) + 1e-7

@@ -109,7 +109,7 @@ def scalar_adam(w: float, g: float, s: list[float], h: AdamHyper, t: int) -> tup
     if h.decoupled:
         w = f(w * f(1 - h.lr * h.weight_decay))
     elif h.weight_decay:
-        g = f(g + f(f(h.weight_decay) * w))
+        g = patterns.fma(f(h.weight_decay), w, g)
     m = f(s[0] + f(f(1 - h.beta1) * f(g - s[0])))
     v = f(f(f(h.beta2) * s[1]) + f(f(f(1 - h.beta2) * g) * g))
     inv_bc2 = f(1 / math.sqrt(1 - h.beta2**t))
@@ -121,12 +121,12 @@ def scalar_sgd(w: float, g: float, s: list[float], h: SgdHyper, t: int) -> tuple
     if h.maximize:
         g = -g
     if h.weight_decay:
-        g = f(g + f(f(h.weight_decay) * w))
+        g = patterns.fma(f(h.weight_decay), w, g)
     if h.momentum:
-        b = g if t == 1 else f(f(f(h.momentum) * s[0]) + f(f(1 - h.dampening) * g))
-        g = f(g + f(f(h.momentum) * b)) if h.nesterov else b
+        b = g if t == 1 else patterns.fma(f(1 - h.dampening), g, f(f(h.momentum) * s[0]))
+        g = patterns.fma(f(h.momentum), b, g) if h.nesterov else b
         s = [b]
-    return f(w - f(f(h.lr) * g)), s
+    return patterns.fma(-f(h.lr), g, w), s
 
 
 def scalar_lion(w: float, g: float, s: list[float], h: LionHyper, t: int) -> tuple[float, list[float]]:

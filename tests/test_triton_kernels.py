@@ -53,10 +53,16 @@ COMPILED = [
     ("adamw", [("split8", "int8", "bfloat16")]),
     ("adamw", [("none", "bf16", "bfloat16")]),
     ("adamw", [("own", "fp32", "float32"), ("split", "fp32", "bfloat16")]),
+    ("adam-l2-up", [("own", "fp32", "float32")]),
     ("sgd", [("own", "fp32", "float32")]),
+    ("sgd-momentum", [("own", "fp32", "float32")]),
     ("sgd-nesterov-up", [("split", "fp32", "bfloat16")]),
     ("lion", [("split8", "int8", "bfloat16")]),
 ]
+
+
+# Fused multiply-adds of an element, where a rule names them.
+FUSED = {"adamw": 0, "adam-l2-up": 1, "sgd": 1, "sgd-momentum": 3, "sgd-nesterov-up": 4, "lion": 0}
 
 
 @pytest.mark.heavy
@@ -68,10 +74,16 @@ def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_program
     assert len(found) == len(COMPILED)
     for (rule, rows), made in zip(COMPILED, found):
         where = f"{rule} {rows}: {made}"
-        # IEEE arithmetic: no fused multiply-add, nothing approximate, no flush of subnormals.
+        # IEEE arithmetic: nothing approximate, no flush of subnormals.
         assert made["inexact"] == [], where
-        # Of the machine's own instructions only division and root consist of them.
-        assert (made["machine_fma"] > 0) == rule.startswith("adam"), where
+        # No multiply-add is fused but the rule's own: of 4 elements of a thread in a whole block, 1 in a short one.
+        # Plain SGD's loop over short blocks is so small that the compiler unrolls it; it has no other product to add.
+        assert made["fma"] == 5 * FUSED[rule] or (rule == "sgd" and made["fma"] > 5), where
+        # The machine's own division and root consist of them.
+        if rule.startswith("adam"):
+            assert made["machine_fma"] > made["fma"], where
+        else:
+            assert made["machine_fma"] == made["fma"] or rule == "sgd", where
         # 64 registers let four programs of 256 threads into an SM. Ten words spill if states have 8 bits.
         assert made["registers"] <= 64, where
         assert made["spilled_bytes"] <= (40 if any(row[1] == "int8" for row in rows) else 0), where

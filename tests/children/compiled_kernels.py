@@ -51,6 +51,7 @@ def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     }
     machine, registers, spilled = disassembled(made.asm["cubin"])
     return {
+        "fma": len(re.findall(r"\bfma\.rn\.f32\b", assembly)),
         "inexact": sorted(
             set(re.findall(r"\b(?:fma|mad|div|sqrt|rcp|ex2)\.[\w.]*f32\b|\S+\.ftz\S*", assembly)) - EXACT
         ),
@@ -64,7 +65,7 @@ def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     }
 
 
-EXACT = {"div.rn.f32", "sqrt.rn.f32"}
+EXACT = {"div.rn.f32", "sqrt.rn.f32", "fma.rn.f32"}
 
 
 def disassembled(cubin: bytes) -> tuple[str, int, int]:

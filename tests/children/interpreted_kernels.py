@@ -18,6 +18,7 @@ from torch import Tensor
 
 import stepper_cases as cases
 from mezzo.pytorch.kernels.adam import triton as adam
+from mezzo.pytorch.kernels.fma.triton import fma
 from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
 from mezzo.pytorch.kernels.gradient_norm import triton as norm
 from mezzo.pytorch.kernels.noise import reference as noise_reference
@@ -28,6 +29,8 @@ from mezzo.pytorch.kernels.split import reference as split_reference
 from mezzo.pytorch.kernels.split import triton as split
 from mezzo.pytorch.kernels.states import reference as states_reference
 from mezzo.pytorch.kernels.states import triton as states
+from test_fma import CASES as FMA_CASES
+from test_fma import assert_exact
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
@@ -282,6 +285,22 @@ def test_codec_of_noise() -> None:
 
     assert torch.equal(first, noise_reference.bits(key(77, 77, 1), 0, 4096))
     assert (low == 77).all()
+
+
+@triton.jit
+def _fmas(a: tl.tensor, b: tl.tensor, c: tl.tensor, results: tl.tensor, count: tl.tensor) -> None:
+    at = tl.arange(0, 65_536)
+    here = at < count
+    made = fma(tl.load(a + at, here), tl.load(b + at, here), tl.load(c + at, here))
+    tl.store(results + at, made, here)
+
+
+@pytest.mark.parametrize("case", FMA_CASES)
+def test_codec_fma_rounds_once(case: str) -> None:
+    rows = FMA_CASES[case]()
+    result = torch.empty(len(rows))
+    _fmas[(1,)](*(column.contiguous() for column in rows.unbind(1)), result, len(rows))
+    assert_exact(rows, result)
 
 
 @triton.jit

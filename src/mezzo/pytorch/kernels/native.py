@@ -3,7 +3,7 @@
 Numba computes with 64-bit integers unless told otherwise, and that halves a vector twice over. So `i32` and `u32`
 cut an expression back to 32 bits, and LLVM then computes all of it in 32. Everything here is a name that a
 compiled function may use; nothing can be called from Python. FP32 arithmetic is IEEE and in the order written:
-no fast math, no contraction.
+no fast math, no contraction; what is fused says so (`fma`).
 """
 
 from __future__ import annotations
@@ -114,6 +114,13 @@ def _float_of_half(typing: Any, pattern: Any) -> Any:
     return types.float32(types.int16), build
 
 
+def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), build
+
+
 def _take(typing: Any, counter: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -147,6 +154,9 @@ half_bits: Callable[[float], int] = intrinsic(_half_bits)
 
 float_of_half: Callable[[int], float] = intrinsic(_float_of_half)
 """The FP32 of an fp16's int16 pattern."""
+
+fma: Callable[[float, float, float], float] = intrinsic(_fma)
+"""``a * b + c`` of FP32s with one rounding: an instruction, or the C library's function where a CPU has none."""
 
 take: Callable[[Pointer], int] = intrinsic(_take)
 """The counter's value, which is one more for whoever asks next, on any thread."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from mezzo.pytorch.kernels.native import inline
+from mezzo.pytorch.kernels.native import fma, inline
 
 Constants = tuple[float, ...]
 
@@ -26,5 +26,5 @@ def adamw(w: float, g: float, m: float, v: float, constants: Constants) -> tuple
 @inline
 def adam(w: float, g: float, m: float, v: float, constants: Constants) -> tuple[float, float, float]:
     """Adam with an L2 term in the gradient."""
-    g = g + constants[1] * w
+    g = fma(constants[1], w, g)
     return adamw(w, g, m, v, constants)

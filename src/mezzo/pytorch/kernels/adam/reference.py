@@ -1,10 +1,14 @@
-"""Adam and AdamW as PyTorch operations in FP32: each line is one rounding, in this order, in every form of it."""
+"""Adam and AdamW as PyTorch operations in FP32: each operation is one rounding, in this order, in every form of it.
+
+The L2 term is an `fma`, one operation, as in torch's own Adam; elsewhere a product is rounded before it is added.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from mezzo.pytorch.kernels.adam import AdamHyper
+from mezzo.pytorch.kernels.fma.reference import fma
 
 
 def update(
@@ -24,7 +28,7 @@ def update(
     if hyper.decoupled:
         w = w * c.decay
     elif hyper.weight_decay:
-        g = g + c.weight_decay * w
+        g = fma(c.weight_decay, w, g)
     m = m + c.one_minus_beta1 * (g - m)
     v = c.beta2 * v + (c.one_minus_beta2 * g) * g
     # In FP32, PyTorch's root on a CPU is off by an ulp in one element of six; through FP64 it is IEEE's.

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mezzo.pytorch.kernels.adam import AdamHyper
+from mezzo.pytorch.kernels.fma.triton import fma
 
 L2 = 1
 MAXIMIZE = 2
@@ -68,7 +69,7 @@ def update(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, c: tl.tuple, 
     """New FP32 values and moments of a block; an AdamW without weight decay has a `decay` of 1."""
     decay, weight_decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_bc2, eps = c
     if l2:
-        g = g + weight_decay * w
+        g = fma(weight_decay, w, g)
     else:
         w = w * decay
     m = m + one_minus_beta1 * (g - m)

@@ -1,4 +1,4 @@
-"""Lion as PyTorch operations in FP32: each line is one rounding, in this order, in every form of it."""
+"""Lion as PyTorch operations in FP32: each operation is one rounding, in this order, in every form of it."""
 
 from __future__ import annotations
 

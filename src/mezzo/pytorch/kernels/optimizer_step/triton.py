@@ -5,9 +5,9 @@ elements. Storage formats and variants of a rule are compile-time constants: `KI
 occur, each gets its own straight code, and a program jumps to its row's; in most models there is one and no jump.
 Learning rates and the like are table entries, so that a scheduler recompiles nothing.
 
-**Bits**: the lines of `reference.py`, IEEE division and root, and no contraction (`enable_fp_fusion=False`). The
-bias corrections are powers by squaring, where the reference has the C library's: both in FP64, rounded to FP32
-once, so that they should differ in about one of a million steps, by one FP32 ulp.
+**Bits**: the lines of `reference.py`, IEEE division and root, and no contraction (`enable_fp_fusion=False`) but
+for the rules' own `fma`. The bias corrections are powers by squaring, where the reference has the C library's: both
+in FP64, rounded to FP32 once, so that they should differ in about one of a million steps, by one FP32 ulp.
 
 **Steps** are counted on the device. All programs of a row read the count, so only the last of them to have read
 it may write the new one. Which is last an atomic ticket tells, one a row; the barrier before it is what makes the

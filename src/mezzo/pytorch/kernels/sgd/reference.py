@@ -1,9 +1,13 @@
-"""SGD as PyTorch operations in FP32: each line is one rounding, in this order, in every form of it."""
+"""SGD as PyTorch operations in FP32: each operation is one rounding, in this order, in every form of it.
+
+An `fma` is one operation, and stands where torch's own SGD has one: in each `add` with an `alpha`.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from mezzo.pytorch.kernels.fma.reference import fma
 from mezzo.pytorch.kernels.sgd import SgdHyper
 
 
@@ -21,9 +25,9 @@ def update(
     """
     c = hyper.constants(step)
     if hyper.weight_decay:
-        g = g + c.weight_decay * w
+        g = fma(c.weight_decay, w, g)
     if hyper.momentum:
-        buffer = g if c.is_first else c.momentum * states[0] + c.one_minus_dampening * g
-        g = g + c.momentum * buffer if hyper.nesterov else buffer
+        buffer = g if c.is_first else fma(c.one_minus_dampening, g, c.momentum * states[0])
+        g = fma(c.momentum, buffer, g) if hyper.nesterov else buffer
         states = (buffer,)
-    return w - c.lr * g, states
+    return fma(-c.lr, g, w), states

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mezzo.pytorch.kernels.fma.triton import fma
 from mezzo.pytorch.kernels.sgd import SgdHyper
 
 L2 = 1
@@ -33,11 +34,11 @@ def variant(hyper: SgdHyper) -> int:
 @triton.jit
 def constants(hyper: tl.tensor, step: tl.tensor) -> tl.tuple:
     """What move number `step`, an int32 scalar, multiplies with, in FP32; `hyper` points at `packed`."""
-    lr = tl.load(hyper).to(tl.float32)
+    minus_lr = tl.load(hyper).to(tl.float32) * -1.0
     momentum = tl.load(hyper + 1).to(tl.float32)
     one_minus_dampening = tl.load(hyper + 2).to(tl.float32)
     weight_decay = tl.load(hyper + 3).to(tl.float32)
-    return lr, momentum, one_minus_dampening, weight_decay, step == 1
+    return minus_lr, momentum, one_minus_dampening, weight_decay, step == 1
 
 
 @triton.jit
@@ -51,13 +52,13 @@ def update(
     nesterov: tl.constexpr,
 ) -> tl.tuple:
     """New FP32 values and buffer of a block; without momentum `buffer` is passed through."""
-    lr, momentum, one_minus_dampening, weight_decay, is_first = c
+    minus_lr, momentum, one_minus_dampening, weight_decay, is_first = c
     if l2:
-        g = g + weight_decay * w
+        g = fma(weight_decay, w, g)
     if has_momentum:
-        buffer = tl.where(is_first, g, momentum * buffer + one_minus_dampening * g)
+        buffer = tl.where(is_first, g, fma(one_minus_dampening, g, momentum * buffer))
         if nesterov:
-            g = g + momentum * buffer
+            g = fma(momentum, buffer, g)
         else:
             g = buffer
-    return w - lr * g, buffer
+    return fma(minus_lr, g, w), buffer
