@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,14 +13,15 @@ from torch import nn
 import mezzo
 from mezzo.core.policy import policy
 from mezzo.core.trial import PrecisionTrial
-from mezzo.pytorch import auto, training
+from mezzo.pytorch import auto
 from mezzo.pytorch.machine import ASSUME_NATIVE
+from mezzo.pytorch.training import mixed_precision
 
 
 @pytest.fixture(autouse=True)
 def _nobody_owns_anything() -> Iterator[None]:
     yield
-    for mp in list(training._ALIVE):
+    for mp in list(mixed_precision._ALIVE):
         mp.close()
 
 

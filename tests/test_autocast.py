@@ -10,7 +10,7 @@ import torch
 import mezzo
 from mezzo.core.errors import BannedOpError, UnknownNameError, UsageError
 from mezzo.core.policy import policy
-from mezzo.pytorch import identity
+from mezzo.pytorch.region import identity
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = "bf16,op.softmax=lower"  # a second policy of one dtype: softmax in bf16 where the table has FP32

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.core.policy import Policy, policy
-from mezzo.pytorch import identity
+from mezzo.pytorch.region import identity
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = "bf16,op.softmax=lower"

@@ -17,10 +17,10 @@ import mezzo
 from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES
-from mezzo.pytorch import dispatch, identity
-from mezzo.pytorch.dispatch import plan
 from mezzo.pytorch.dtypes import dtype_of, name_of
-from mezzo.pytorch.torch_table import TORCH_TABLE
+from mezzo.pytorch.region import dispatch, identity
+from mezzo.pytorch.region.dispatch import plan
+from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
 # In a CUDA build the list has kernels of libraries that a CPU build lacks.
 CUDA_BUILD_ONLY = {"_cudnn_rnn", "miopen_convolution", "miopen_convolution_transpose"}
@@ -223,8 +223,8 @@ def test_a_plan_needs_a_format_and_a_device():
 def test_nothing_is_registered_that_no_policy_needs():
     code = (
         "import torch, mezzo\n"
-        "from mezzo.pytorch import dispatch\n"
-        "import mezzo.pytorch.autocast\n"
+        "from mezzo.pytorch.region import dispatch\n"
+        "import mezzo.pytorch.region.autocast\n"
         "assert dispatch.registered() == ()\n"
         "with mezzo.autocast('fp32', 'cpu'): pass\n"
         "assert dispatch.registered() == ()\n"

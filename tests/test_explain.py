@@ -15,8 +15,8 @@ from torch import nn
 import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.explain import Explanation
-from mezzo.pytorch.observe import OpObserver
+from mezzo.pytorch.observe.explain import Explanation
+from mezzo.pytorch.observe.formats import OpObserver
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_a_compiled_model_is_said_to_be_compiled() -> None:
 
 def test_the_storage_of_parameters_is_shown_and_put_back() -> None:
     import mezzo
-    from mezzo.pytorch.weights import has_master, lower_weights
+    from mezzo.pytorch.weights.lowering import has_master, lower_weights
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
     x = torch.ones(1, 4)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import policy
-from mezzo.pytorch import identity
+from mezzo.pytorch.region import identity
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = "bf16,op.softmax=lower"
@@ -154,9 +154,9 @@ def test_a_binding_holds_a_policy_for_each_device(monkeypatch):
 def test_exhaustion_says_so(tmp_path):
     code = (
         "import torch, mezzo\n"
-        "from mezzo.pytorch import identity\n"
+        "from mezzo.pytorch.region import identity\n"
         "from mezzo.core.policy import policy\n"
-        "import mezzo.pytorch.autocast\n"
+        "import mezzo.pytorch.region.autocast\n"
         "identity._listeners.clear()\n"
         "identity._devices = identity.label_devices()[:2]\n"
         "for n in range(6): identity.successor(0, 'cpu', policy(f'bf16,loss_scale={2 ** n}'))\n"

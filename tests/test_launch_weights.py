@@ -120,7 +120,7 @@ def test_split_masters_equal_separate_ones_and_learn_as_fp32_does(launch: Any) -
 BY_HAND = """
 import mezzo
 from mezzo.pytorch.optim.adamw import AdamW
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 def region(x):
     with mezzo.autocast("bf16"):
         out = model(x)

@@ -16,7 +16,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.adopt import adopt
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights import has_master, lower_weights
+from mezzo.pytorch.weights.lowering import has_master, lower_weights
 
 
 class Tied(nn.Module):

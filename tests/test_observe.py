@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import mezzo
 from mezzo.core.records import OpFormats
-from mezzo.pytorch.execution_trace import ExecutionTrace
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.observe import COMPILED, OpObserver
+from mezzo.pytorch.observe.execution_trace import ExecutionTrace
+from mezzo.pytorch.observe.formats import COMPILED, OpObserver
 
 
 @pytest.fixture(autouse=True)

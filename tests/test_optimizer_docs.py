@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.pytorch import training
+from mezzo.pytorch.training import mixed_precision
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
 
@@ -25,5 +25,5 @@ def test_the_code_of_the_page_runs() -> None:
             line = text[: block.start(1)].count("\n")
             exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
     finally:
-        for mp in list(training._ALIVE):
+        for mp in list(mixed_precision._ALIVE):
             mp.close()

@@ -20,7 +20,7 @@ from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.lion import Lion
 from mezzo.pytorch.optim.sgd import SGD
-from mezzo.pytorch.release import GradientRelease
+from mezzo.pytorch.training.release import GradientRelease
 
 
 class Plain(nn.Module):

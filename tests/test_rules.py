@@ -22,7 +22,7 @@ from mezzo.core.rules import (
     bare,
     native_evidence,
 )
-from mezzo.pytorch.plan import own_table
+from mezzo.pytorch.region.plan import own_table
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation, StaticLossScale
-from mezzo.pytorch.device_scale import inverse, on_device
+from mezzo.pytorch.scaling.device_scale import inverse, on_device
 
 CPU = torch.device("cpu")
 WAITS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal")

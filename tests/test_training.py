@@ -13,7 +13,7 @@ import mezzo
 from mezzo.core.errors import (
     LossScaleCollapseError,
 )
-from mezzo.pytorch import turns
+from mezzo.pytorch.training import turns
 from training_steps import (  # noqa: F401
     INF,
     NAN,

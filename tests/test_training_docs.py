@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mezzo.pytorch import training
+from mezzo.pytorch.training import mixed_precision
 
 PAGE = Path(__file__).parent.parent / "docs" / "training.md"
 
@@ -23,7 +23,7 @@ def test_the_code_of_the_page_runs() -> None:
             line = text[: block.start(1)].count("\n")
             exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
     finally:
-        for mp in list(training._ALIVE):
+        for mp in list(mixed_precision._ALIVE):
             mp.close()
     loss = names["loss"]
     assert isinstance(loss, torch.Tensor)

@@ -16,7 +16,7 @@ from mezzo.pytorch import auto
 from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.sgd import SGD
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 from training_modes import MODES, made
 from training_steps import (  # noqa: F401
     INF,

@@ -15,7 +15,7 @@ import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 from training_modes import ADAMW, made
 from training_steps import (  # noqa: F401
     INF,

@@ -17,9 +17,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.pytorch import weights
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.weights import has_master, lower_weights, peek_master, take_master
+from mezzo.pytorch.weights import lowering
+from mezzo.pytorch.weights.lowering import has_master, lower_weights, peek_master, take_master
 
 INF, NAN = float("inf"), float("nan")
 
@@ -207,12 +207,12 @@ def test_data_of_another_kind_has_no_master(replaced: Callable[[Tensor], Tensor]
 def test_what_is_kept_goes_with_its_parameter() -> None:
     layer = nn.Linear(4, 4)
     lower_weights(layer, "bf16")
-    assert len(weights._kept) >= 2
-    gone, count = weakref.ref(layer.weight), len(weights._kept)
+    assert len(lowering._kept) >= 2
+    gone, count = weakref.ref(layer.weight), len(lowering._kept)
     del layer
     gc.collect()
     assert gone() is None
-    assert len(weights._kept) <= count - 2
+    assert len(lowering._kept) <= count - 2
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

@@ -17,7 +17,7 @@ from mastered import DTYPES, OPTIMIZERS, give_gradients, masters, model_of, same
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.split.reference import encode_nearest
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 
 NAN = float("nan")
 

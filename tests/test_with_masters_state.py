@@ -15,7 +15,7 @@ from torch import nn
 from mastered import OPTIMIZERS, SignOfMomentum, give_gradients, go_on, masters, model_of, same, trained
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim.with_masters import with_masters
-from mezzo.pytorch.weights import lower_weights
+from mezzo.pytorch.weights.lowering import lower_weights
 
 
 def saved_and_loaded(state: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.pytorch import training, turns
+from mezzo.pytorch.training import mixed_precision, turns
 
 INF, NAN = float("inf"), float("nan")
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def nobody_owns_anything() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    for mp in list(training._ALIVE):
+    for mp in list(mixed_precision._ALIVE):
         mp.close()
 
 

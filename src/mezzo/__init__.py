@@ -15,20 +15,20 @@ __version__ = VERSION
 
 # Public name -> (module, attribute); an empty attribute means the module itself.
 _PUBLIC = {
-    "autocast": ("mezzo.pytorch.autocast", "autocast"),
-    "GradScaler": ("mezzo.pytorch.scaler", "GradScaler"),
-    "MixedPrecision": ("mezzo.pytorch.training", "MixedPrecision"),
+    "autocast": ("mezzo.pytorch.region.autocast", "autocast"),
+    "GradScaler": ("mezzo.pytorch.scaling.scaler", "GradScaler"),
+    "MixedPrecision": ("mezzo.pytorch.training.mixed_precision", "MixedPrecision"),
     "Policy": ("mezzo.core.policy", "Policy"),
     "policy": ("mezzo.core.policy", "policy"),
     "StaticLossScale": ("mezzo.core.loss_scale", "StaticLossScale"),
     "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "formats": ("mezzo.core.formats", ""),
-    "explain": ("mezzo.pytorch.explain", "explain"),
+    "explain": ("mezzo.pytorch.observe.explain", "explain"),
     "optim": ("mezzo.optim", ""),
-    "lower_weights": ("mezzo.pytorch.weights", "lower_weights"),
-    "master_state_dict": ("mezzo.pytorch.master_state", "master_state_dict"),
-    "load_master_state_dict": ("mezzo.pytorch.master_state", "load_master_state_dict"),
+    "lower_weights": ("mezzo.pytorch.weights.lowering", "lower_weights"),
+    "master_state_dict": ("mezzo.pytorch.weights.master_state", "master_state_dict"),
+    "load_master_state_dict": ("mezzo.pytorch.weights.master_state", "load_master_state_dict"),
 }
 
 __all__ = [
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
-    from mezzo.pytorch.autocast import autocast
-    from mezzo.pytorch.explain import explain
-    from mezzo.pytorch.master_state import load_master_state_dict, master_state_dict
-    from mezzo.pytorch.scaler import GradScaler
-    from mezzo.pytorch.training import MixedPrecision
-    from mezzo.pytorch.weights import lower_weights
+    from mezzo.pytorch.observe.explain import explain
+    from mezzo.pytorch.region.autocast import autocast
+    from mezzo.pytorch.scaling.scaler import GradScaler
+    from mezzo.pytorch.training.mixed_precision import MixedPrecision
+    from mezzo.pytorch.weights.lowering import lower_weights
+    from mezzo.pytorch.weights.master_state import load_master_state_dict, master_state_dict
 
 
 def __getattr__(name: str) -> Any:

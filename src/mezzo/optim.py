@@ -19,7 +19,7 @@ _PUBLIC = {
     "SGD": "mezzo.pytorch.optim.sgd",
     "adopt": "mezzo.pytorch.optim.adopt",
     "bytes_per_parameter": "mezzo.pytorch.optim.storage",
-    "lower_weights": "mezzo.pytorch.weights",
+    "lower_weights": "mezzo.pytorch.weights.lowering",
     "with_masters": "mezzo.pytorch.optim.with_masters",
 }
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.sgd import SGD
     from mezzo.pytorch.optim.storage import bytes_per_parameter
     from mezzo.pytorch.optim.with_masters import with_masters
-    from mezzo.pytorch.weights import lower_weights
+    from mezzo.pytorch.weights.lowering import lower_weights
 
 
 def __getattr__(name: str) -> Any:

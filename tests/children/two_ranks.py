@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import agreed, local, own_sum_of_squares
-from mezzo.pytorch.release import GradientRelease
+from mezzo.pytorch.training.release import GradientRelease
 
 
 def model() -> nn.Sequential:

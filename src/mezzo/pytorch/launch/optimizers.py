@@ -23,7 +23,7 @@ from mezzo.pytorch.launch.veto import Veto
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.launch.watch import StepWatch
-    from mezzo.pytorch.running_statistics import RunningStatistics
+    from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 Step = Callable[..., Any]
 

@@ -15,7 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.tf32 import switch_off_tf32
-from mezzo.pytorch.running_statistics import RunningStatistics
+from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.optimizers import Steps
@@ -98,7 +98,7 @@ class Preparation:
             self._storage.left_out(f"the weights of {name} stay FP32: a compiled function calls it")
 
     def _override(self, module: nn.Module, first: bool) -> None:
-        from mezzo.pytorch.modules import apply_module_overrides
+        from mezzo.pytorch.region.modules import apply_module_overrides
 
         try:
             apply_module_overrides(inner(module), self._session.policy, self._session.device_type)

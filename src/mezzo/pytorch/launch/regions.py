@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mezzo.pytorch import identity
-from mezzo.pytorch.autocast import Region, autocast
 from mezzo.pytorch.launch.outputs import to_fp32
 from mezzo.pytorch.launch.quiet import pass_over, quiet
+from mezzo.pytorch.region import identity
+from mezzo.pytorch.region.autocast import Region, autocast
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _any_autocast = torch._C._is_any_autocast_enabled
 _label_on = torch.is_autocast_enabled
-_LABEL = identity._CANDIDATES[0]  # on in every region of ours, and nowhere else
+_LABEL = identity.LABEL_DEVICE
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _tracing_state = torch._C._get_tracing_state
 

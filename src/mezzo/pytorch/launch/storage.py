@@ -135,7 +135,7 @@ class Storage:
 
     def _lower(self, module: nn.Module) -> None:
         from mezzo.pytorch.launch.prepare import inner
-        from mezzo.pytorch.weights import lower_weights
+        from mezzo.pytorch.weights.lowering import lower_weights
 
         model = inner(module)
         if _is_sharded(module):

@@ -57,7 +57,7 @@ class StepWatch:
 
     def _start(self, optimizer: int) -> None:
         from mezzo.pytorch.memory import PeakTensorBytes
-        from mezzo.pytorch.observe import OpObserver
+        from mezzo.pytorch.observe.formats import OpObserver
 
         self._optimizer = optimizer
         session = self._session

@@ -22,12 +22,12 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.device_scale import inverse
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.states import StateSpec
 from mezzo.pytorch.optim import checks, holders, state_dicts, storage
 from mezzo.pytorch.optim.slots import Slot
-from mezzo.pytorch.weights import has_master, take_master
+from mezzo.pytorch.scaling.device_scale import inverse
+from mezzo.pytorch.weights.lowering import has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.weights import LOWERED
+from mezzo.pytorch.weights.lowering import LOWERED
 
 MASTER = "master"
 """The entry of a parameter's state that is its FP32 master."""

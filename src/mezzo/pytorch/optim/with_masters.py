@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import weights
 from mezzo.pytorch.kernels.split.reference import encode_nearest, refreshed
 from mezzo.pytorch.optim import holders
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.saved_masters import MASTER, masters_in, without_master
+from mezzo.pytorch.weights import lowering
 
 
 def with_masters(optimizer: Optimizer) -> WithMasters:
@@ -176,7 +176,7 @@ class WithMasters(Optimizer):
             UsageError: a parameter that this optimizer does not have.
         """
         self._own(param)
-        if param.dtype not in weights.LOWERED:
+        if param.dtype not in lowering.LOWERED:
             return param.detach().clone()
         return refreshed(self._ensure_master(param), param.detach())
 
@@ -196,7 +196,7 @@ class WithMasters(Optimizer):
             raise UsageError(
                 f"set_master: the value is {tuple(value.shape)} and the parameter {tuple(param.shape)}"
             )
-        if param.dtype in weights.LOWERED:
+        if param.dtype in lowering.LOWERED:
             master = self._ensure_master(param)
             master.copy_(value)
             _write(master, param)
@@ -255,7 +255,7 @@ class WithMasters(Optimizer):
             yield from group["params"]
 
     def _lowered(self) -> list[Tensor]:
-        return [param for param in self._parameters() if param.dtype in weights.LOWERED]
+        return [param for param in self._parameters() if param.dtype in lowering.LOWERED]
 
     def _own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
@@ -267,7 +267,7 @@ class WithMasters(Optimizer):
         master: Tensor | None = entry.get(MASTER)
         if master is None:
             holders.claim(self, param)
-            kept = weights.take_master(param)
+            kept = lowering.take_master(param)
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:
             raise UsageError(
@@ -283,14 +283,14 @@ class WithMasters(Optimizer):
         """Put the masters in the groups, brought up to date with the weights, and give them gradients."""
         for param in self._parameters():
             grad = param.grad
-            if param.dtype not in weights.LOWERED:
+            if param.dtype not in lowering.LOWERED:
                 if self.state.get(param):
                     self.state[param].pop(MASTER, None)  # the model was brought back to FP32
                 if grad is not None and scale is not None:
                     grad.div_(scale.to(grad.device))
                 continue
             tensor = self._ensure_master(param)
-            for part, weight in weights.pieces(tensor, param.detach()):
+            for part, weight in lowering.pieces(tensor, param.detach()):
                 part.copy_(refreshed(part, weight))
             if grad is not None:
                 wide = grad.to(torch.float32)
@@ -382,10 +382,10 @@ def _forward(inner: Optimizer, name: str, owner: WithMasters) -> None:
 
 
 def _write(master: Tensor, weight: Tensor) -> None:
-    for part, out in weights.pieces(master, weight.detach()):
+    for part, out in lowering.pieces(master, weight.detach()):
         out.copy_(encode_nearest(part, weight.dtype))
 
 
 def _widened(value: Any) -> Any:
-    is_low = isinstance(value, Tensor) and value.dtype in weights.LOWERED
+    is_low = isinstance(value, Tensor) and value.dtype in lowering.LOWERED
     return value.to(torch.float32) if is_low else value

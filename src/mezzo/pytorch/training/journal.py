@@ -7,7 +7,7 @@ import time
 from torch import Tensor
 
 from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
-from mezzo.pytorch.result import StepResult
+from mezzo.pytorch.training.result import StepResult
 
 
 class Journal:

@@ -14,7 +14,7 @@ import threading
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from mezzo.pytorch import identity
+from mezzo.pytorch.region import identity
 
 _lock = threading.Lock()
 _installed = False

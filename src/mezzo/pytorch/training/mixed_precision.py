@@ -29,19 +29,22 @@ from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import RecordWriter
 from mezzo.core.trial import PrecisionTrial, TrialDecision
-from mezzo.pytorch import auto, gradients, training_checks, training_state, turns, weight_modes
-from mezzo.pytorch.accumulation import FP32Gradients, FP32Sums, Gradients
-from mezzo.pytorch.autocast import Region, autocast
-from mezzo.pytorch.device_scale import DeviceLossScale, on_device
-from mezzo.pytorch.modules import ModuleOverrides, apply_module_overrides
-from mezzo.pytorch.optimizer_backward import OptimizerBackward
-from mezzo.pytorch.release import GradientRelease
-from mezzo.pytorch.result import StepResult
-from mezzo.pytorch.running_statistics import RunningStatistics
-from mezzo.pytorch.shown_masters import showing_masters
-from mezzo.pytorch.training_journal import Journal
-from mezzo.pytorch.turns import InPlace, OnePass, Outcome, Released, Turn
-from mezzo.pytorch.window import Window
+from mezzo.pytorch import auto
+from mezzo.pytorch.region.autocast import Region, autocast
+from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
+from mezzo.pytorch.training import checks, turns, weight_modes
+from mezzo.pytorch.training import state as training_state
+from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
+from mezzo.pytorch.training.journal import Journal
+from mezzo.pytorch.training.optimizer_backward import OptimizerBackward
+from mezzo.pytorch.training.release import GradientRelease
+from mezzo.pytorch.training.result import StepResult
+from mezzo.pytorch.training.running_statistics import RunningStatistics
+from mezzo.pytorch.training.shown_masters import showing_masters
+from mezzo.pytorch.training.turns import InPlace, OnePass, Outcome, Released, Turn
+from mezzo.pytorch.training.window import Window
 
 # Who owns which parameters: two would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
@@ -131,11 +134,11 @@ class MixedPrecision:
         device_type: str | None = None,
         records: RecordWriter | None = None,
     ) -> None:
-        training_checks.model_and_optimizer(model, optimizer, _ALIVE)
-        training_checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
-        training_checks.scheduler(scheduler)
+        checks.model_and_optimizer(model, optimizer, _ALIVE)
+        checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
+        checks.scheduler(scheduler)
         if release_gradients:
-            training_checks.release(clip_value)
+            checks.release(clip_value)
             if accumulate == 1:
                 GradientRelease.check_model(model)
         self._device = next(model.parameters()).device
@@ -148,7 +151,7 @@ class MixedPrecision:
         self.accumulate = accumulate
         self.scheduler = scheduler
         low = asked.params != "fp32" or weight_modes.has_16_bit(optimizer)
-        self._average = training_checks.averager(ema, low=low)
+        self._average = checks.averager(ema, low=low)
         self._asked = asked
         self._asked_scale = (
             StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
@@ -280,14 +283,14 @@ class MixedPrecision:
             LossScaleCollapseError: steps are skipped again and again though the scale is at its floor. At
                 once on a CPU or where the host sees the skip, else within `patience` more steps.
         """
-        training_checks.loss(loss)
+        checks.loss(loss)
         window = self._window
         scaling = self._scaling()
         window.begin(loss, None if scaling is None else scaling.scale)
         outcome: Outcome | None = None
         try:
             if self._release is not None:
-                training_checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
+                checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
                 outcome = self._release(loss, self._backward.params(), window)
             else:
                 if window.seen == 0:

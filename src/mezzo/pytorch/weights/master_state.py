@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import weights
+from mezzo.pytorch.weights import lowering
 
 
 def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def load_master_state_dict(
     masters = {name: value for name, value in own.items() if isinstance(value, Tensor) and _is_low(value)}
     wide = {name: _in_fp32(state[name]) for name in masters}
     for name, value in wide.items():
-        if weights.overflows(value, own[name].dtype):
+        if lowering.overflows(value, own[name].dtype):
             raise UsageError(
                 f"load_master_state_dict: {name!r} holds a finite value that overflows its "
                 f"{str(own[name].dtype).removeprefix('torch.')} weight. Nothing was changed."
@@ -89,7 +89,7 @@ def load_master_state_dict(
     for name, param in masters.items():
         owner = owners.get(id(param))
         if owner is None:
-            weights.keep_master(param, wide[name])
+            lowering.keep_master(param, wide[name])
         else:
             owner.set_master(param, wide[name])
 
@@ -112,7 +112,7 @@ def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
 
 
 def _is_low(value: Tensor) -> bool:
-    return isinstance(value, nn.Parameter) and value.dtype in weights.LOWERED
+    return isinstance(value, nn.Parameter) and value.dtype in lowering.LOWERED
 
 
 def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
@@ -120,7 +120,7 @@ def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
     if owner is not None:
         master: Tensor = owner.master(param)
         return master
-    kept = weights.peek_master(param)
+    kept = lowering.peek_master(param)
     return param.detach().to(torch.float32) if kept is None else kept
 
 

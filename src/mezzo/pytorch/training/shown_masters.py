@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from mezzo.pytorch.master_state import master_state_dict
-from mezzo.pytorch.weights import LOWERED
+from mezzo.pytorch.weights.lowering import LOWERED
+from mezzo.pytorch.weights.master_state import master_state_dict
 
 
 @contextmanager

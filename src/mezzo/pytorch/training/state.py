@@ -10,11 +10,12 @@ import torch
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.trial import TrialDecision
-from mezzo.pytorch import gradients, scaler_state
-from mezzo.pytorch.device_scale import on_device
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.scaling import state as scaler_state
+from mezzo.pytorch.scaling.device_scale import on_device
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.training import MixedPrecision
+    from mezzo.pytorch.training.mixed_precision import MixedPrecision
 
 SCHEMA = 1
 

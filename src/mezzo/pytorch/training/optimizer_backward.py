@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import gradients
-from mezzo.pytorch.backward import backward_around, backward_into, has_reentrant_checkpoint
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.training.backward import backward_around, backward_into, has_reentrant_checkpoint
 
 
 class OptimizerBackward:

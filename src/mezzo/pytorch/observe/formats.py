@@ -1,6 +1,6 @@
 """OpObserver: the formats in which the ops of a step really ran, beside the formats that were planned.
 
-The observer reads PyTorch's execution trace (`mezzo.pytorch.execution_trace`) and keeps, of each tree of
+The observer reads PyTorch's execution trace (`mezzo.pytorch.observe.execution_trace`) and keeps, of each tree of
 calls, the outermost op that the op table knows: ``linear``, not the ``addmm`` inside it. The formats are
 those with which its kernel ran, after the casts of the region; a result is counted as the caller got it.
 """
@@ -15,8 +15,8 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
 from mezzo.pytorch.auto import resolve
-from mezzo.pytorch.execution_trace import Call, ExecutionTrace
-from mezzo.pytorch.plan import FIRST, WIDEST, OpPlan, plan
+from mezzo.pytorch.observe.execution_trace import Call, ExecutionTrace
+from mezzo.pytorch.region.plan import FIRST, WIDEST, OpPlan, plan
 
 # What marks the module in which calls ran; `explain` sets such marks.
 MODULE_MARK = "mezzo::module "

@@ -17,8 +17,8 @@ import torch
 
 from mezzo.core.errors import UnknownNameError
 from mezzo.core.policy import Policy
-from mezzo.pytorch import identity
-from mezzo.pytorch.autocast import autocast, default_device_type
+from mezzo.pytorch.region import identity
+from mezzo.pytorch.region.autocast import autocast, default_device_type
 
 __all__ = ["ModuleOverrides", "apply_module_overrides"]
 

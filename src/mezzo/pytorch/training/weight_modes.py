@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
 from mezzo.core.masters import STATE_FORMATS
 from mezzo.core.policy import Policy
-from mezzo.pytorch import auto, gradients
-from mezzo.pytorch.accumulation import SIXTEEN_BITS
+from mezzo.pytorch import auto
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.optim.adopt import Adopted, adopt
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
-from mezzo.pytorch.weights import lower_weights, take_master
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.training.accumulation import SIXTEEN_BITS
+from mezzo.pytorch.weights.lowering import lower_weights, take_master
 
 # The keyword's word -> the policy's masters. "masters" goes with either 16-bit format.
 WEIGHTS = {"fp32": "fp32", "split": "split", "split8": "split8", "masters": "fp32"}

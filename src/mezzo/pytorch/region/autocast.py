@@ -1,7 +1,7 @@
 """`mezzo.autocast`: a region in which a policy is in force.
 
-A region is `torch.autocast` plus a label that says which policy is meant (`mezzo.pytorch.identity`) plus the
-kernels that the policy's plan asks for (`mezzo.pytorch.dispatch`, registered once a policy). So everything
+A region is `torch.autocast` plus a label that says which policy is meant (`mezzo.pytorch.region.identity`) plus the
+kernels that the policy's plan asks for (`mezzo.pytorch.region.dispatch`, registered once a policy). So everything
 that knows autocast knows this: the weight-cast cache, `custom_fwd`, checkpointing,
 `torch.is_autocast_enabled()`.
 
@@ -24,9 +24,9 @@ import torch
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.pytorch import checkpoint, dispatch, identity, weight_cache
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.machine import ASSUME_NATIVE
+from mezzo.pytorch.region import checkpoint, dispatch, identity, weight_cache
 
 __all__ = ["Region", "autocast"]
 
@@ -61,7 +61,7 @@ def autocast(
 
     For ops whose rule is PyTorch's own it equals ``torch.autocast(device_type, dtype)``; each op on which the
     policy differs behaves as if its inputs had been cast by hand, the op run with autocast off, and its
-    outputs cast as the plan (`mezzo.pytorch.dispatch.plan`) says. NaN, infinities and subnormals pass as in
+    outputs cast as the plan (`mezzo.pytorch.region.dispatch.plan`) says. NaN, infinities and subnormals pass as in
     those casts. FP64 and integer tensors, ``out=`` variants and in-place ops are left alone, as by torch.
 
     Args:

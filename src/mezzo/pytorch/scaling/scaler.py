@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
-from mezzo.pytorch import gradients
-from mezzo.pytorch.closure import AbandonedStepError, ClosureRunner
-from mezzo.pytorch.device_scale import inverse
-from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
-from mezzo.pytorch.scaler_numbers import ScalerNumbers
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
+from mezzo.pytorch.scaling.device_scale import inverse
+from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.scaling.scaler_numbers import ScalerNumbers
 
 
 class Stage(Enum):

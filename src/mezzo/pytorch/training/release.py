@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import distributed, gradients
-from mezzo.pytorch.backward import backward_into, has_reentrant_checkpoint
+from mezzo.pytorch import distributed
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
 
 
 class GradientRelease:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mezzo.core.loss_scale import DynamicLossScale
-from mezzo.pytorch import scaler_state
-from mezzo.pytorch.device_scale import DeviceDynamicLossScale, on_device
+from mezzo.pytorch.scaling import state as scaler_state
+from mezzo.pytorch.scaling.device_scale import DeviceDynamicLossScale, on_device
 
 
 class ScalerNumbers:

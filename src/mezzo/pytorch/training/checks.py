@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import gradients
-from mezzo.pytorch.accumulation import SIXTEEN_BITS
 from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.training.accumulation import SIXTEEN_BITS
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:

@@ -86,7 +86,7 @@ def has_kernel(op: str, device_type: str) -> bool:
     """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload` on this kind of
     device.
 
-    Once Mezzo has registered one this is True whatever PyTorch does: `mezzo.pytorch.dispatch` asks before.
+    Once Mezzo has registered one this is True whatever PyTorch does: `mezzo.pytorch.region.dispatch` asks before.
     """
     name = op if "::" in op else f"aten::{op}"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, AUTOCAST_KEYS[device_type]))

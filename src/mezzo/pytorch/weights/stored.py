@@ -12,7 +12,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.weights import lower_weights, take_master
+from mezzo.pytorch.weights.lowering import lower_weights, take_master
 
 
 @contextmanager

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch import distributed, gradients
-from mezzo.pytorch.device_scale import inverse
-from mezzo.pytorch.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch import distributed
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.release import GradientRelease
-from mezzo.pytorch.window import Window
+from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.scaling.device_scale import inverse
+from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.training.release import GradientRelease
+from mezzo.pytorch.training.window import Window
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ Binding = tuple[tuple[str, Policy], ...]
 
 # In the order in which they are used; what this machine really has is left out.
 _CANDIDATES = ("maia", "ipu", "hpu", "mtia", "xpu", "mps")
+LABEL_DEVICE = _CANDIDATES[0]  # on in every region of ours, and nowhere else
 _DTYPES = (None, torch.bfloat16, torch.float16)
 
 _lock = threading.RLock()

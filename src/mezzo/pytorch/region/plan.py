@@ -2,7 +2,7 @@
 
 `plan(policy, device_type)` is a value that can be printed. It sets three things side by side, op by op: the
 policy's rule, PyTorch's own autocast table, and what the device has natively. Only where the first differs
-from what the second already does is a kernel registered (`mezzo.pytorch.dispatch`); everything else keeps
+from what the second already does is a kernel registered (`mezzo.pytorch.region.dispatch`); everything else keeps
 PyTorch's C++ path.
 """
 
@@ -19,7 +19,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import RULES, SUMS_IN_SIXTEEN_BITS, Rule, native_evidence
 from mezzo.pytorch.machine import native_formats
-from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
+from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
 # Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
 # the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
-from mezzo.pytorch import identity
+from mezzo.pytorch.region import identity
 
 _lock = threading.Lock()
 _installed = False

@@ -20,11 +20,11 @@ from mezzo.core.errors import UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
-from mezzo.pytorch.autocast import autocast
-from mezzo.pytorch.modules import apply_module_overrides
-from mezzo.pytorch.observe import MODULE_MARK, OpObserver
-from mezzo.pytorch.plan import plan
-from mezzo.pytorch.stored_weights import stored
+from mezzo.pytorch.observe.formats import MODULE_MARK, OpObserver
+from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.region.plan import plan
+from mezzo.pytorch.weights.stored import stored
 
 __all__ = ["Explanation", "explain"]
 

@@ -3,7 +3,7 @@
 PyTorch's autocast is a table: for each op on its lists, a kernel at the key `AutocastCPU` or `AutocastCUDA`
 that casts the arguments, excludes the key, and calls the op again. A policy edits that table: for each op
 that its plan does not leave to PyTorch, a Python kernel takes the place of PyTorch's, process-wide, at the
-first region that needs it, and stays. Each kernel asks for the label in force (`mezzo.pytorch.identity`) and
+first region that needs it, and stays. Each kernel asks for the label in force (`mezzo.pytorch.region.identity`) and
 then does what that policy's plan says; where no policy is in force, or another one that has no say over this
 op, it calls the very kernel that it replaced, taken from the dispatcher beforehand. So a plain
 `torch.autocast` computes what it always did.
@@ -23,10 +23,10 @@ import torch
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
-from mezzo.pytorch import identity
 from mezzo.pytorch.dtypes import dtype_of, name_of
-from mezzo.pytorch.plan import OpPlan, overload_named, own_table, plan
-from mezzo.pytorch.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
+from mezzo.pytorch.region import identity
+from mezzo.pytorch.region.plan import OpPlan, overload_named, own_table, plan
+from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
 __all__ = ["OpPlan", "plan", "registered"]
 

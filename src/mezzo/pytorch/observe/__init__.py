@@ -1,0 +1,1 @@
+"""What really ran, in which formats, and why."""

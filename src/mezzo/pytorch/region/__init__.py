@@ -1,0 +1,1 @@
+"""Which policy is in force where, and which kernel each op then gets."""
