@@ -379,26 +379,30 @@ def test_rows_differ_by_their_ordinal_and_moves_by_their_number() -> None:
     assert not torch.equal(rows[0].weight, first)
 
 
-def test_the_first_state_takes_the_low_bits_of_its_noise_and_the_second_the_high_ones() -> None:
+def test_the_first_state_takes_the_low_20_bits_of_its_noise_and_the_second_the_high_20() -> None:
     hyper, count = HYPERS["adamw"], 300
     exact, small = row(start(count), hyper, ordinal=3), row(start(count), hyper, "own", "bf16", ordinal=3)
     exact.grad = small.grad = gradients(count, 1)[0]
     move(hyper, exact, small)
-    for shift, whole, stored in zip((0, 16), exact.states, small.states):
+    for shift, whole, stored in zip((4, 16), exact.states, small.states):  # bf16 uses the upper 16 of the 20
         for i, (word, got) in enumerate(zip(patterns.words(whole), patterns.words(stored))):
-            bits = noise.mix((i * 0x9E3779B1 + noise.key(1, 3, noise.STATES)) & 0xFFFFFFFF)
+            bits = noise.word((i * 0x9E3779B1 + noise.key(1, 3, noise.STEP)) & 0xFFFFFFFF)
             assert got == (word + (bits >> shift & 0xFFFF)) >> 16
 
 
 @pytest.mark.parametrize(("masters", "width"), [("none", 16), ("split8", 8)])
-def test_the_weight_takes_the_low_bits_of_a_stream_of_its_own(masters: str, width: int) -> None:
+def test_the_weight_takes_the_states_word_or_where_it_has_no_remainder_its_own(
+    masters: str, width: int
+) -> None:
     hyper = SgdHyper(0.1)
     exact, small = row(start(300).bfloat16().float(), hyper), row(start(300), hyper, masters, ordinal=2)
     exact.grad = small.grad = gradients(300, 1)[0]
     move(hyper, exact, small)
     for i, (word, got) in enumerate(zip(patterns.words(exact.weight), patterns.words(master(small)))):
-        bits = noise.mix((i * 0x9E3779B1 + noise.key(1, 2, noise.WEIGHT)) & 0xFFFFFFFF)
-        assert got >> width == (word + (bits & (1 << width) - 1)) >> width
+        stream = noise.WEIGHT if masters == "none" else noise.STEP
+        bits = noise.word((i * 0x9E3779B1 + noise.key(1, 2, stream)) & 0xFFFFFFFF)
+        bits = bits >> 16 if masters == "none" else (bits ^ bits >> 12) & 0xFF
+        assert got >> width == (word + bits) >> width
 
 
 def test_a_row_without_a_gradient_stays_and_an_empty_one_counts_its_moves() -> None:

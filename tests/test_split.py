@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -203,25 +204,90 @@ def test_the_noise_of_an_element_is_a_hash_that_stays_what_it_is() -> None:
         assert key == frozen, (step, ordinal, stream)
         for start in (0, 1, (1 << 32) - 50, 1 << 33):
             got = noise_bits.bits(key, start, 100).tolist()
-            want = [noise.mix((index * 0x9E3779B1 + key) & 0xFFFFFFFF) for index in range(start, start + 100)]
+            want = [
+                noise.word((index * 0x9E3779B1 + key) & 0xFFFFFFFF) for index in range(start, start + 100)
+            ]
             assert [word & 0xFFFFFFFF for word in got] == want
     assert noise.mix(1) == 0x688990C0
     assert noise_bits.bits(0, 0, 0).shape == (0,)
 
 
-def test_noise_is_even_and_independent_across_bits_steps_and_parameters() -> None:
+FIELDS = {
+    "first": (noise_bits.first, 20),
+    "second": (noise_bits.second, 20),
+    "remainder": (noise_bits.remainder, 8),
+    "alone": (noise_bits.alone, 16),
+}
+# Neighbours, groups, vectors and blocks; and Fibonacci numbers, over which multiples of the golden ratio nearly meet.
+DISTANCES = [
+    *range(1, 65),
+    89,
+    128,
+    144,
+    233,
+    256,
+    377,
+    512,
+    610,
+    987,
+    1024,
+    1597,
+    2048,
+    2584,
+    4096,
+    4181,
+    6765,
+]
+
+
+def test_noise_is_even_and_independent_across_uses_steps_and_parameters() -> None:
     count = 1 << 16
-    streams = [
-        noise_bits.bits(noise.key(step, ordinal, stream), 0, count)
-        for step, ordinal, stream in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]
-    ]
-    halves = [
-        half.double() - 32767.5 for bits in streams for half in (noise_bits.low(bits), noise_bits.high(bits))
-    ]
-    spread = 65536 / math.sqrt(12)
-    for i, one in enumerate(halves):
+    drawn = []
+    for step, ordinal, stream in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]:
+        word = noise_bits.bits(noise.key(step, ordinal, stream), 0, count)
+        for name in ("alone",) if stream else ("first", "second", "remainder"):
+            field, width = FIELDS[name]
+            drawn.append((field(word).double() + 0.5) / (1 << width) - 0.5)
+    spread = 1 / math.sqrt(12)
+    for i, one in enumerate(drawn):
         assert abs(float(one.mean())) < 5 * spread / math.sqrt(count)
-        for other in halves[i + 1 :]:
-            correlation = float((one * other).mean()) / spread**2
-            assert abs(correlation) < 5 / math.sqrt(count)
-        assert abs(float((one[1:] * one[:-1]).mean())) / spread**2 < 5 / math.sqrt(count)
+        for other in drawn[i + 1 :]:
+            for a, b in ((one, other), (one[1:], other[:-1]), (one[:-1], other[1:])):
+                assert abs(float((a * b).mean())) / spread**2 < 5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_bit_of_noise_is_even_and_independent_of_those_of_elements_nearby(name: str) -> None:
+    count = 1 << 17
+    field, width = FIELDS[name]
+    drawn = field(noise_bits.bits(noise.key(5, 2, name == "alone"), 0, count))
+    below = {"first": 8, "alone": 0}.get(name, 0)  # the first state's last bits decide in one of 4096 cases
+    bits = torch.stack([((drawn >> i) & 1).float() * 2 - 1 for i in range(below, width)])
+    assert float(bits.mean(1).abs().max()) < 5.5 / math.sqrt(count)
+    among = bits @ bits.T / count - torch.eye(width - below)
+    assert float(among.abs().max()) < 5.5 / math.sqrt(count)
+    for distance in DISTANCES:
+        pairs = bits[:, :-distance] @ bits[:, distance:].T / (count - distance)
+        assert float(pairs.abs().max()) < 5.5 / math.sqrt(count - distance), distance
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_noise_and_pairs_of_neighbours_fill_their_range_evenly(name: str) -> None:
+    count = 1 << 18
+    field, width = FIELDS[name]
+    top = field(noise_bits.bits(noise.key(9, 4, name == "alone"), 0, count)).long() >> width - 5
+    for distance in (1, 2, 3, 16, 64):
+        cells = torch.bincount(top[:-distance] * 32 + top[distance:], minlength=1024).double()
+        expected = (count - distance) / 1024
+        chi_square = float(((cells - expected) ** 2 / expected).sum())
+        assert abs(chi_square - 1023) < 5 * math.sqrt(2 * 1023), distance
+
+
+def test_the_bits_that_two_states_share_make_their_roundings_no_more_alike() -> None:
+    count = 1 << 18
+    word = noise_bits.bits(noise.key(1, 0, noise.STEP), 0, count)
+    for one, other in itertools.product((0.001, 0.25, 0.5, 0.9), repeat=2):
+        up = (noise_bits.first(word) < one * (1 << 20)).double() - one
+        also = (noise_bits.second(word) < other * (1 << 20)).double() - other
+        spread = math.sqrt(one * (1 - one) * other * (1 - other))
+        assert abs(float((up * also).mean())) / spread < 5 / math.sqrt(count)

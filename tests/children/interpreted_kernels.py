@@ -206,12 +206,16 @@ def _apply(
         bits = tl.load(inputs + index)
         high, low = split.decode_split8(bits >> 16, (bits << 24) >> 24).to(tl.int32, bitcast=True), r * 0
     elif NAME == "noise":
-        high, low = (
-            noise.bits(noise.key(r, r, 1), index).to(tl.int32, bitcast=True),
-            noise.low(r.to(tl.uint32), 8),
+        word = noise.bits(noise.key(r, r, 1), index)
+        high = word.to(tl.int32, bitcast=True)
+        low = (
+            noise.first(word)
+            ^ (noise.second(word) * 3)
+            ^ (noise.remainder(word) * 5)
+            ^ (noise.alone(word) * 7)
         )
     else:
-        high, scale = states.encode_int8(x, r & 0xFFFF, NAME == "signed")
+        high, scale = states.encode_int8(x, r & 0xFFFFF, NAME == "signed")
         low = states.decode_int8(high, scale, NAME == "signed").to(tl.int32, bitcast=True)
     tl.store(first + index, high)
     tl.store(second + index, low)
@@ -268,7 +272,7 @@ def test_codec_of_states(name: str) -> None:
     x = (torch.randn(1 << 11, 64, generator=generator) * size).view(-1)
     x[: 1 << 13] = patterns(1 << 13).view(torch.float32)
     x = x if signed else x.abs()
-    r = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=generator)
+    r = torch.randint(0, 1 << 20, x.shape, dtype=torch.int32, generator=generator)
     first, second = applied(name, x.view(torch.int32), r)
     codes, scales = states_reference.encode_int8(x, r, signed=signed)
     assert torch.equal(first, codes.to(torch.int32))
@@ -283,8 +287,11 @@ def test_codec_of_noise() -> None:
     first, low = applied("noise", index.to(torch.int32), r)
     from mezzo.pytorch.kernels.noise import key
 
-    assert torch.equal(first, noise_reference.bits(key(77, 77, 1), 0, 4096))
-    assert (low == 77).all()
+    word = noise_reference.bits(key(77, 77, 1), 0, 4096)
+    assert torch.equal(first, word)
+    of_states = noise_reference.first(word) ^ (noise_reference.second(word) * 3)
+    of_weights = (noise_reference.remainder(word) * 5) ^ (noise_reference.alone(word) * 7)
+    assert torch.equal(low, of_states ^ of_weights)
 
 
 @triton.jit

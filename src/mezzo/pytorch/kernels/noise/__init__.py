@@ -3,15 +3,18 @@
 There is no generator and no state: the same step draws the same bits on every device, for any number of
 threads and in any order, so that a run can be repeated and a restored one goes on as it would have. PyTorch's own
 generators are never touched.
+
+One word of 32 bits serves both states and an 8-bit remainder. The states need 20 bits each, and share 8: the
+second's last ones, which decide in one of 4096 cases, are the first's upper ones.
 """
 
 from __future__ import annotations
 
-STATES = 0
-"""Stream of an optimizer's states: the low 16 bits for the first of them, the high 16 for the second."""
+STEP = 0
+"""Stream of an optimizer's states and of a weight with an 8-bit remainder: one word for all three."""
 
 WEIGHT = 1
-"""Stream of the weight: its low 16 bits, or its low 8 where there is an 8-bit remainder."""
+"""Stream of a weight without a remainder."""
 
 _MASK = 0xFFFFFFFF
 
@@ -21,11 +24,19 @@ def mix(x: int) -> int:
 
     The constants are those of C. Wellons, "hash-prospector", lowbias32.
     """
+    x = word(x)
+    return x ^ x >> 16
+
+
+def word(x: int) -> int:
+    """`mix` without its last line, for the inputs of neighbours: even but for its lowest bits.
+
+    Those repeat a little over some distances, so they decide nothing by themselves.
+    """
     x ^= x >> 16
     x = x * 0x7FEB352D & _MASK
     x ^= x >> 15
-    x = x * 0x846CA68B & _MASK
-    return x ^ x >> 16
+    return x * 0x846CA68B & _MASK
 
 
 def key(step: int, ordinal: int, stream: int) -> int:
@@ -34,10 +45,10 @@ def key(step: int, ordinal: int, stream: int) -> int:
     Args:
         step: the number of this move of the parameter: 1, 2, ...
         ordinal: the parameter's index in the optimizer.
-        stream: `STATES` or `WEIGHT`.
+        stream: `STEP` or `WEIGHT`.
 
     Returns:
-        32 bits, to be combined with an element's position in memory: `mix(index * 0x9E3779B1 + key)`.
+        32 bits, to be combined with an element's position in memory: `word(index * 0x9E3779B1 + key)`.
     """
     words = step * 0x9E3779B9 + ordinal * 0x85EBCA6B + stream * 0xC2B2AE35 + 0x27D4EB2F
     return mix(words & _MASK)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from mezzo.pytorch.kernels.native import i32, inline, u32
-from mezzo.pytorch.kernels.noise import STATES, WEIGHT
+from mezzo.pytorch.kernels.noise import STEP, WEIGHT
 
-__all__ = ["STATES", "WEIGHT", "following", "high", "key", "low", "noise", "place"]
+__all__ = ["STEP", "WEIGHT", "apart", "first", "following", "key", "noise", "place", "same", "second"]
 
 _STRIDE = 0x9E3779B1
 
 
 @inline
-def mix(x: int) -> int:
-    """Scramble 32 bits."""
+def word(x: int) -> int:
+    """Scramble 32 bits, all but the last line."""
     x = u32(x ^ (x >> 16))
     x = u32(x * u32(0x7FEB352D))
     x = u32(x ^ (x >> 15))
-    x = u32(x * u32(0x846CA68B))
-    return u32(x ^ (x >> 16))
+    return u32(x * u32(0x846CA68B))
 
 
 @inline
 def key(step: int, ordinal: int, stream: int) -> int:
     """The key of one stream of one parameter's bits in one step."""
     words = u32(step) * u32(0x9E3779B9) + u32(ordinal) * u32(0x85EBCA6B)
-    return mix(u32(words + u32(stream) * u32(0xC2B2AE35) + u32(0x27D4EB2F)))
+    x = word(u32(words + u32(stream) * u32(0xC2B2AE35) + u32(0x27D4EB2F)))
+    return u32(x ^ (x >> 16))
 
 
 @inline
@@ -42,16 +42,28 @@ def following(place: int) -> int:
 @inline
 def noise(key: int, place: int) -> int:
     """The 32 random bits of the element at a place."""
-    return mix(u32(place + key))
+    return word(u32(place + key))
 
 
 @inline
-def low(noise: int) -> int:
-    """The low 16 bits, from 0 to 65,535."""
-    return i32(noise & u32(0xFFFF))
+def first(noise: int) -> int:
+    """What the first state is rounded with, from 0 to 2**20 - 1."""
+    return i32(noise & u32(0xFFFFF))
 
 
 @inline
-def high(noise: int) -> int:
-    """The high 16 bits, from 0 to 65,535."""
-    return i32(noise >> 16)
+def second(noise: int) -> int:
+    """What the second state is rounded with, from 0 to 2**20 - 1."""
+    return i32(noise >> 12)
+
+
+@inline
+def same(noise: int, key: int, place: int) -> int:
+    """What a weight with an 8-bit remainder is rounded with, out of the states' word."""
+    return i32(u32(noise ^ u32(noise >> 12)) & u32(0xFF))
+
+
+@inline
+def apart(bits: int, key: int, place: int) -> int:
+    """What a weight without a remainder is rounded with, of a word of its own."""
+    return i32(noise(key, place) >> 16)

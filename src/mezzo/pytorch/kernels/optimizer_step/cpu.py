@@ -219,6 +219,7 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
         "rule": f"{_KERNELS}.{package}.cpu:{function}",
         "load_weight": f"{_KERNELS}.split.cpu:load_{weight}",
         "store_weight": f"{_KERNELS}.split.cpu:store_{weight}",
+        "weight_noise": f"{_KERNELS}.noise.cpu:{'apart' if masters == 'none' else 'same'}",
         "weight_at": f"{_KERNELS}.native:{weight_type}_at",
         "master_at": f"{_KERNELS}.native:{master_type}_at",
         **grad_bindings(grad_dtype),

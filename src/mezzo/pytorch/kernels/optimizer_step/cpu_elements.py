@@ -12,8 +12,9 @@ from mezzo.pytorch.kernels.native import float32_at as second_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as master_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.noise.cpu import STATES, following, high, key, low, noise, place
+from mezzo.pytorch.kernels.noise.cpu import STEP, first, following, key, noise, place, second
 from mezzo.pytorch.kernels.noise.cpu import WEIGHT as WEIGHT_STREAM
+from mezzo.pytorch.kernels.noise.cpu import same as weight_noise  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     GRAD,
@@ -40,8 +41,8 @@ def elements(
     weight: Pointer,
     master: Pointer,
     grad: Pointer,
-    first: Pointer,
-    second: Pointer,
+    first_state: Pointer,
+    second_state: Pointer,
     constants: Pointer,
     ordinal: int,
     start: int,
@@ -49,17 +50,17 @@ def elements(
 ) -> int:
     """Move the elements from `start` to `stop`; whether one of the weights is now infinite."""
     multiplier, own = constants[MULTIPLIER], of_rule(constants)
-    state_key = key(u32(constants[MOVE]), ordinal, STATES)
+    step_key = key(u32(constants[MOVE]), ordinal, STEP)
     weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
     overflow, at = i32(0), place(start)
     for i in range(start, stop):
         w = load_weight(weight, master, i)
         g = load_grad(grad, i) * multiplier
-        w, a, b = rule(w, g, load_first(first, i), load_second(second, i), own)
-        bits = noise(state_key, at)
-        store_first(first, i, a, low(bits))
-        store_second(second, i, b, high(bits))
-        if store_weight(weight, master, i, w, noise(weight_key, at)):
+        w, a, b = rule(w, g, load_first(first_state, i), load_second(second_state, i), own)
+        bits = noise(step_key, at)
+        store_first(first_state, i, a, first(bits))
+        store_second(second_state, i, b, second(bits))
+        if store_weight(weight, master, i, w, weight_noise(bits, weight_key, at)):
             overflow = i32(1)
         at = following(at)
     return overflow

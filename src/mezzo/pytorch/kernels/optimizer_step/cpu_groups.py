@@ -23,8 +23,11 @@ from mezzo.pytorch.kernels.native import (
 from mezzo.pytorch.kernels.native import int8_at as master_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.noise.cpu import STATES, high, key, low, noise, place
+from mezzo.pytorch.kernels.noise.cpu import STEP, key, noise, place
 from mezzo.pytorch.kernels.noise.cpu import WEIGHT as WEIGHT_STREAM
+from mezzo.pytorch.kernels.noise.cpu import first as noise_of_first
+from mezzo.pytorch.kernels.noise.cpu import same as weight_noise  # bound
+from mezzo.pytorch.kernels.noise.cpu import second as noise_of_second
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     FIRST_SCALES,
@@ -44,12 +47,13 @@ from mezzo.pytorch.kernels.split.cpu import load_split8 as load_weight  # bound
 from mezzo.pytorch.kernels.split.cpu import store_split8 as store_weight  # bound
 from mezzo.pytorch.kernels.states import GROUP
 from mezzo.pytorch.kernels.states.cpu import (
-    group_cap,
+    cut,
     group_inverse,
     group_scale,
     load_scale,
     load_signed,
     magnitude,
+    needs_cut,
     store_scale,
     store_signed,
 )
@@ -60,7 +64,7 @@ from mezzo.pytorch.kernels.states.cpu import store_unsigned as store_second  # b
 
 
 @expand
-def group(
+def move(
     weight: Pointer,
     master: Pointer,
     grad: Pointer,
@@ -71,16 +75,24 @@ def group(
     multiplier: float,
     own: tuple[float, ...],
     places: Pointer,
-    state_key: int,
+    step_key: int,
     weight_key: int,
     start: int,
     count: int,
-) -> int:
-    """Move `count` elements from `start`, a group's first; whether one of the weights is now infinite."""
+    a_new: Pointer,
+    b_new: Pointer,
+    words: Pointer,
+) -> tuple[int, int, int]:
+    """Move `count` weights from `start`, a group's first.
+
+    Their new states and noise stay in `a_new`, `b_new` and `words`.
+
+    Returns:
+        Whether one of the weights is now infinite, and the `magnitude` of the largest new states.
+    """
     this = start // GROUP
     a_scale, b_scale = load_scale(first_scales, this), load_second_scale(second_scales, this)
-    state_mark, weight_mark = u32(state_key + place(start)), u32(weight_key + place(start))
-    a_new, b_new = float32_scratch(GROUP), float32_scratch(GROUP)
+    step_mark, weight_mark = u32(step_key + place(start)), u32(weight_key + place(start))
     a_largest, b_largest, overflow = i32(0), u32(0), i32(0)
     for j in range(count):
         i = start + j
@@ -90,19 +102,39 @@ def group(
         a_new[j], b_new[j] = a, b
         a_largest = max(a_largest, magnitude(a))
         b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
-        if store_weight(weight, master, i, w, noise(weight_mark, places[j])):
+        random = noise(step_mark, places[j])
+        words[j] = random
+        if store_weight(weight, master, i, w, weight_noise(random, weight_mark, places[j])):
             overflow = i32(1)
-    b_most = i32(b_largest & u32(0x7FFFFFFF))
-    a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_most)
-    a_cap, b_cap = group_cap(a_largest), group_cap(b_most)
+    return overflow, a_largest, i32(b_largest & u32(0x7FFFFFFF))
+
+
+@expand
+def store(
+    first: Pointer,
+    first_scales: Pointer,
+    second: Pointer,
+    second_scales: Pointer,
+    start: int,
+    count: int,
+    a_new: Pointer,
+    b_new: Pointer,
+    words: Pointer,
+    a_largest: int,
+    b_largest: int,
+) -> None:
+    """Store the states of `count` elements from `start`, a group's first, that `move` has left."""
+    this = start // GROUP
+    a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_largest)
+    if needs_cut(a_largest) or needs_cut(b_largest):
+        for j in range(count):
+            a_new[j], b_new[j] = cut(a_new[j], a_largest), cut(b_new[j], b_largest)
     for j in range(count):
         i = start + j
-        random = noise(state_mark, places[j])
-        store_signed(first, i, a_new[j], a_inverse, a_cap, low(random))
-        store_second(second, i, b_new[j], b_inverse, b_cap, high(random))
+        store_signed(first, i, a_new[j], a_inverse, noise_of_first(words[j]))
+        store_second(second, i, b_new[j], b_inverse, noise_of_second(words[j]))
     store_scale(first_scales, this, group_scale(a_largest))
-    store_second_scale(second_scales, this, group_scale(b_most))
-    return overflow
+    store_second_scale(second_scales, this, group_scale(b_largest))
 
 
 @loop
@@ -121,25 +153,38 @@ def groups(
 ) -> int:
     """Move the elements from `start`, a group's first, to `stop`; whether one of the weights is now infinite."""
     multiplier, own = constants[MULTIPLIER], of_rule(constants)
-    state_key = key(u32(constants[MOVE]), ordinal, STATES)
+    step_key = key(u32(constants[MOVE]), ordinal, STEP)
     weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
     overflow = i32(0)
     places = uint32_scratch(GROUP)
     for j in range(GROUP):
         places[j] = place(j)
-    whole = stop - (stop - start) % GROUP
-    # A count known to the compiler, and the rest.
-    for i in range(start, whole, GROUP):
-        flag = group(
+    a_new, b_new, words = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
+    a_next, b_next, words_next = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
+    pairs = stop - (stop - start) % (2 * GROUP)
+    # Two at a time, so that one's largest values are found while the other is moved; with a count that is known.
+    for i in range(start, pairs, 2 * GROUP):
+        overflow_0, a_0, b_0 = move(
             weight, master, grad, first, first_scales, second, second_scales,
-            multiplier, own, places, state_key, weight_key, i, GROUP,
+            multiplier, own, places, step_key, weight_key, i, GROUP, a_new, b_new, words,
         )  # fmt: skip
-        overflow = i32(overflow | flag)
-    if whole < stop:
-        flag = group(
+        overflow_1, a_1, b_1 = move(
             weight, master, grad, first, first_scales, second, second_scales,
-            multiplier, own, places, state_key, weight_key, whole, stop - whole,
+            multiplier, own, places, step_key, weight_key, i + GROUP, GROUP, a_next, b_next, words_next,
         )  # fmt: skip
+        store(first, first_scales, second, second_scales, i, GROUP, a_new, b_new, words, a_0, b_0)
+        store(
+            first, first_scales, second, second_scales, i + GROUP, GROUP,
+            a_next, b_next, words_next, a_1, b_1,
+        )  # fmt: skip
+        overflow = i32(overflow | i32(overflow_0 | overflow_1))
+    for i in range(pairs, stop, GROUP):
+        count = min(stop - i, GROUP)
+        flag, a_0, b_0 = move(
+            weight, master, grad, first, first_scales, second, second_scales,
+            multiplier, own, places, step_key, weight_key, i, count, a_new, b_new, words,
+        )  # fmt: skip
+        store(first, first_scales, second, second_scales, i, count, a_new, b_new, words, a_0, b_0)
         overflow = i32(overflow | flag)
     return overflow
 

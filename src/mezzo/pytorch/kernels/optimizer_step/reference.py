@@ -15,7 +15,7 @@ from mezzo.pytorch.kernels.adam import AdamHyper
 from mezzo.pytorch.kernels.adam import reference as adam
 from mezzo.pytorch.kernels.lion import LionHyper
 from mezzo.pytorch.kernels.lion import reference as lion
-from mezzo.pytorch.kernels.noise import STATES, WEIGHT, key
+from mezzo.pytorch.kernels.noise import STEP, WEIGHT, key
 from mezzo.pytorch.kernels.noise import reference as noise
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row
 from mezzo.pytorch.kernels.sgd import SgdHyper
@@ -73,7 +73,7 @@ def _move(hyper: Hyper, row: Row, grad: Tensor, multiplier: Tensor | None, overf
             for spec, state, scale in zip(hyper.states, stored, scales)
         )
         w, new = _UPDATES[type(hyper)](w, g, old, hyper, step)
-        bits = None if row.state == "fp32" else _noise(row, step, STATES, elements)
+        bits = None if row.state == "fp32" else _noise(row, step, STEP, elements)
         for i, spec in enumerate(hyper.states):
             states.store(new[i], stored[i], scales[i], states.noise_of(i, bits), signed=spec.signed)
         _store_master(row, elements, w, step, overflow)
@@ -99,13 +99,13 @@ def _store_master(row: Row, elements: slice, w: Tensor, step: int, overflow: Ten
         weight.copy_(w)
         return
     if row.masters == "none":
-        stored = split.encode_stochastic(w, _noise(row, step, WEIGHT, elements))
+        stored = split.encode_stochastic(w, noise.alone(_noise(row, step, WEIGHT, elements)))
     elif row.masters == "fp32":
         stored, kept = split.encode_nearest(w, weight.dtype), w
     elif row.masters == "split":
         stored, kept = split.encode_split(w)
     else:
-        stored, kept = split.encode_split8(w, _noise(row, step, WEIGHT, elements))
+        stored, kept = split.encode_split8(w, noise.remainder(_noise(row, step, STEP, elements)))
     weight.copy_(stored)
     if master is not None:
         master.copy_(kept)

@@ -22,7 +22,7 @@ bytes, but Triton then passes FP32 results through shared memory, and waits at b
 short or unaligned block is done 256 elements at a time, one a thread, so that it needs no more registers than a
 whole one. A program takes up to 16 blocks, which spreads its prologue (three dependent reads, the bias correction)
 and its ticket over them. An AdamW element takes about 57 machine instructions with FP32 everywhere, 90 with split
-masters, 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about the time of
+masters, fewer than 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about the time of
 the second, and the others by memory.
 """
 
@@ -68,7 +68,7 @@ _PART = tl.constexpr(256)  # of a block that is short or not aligned: an element
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_OWN, _FP32_BF16, _FP32_FP16, _SPLIT, _SPLIT8 = (
+_OWN, _FP32_BF16, _FP32_FP16, _SPLIT, _SPLIT8, _NONE = (
     tl.constexpr(code)
     for code in (
         pointer_table.OWN,
@@ -76,6 +76,7 @@ _OWN, _FP32_BF16, _FP32_FP16, _SPLIT, _SPLIT8 = (
         pointer_table.FP32_FP16,
         pointer_table.SPLIT,
         pointer_table.SPLIT8,
+        pointer_table.NONE,
     )
 )
 _L2, _MAXIMIZE, _MOMENTUM, _NESTEROV = (tl.constexpr(bit) for bit in (1, 2, 4, 8))
@@ -216,7 +217,7 @@ def _blocks_of_row(
         c = sgd.constants(hyper, step)
     else:
         c = lion.constants(hyper, step)
-    state_key = noise.key(step, ordinal, 0)
+    step_key = noise.key(step, ordinal, 0)
     weight_key = noise.key(step, ordinal, 1)
     at = (row, moving)
 
@@ -228,7 +229,7 @@ def _blocks_of_row(
         for i in tl.static_range(len(KINDS)):
             if len(KINDS) == 1 or kind == i:
                 if is_plain:
-                    found = _move(at, start, numel, state_key, weight_key, c, scale, RULE, KINDS[i], True)
+                    found = _move(at, start, numel, step_key, weight_key, c, scale, RULE, KINDS[i], True)
                     infinite |= tl.max(tl.reshape(found.to(tl.int32), (_BLOCK // 64, 16, 4)), axis=2)
                 else:
                     for part in range(tl.cdiv(tl.minimum(numel - start, _BLOCK), _PART)):
@@ -236,7 +237,7 @@ def _blocks_of_row(
                             at,
                             start + part * _PART,
                             numel,
-                            state_key,
+                            step_key,
                             weight_key,
                             c,
                             scale,
@@ -266,7 +267,7 @@ def _move(
     at: tl.tuple,
     start: tl.tensor,
     numel: tl.tensor,
-    state_key: tl.tensor,
+    step_key: tl.tensor,
     weight_key: tl.tensor,
     c: tl.tuple,
     scale: tl.tensor,
@@ -325,12 +326,14 @@ def _move(
         w, m = lion.update(w, g, m, c)
 
     position = start.to(tl.uint32) + index.to(tl.uint32)
-    noise_bits = noise.bits(state_key, position)
+    bits = noise.bits(step_key, position)
     if HAS_FIRST:
-        states.store(m, noise.low(noise_bits), state0, scale0, here, scales_here, True, STATE, PLAIN)
+        states.store(m, noise.first(bits), state0, scale0, here, scales_here, True, STATE, PLAIN)
     if HAS_SECOND:
-        states.store(v, noise.high(noise_bits), state1, scale1, here, scales_here, False, STATE, PLAIN)
-    return _store_master(w, noise.bits(weight_key, position), weight, master, here, MASTERS, PLAIN)
+        states.store(v, noise.second(bits), state1, scale1, here, scales_here, False, STATE, PLAIN)
+    if MASTERS == _NONE:
+        bits = noise.bits(weight_key, position)
+    return _store_master(w, bits, weight, master, here, MASTERS, PLAIN)
 
 
 @triton.jit
@@ -373,10 +376,10 @@ def _store_master(
             high, low = split.encode_split(w)
             block.store(master, low, here, tl.int16, PLAIN)
         elif MASTERS == _SPLIT8:
-            high, low = split.encode_split8(w, noise.low(noise_bits, 8))
+            high, low = split.encode_split8(w, noise.remainder(noise_bits))
             block.store(master, low, here, tl.int8, PLAIN)
         else:
-            high = split.encode_stochastic(w, noise.low(noise_bits))
+            high = split.encode_stochastic(w, noise.alone(noise_bits))
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here

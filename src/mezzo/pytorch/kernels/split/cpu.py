@@ -55,7 +55,7 @@ def load_split8(weight: Pointer, master: Pointer, i: int) -> float:
 @inline
 def store_split8(weight: Pointer, master: Pointer, i: int, value: float, noise: int) -> bool:
     """A bf16 weight and an int8 remainder, rounded stochastically."""
-    pattern = i32(canonical(value) + i32(noise & 0xFF))
+    pattern = i32(canonical(value) + noise)
     weight[i] = i16(i32(pattern + 0x8000) >> 16)
     master[i] = i8(pattern >> 8)
     return is_infinite(i32(pattern + 0x8000) & ~0xFFFF)
@@ -70,7 +70,7 @@ def load_none(weight: Pointer, master: Pointer, i: int) -> float:
 @inline
 def store_none(weight: Pointer, master: Pointer, i: int, value: float, noise: int) -> bool:
     """A bf16 weight alone, rounded stochastically."""
-    pattern = i32(canonical(value) + i32(noise & 0xFFFF))
+    pattern = i32(canonical(value) + noise)
     weight[i] = i16(pattern >> 16)
     return is_infinite(pattern & ~0xFFFF)
 

@@ -1,13 +1,13 @@
 """The storage of optimizer states, one element at a time: `states.reference`, without its blocks.
 
 FP32, bf16 and absent states are a pair: `load_X(state, i)`, and `store_X(state, i, value, noise)` with noise from
-0 to 65,535. 8-bit states need their group's largest value first; `group_scale`, `group_inverse` and
-`group_cap` tell what it makes of the group.
+0 to 2**20 - 1. 8-bit states need their group's largest value first; `group_scale` and `group_inverse` tell what it
+makes of the group, and `needs_cut` whether its values must go through `cut` before they are stored.
 """
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.native import Pointer, bits, f32, float_of, i16, i32, inline, u8
+from mezzo.pytorch.kernels.native import Pointer, bits, f32, float_of, fma, i8, i16, i32, inline, u8
 from mezzo.pytorch.kernels.split.cpu import canonical
 
 _INFINITY = 0x7F800000
@@ -15,11 +15,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _SIGNED_BIAS = 112 << 3
 _UNSIGNED_BIAS = 96 << 3
 _SMALLEST = 2.0**-14  # normal value of signed codes
-_SMALLEST_NORMAL = 113 << 23  # its pattern
 _SIGN = -(1 << 31)
-_TO_CODE = 2.0**17
-_FROM_CODE = 2.0**-17
-_FROM_NOISE = 2.0**-16
+_LARGEST = (253 << 23) + 0x700000  # the pattern of the largest code's value beside the largest scale
 
 
 @inline
@@ -43,7 +40,7 @@ def load_bf16(state: Pointer, i: int) -> float:
 @inline
 def store_bf16(state: Pointer, i: int, value: float, noise: int) -> None:
     """A bf16, rounded stochastically."""
-    state[i] = i16(i32(canonical(value) + noise) >> 16)
+    state[i] = i16(i32(canonical(value) + i32(noise >> 4)) >> 16)
 
 
 @inline
@@ -78,37 +75,37 @@ def group_inverse(largest: int) -> float:
 
 
 @inline
-def group_cap(largest: int) -> int:
-    """What a magnitude in the group is cut to: the largest code's value, which noise never lifts.
+def needs_cut(largest: int) -> bool:
+    """Whether values of the group may be beyond the largest code, or have none: beside the largest of scales alone."""
+    return largest > _LARGEST
 
-    Larger values exist beside the largest of scales alone. Without a finite scale, it is the smallest of subnormals,
-    which that scale's inverse makes 0 (a 0 here would become a branch for every vector).
-    """
-    return i32(i32(_field(largest) << 23) + 0x700000) if largest < _INFINITY else i32(1)
+
+@inline
+def cut(value: float, largest: int) -> float:
+    """The value, or the largest code's, which noise never lifts; 0 where the group has no finite scale."""
+    pattern = i32(min(magnitude(value), i32(_LARGEST)))
+    return float_of(i32(pattern | i32(bits(value) & _SIGN))) if largest < _INFINITY else f32(0)
 
 
 @inline
 def load_signed(state: Pointer, i: int, scale: float) -> float:
     """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale.
 
-    A subnormal is what 2**-14 with its mantissa has above 2**-14.
+    A subnormal is what twice its pattern as a normal has above 2**-14, and of that and the pattern itself the smaller.
     """
-    byte = i32(state[i])
-    shifted = i32(i32(byte << 20) & 0x07F00000)
-    normal = float_of(i32(shifted | _SIGNED_BIAS << 20))
-    subnormal = float_of(i32(shifted | _SMALLEST_NORMAL)) - f32(_SMALLEST)
-    value = subnormal if i32(byte & 0x78) == 0 else normal
-    return float_of(i32(bits(value) | i32(i32(byte << 24) & _SIGN))) * scale
+    shifted = i32(i32(i8(state[i])) << 20)
+    normal = i32(i32(shifted & 0x07F00000) | _SIGNED_BIAS << 20)
+    subnormal = bits(fma(float_of(normal), f32(2), f32(-_SMALLEST)))
+    value = i32(min(normal, subnormal))
+    return float_of(i32(value | i32(shifted & _SIGN))) * scale
 
 
 @inline
-def store_signed(state: Pointer, i: int, value: float, inverse: float, cap: int, noise: int) -> None:
+def store_signed(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
     """The code of a value, rounded stochastically."""
-    y = float_of(i32(min(magnitude(value), cap))) * inverse
-    normal = i32(i32(i32(bits(y) + i32(noise << 4)) >> 20) - _SIGNED_BIAS)
-    subnormal = i32(y * f32(_TO_CODE) + f32(noise) * f32(_FROM_NOISE))
-    code = normal if y >= f32(_SMALLEST) else subnormal
-    state[i] = u8(code | 0x80) if bits(value) < 0 and code > 0 else u8(code)
+    y = float_of(magnitude(value)) * inverse
+    even = i32(max(bits(y), bits(fma(y, f32(0.5), f32(0.5 * _SMALLEST)))))
+    state[i] = u8(i32(i32(i32(even + noise) >> 20) & 0x7F) | i32(i32(bits(value) >> 24) & 0x80))
 
 
 @inline
@@ -120,13 +117,10 @@ def load_unsigned(state: Pointer, i: int, scale: float) -> float:
 
 
 @inline
-def store_unsigned(state: Pointer, i: int, value: float, inverse: float, cap: int, noise: int) -> None:
+def store_unsigned(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
     """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone."""
-    pattern = i32(min(bits(value), cap))  # a NaN with a sign stays below the cap, and is stored as 0
-    y = float_of(pattern) * inverse
-    code = i32(i32(i32(bits(y) + i32(noise << 4)) >> 20) - _UNSIGNED_BIAS)
-    nothing = i32(1) if cap == 1 else i32(0)  # the largest pattern that is stored as 0
-    state[i] = u8(i32(max(code, i32(1))) if pattern > nothing else i32(0))
+    biased = i32(i32(bits(value * inverse) + noise) >> 20)
+    state[i] = u8(i32(max(biased, i32(_UNSIGNED_BIAS + 1)))) if bits(value) != 0 else u8(0)
 
 
 @inline
@@ -136,7 +130,7 @@ def load_nothing(state: Pointer, i: int, scale: float) -> float:
 
 
 @inline
-def store_nothing(state: Pointer, i: int, value: float, inverse: float, cap: int, noise: int) -> None:
+def store_nothing(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
     """No state, where the others are in groups."""
 
 

@@ -22,8 +22,8 @@ _UNSIGNED_BIAS = 96 << 3  # code 0 is zero, code 8 is 2**-30
 
 
 def encode_bf16(value: Tensor, noise: Tensor) -> Tensor:
-    """FP32 in bf16, rounded stochastically with noise from 0 to 65,535 (int32)."""
-    return encode_stochastic(value, noise)
+    """FP32 in bf16, rounded stochastically with noise from 0 to ``2**20 - 1`` (int32), of which 16 bits count."""
+    return encode_stochastic(value, noise >> 4)
 
 
 def encode_int8(value: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def encode_int8(value: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, 
 
     Args:
         value: ``(n,)`` FP32; the last group of 64 may be short. Not negative where `signed` is False.
-        noise: ``(n,)`` int32, from 0 to 65,535.
+        noise: ``(n,)`` int32, from 0 to ``2**20 - 1``.
         signed: which of the two code tables.
 
     Returns:
@@ -48,7 +48,7 @@ def encode_int8(value: Tensor, noise: Tensor, *, signed: bool) -> tuple[Tensor, 
     magnitude = bits.view(torch.float32) * _per_element(inverse, value.numel())
     if signed:
         codes = _encode_signed(magnitude, noise)
-        codes = torch.where((value.view(torch.int32) < 0) & (codes > 0), codes | 0x80, codes)
+        codes = torch.where(value.view(torch.int32) < 0, codes | 0x80, codes)
     else:
         codes = torch.where(bits == 0, 0, _encode_unsigned(magnitude, noise))
     codes = torch.where(_per_element(is_finite, value.numel()), codes, 0)
@@ -90,20 +90,21 @@ def store(
 
 
 def noise_of(state: int, noise: Tensor | None) -> Tensor | None:
-    """The 16 bits of an element's noise that belong to its first (0) or second (1) state."""
+    """What a word of noise gives to an element's first (0) or second (1) state."""
     if noise is None:
         return None
-    return noise_bits.high(noise) if state else noise_bits.low(noise)
+    return noise_bits.second(noise) if state else noise_bits.first(noise)
 
 
 def _encode_signed(magnitude: Tensor, noise: Tensor) -> Tensor:
-    normal = ((magnitude.view(torch.int32) + (noise << 4)) >> 20) - _SIGNED_BIAS
-    subnormal = (magnitude * 2.0**17 + noise.to(torch.float32) * 2.0**-16).to(torch.int32)
-    return torch.where(magnitude >= 2.0**-14, normal, subnormal).clamp(max=127)
+    # From 2**-14 up the number itself is the larger. Below, the sum's mantissa counts in the subnormals' steps, rounded
+    # to a unit of the noise.
+    even = torch.maximum(magnitude, magnitude * 0.5 + 2.0**-15).view(torch.int32)
+    return (((even + noise) >> 20) - _SIGNED_BIAS).clamp(max=127)
 
 
 def _encode_unsigned(magnitude: Tensor, noise: Tensor) -> Tensor:
-    code = ((magnitude.view(torch.int32) + (noise << 4)) >> 20) - _UNSIGNED_BIAS
+    code = ((magnitude.view(torch.int32) + noise) >> 20) - _UNSIGNED_BIAS
     return code.clamp(1, 255)  # 1 for what underflowed: it isn't zero
 
 

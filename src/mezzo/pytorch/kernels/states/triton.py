@@ -21,15 +21,13 @@ _SIGNED_BIAS = tl.constexpr(112 << 3)
 _UNSIGNED_BIAS = tl.constexpr(96 << 3)
 
 _CODE_ULP = tl.constexpr(2.0**-17)  # of the subnormal codes
-_SMALLEST_NORMAL = tl.constexpr(2.0**-14)
-_CODES_OF_ONE = tl.constexpr(2.0**17)
-_NOISE_ULP = tl.constexpr(2.0**-16)
+_HALF_SMALLEST = tl.constexpr(2.0**-15)  # of the normal codes
 _BF16, _INT8 = tl.constexpr(1), tl.constexpr(2)  # 0: FP32; the index in `states.FORMATS`
 
 
 @triton.jit
 def encode_int8(value: tl.tensor, noise: tl.tensor, signed: tl.constexpr) -> tl.tuple:
-    """Codes, ``(rows, 64)``, and scale patterns, ``(rows,)``, of FP32 values; noise from 0 to 65,535."""
+    """Codes, ``(rows, 64)``, and scale patterns, ``(rows,)``, of FP32 values; noise from 0 to 2**20 - 1."""
     bits = value.to(tl.int32, bitcast=True) & _MAGNITUDE
     largest = tl.max(bits, axis=1)
     field = tl.minimum(tl.maximum((largest + 0x100000) >> 23, 1), 253)
@@ -39,7 +37,7 @@ def encode_int8(value: tl.tensor, noise: tl.tensor, signed: tl.constexpr) -> tl.
     magnitude = bits.to(tl.float32, bitcast=True) * inverse[:, None]
     if signed:
         codes = _encode_signed(magnitude, noise)
-        codes = tl.where((value.to(tl.int32, bitcast=True) < 0) & (codes > 0), codes | 0x80, codes)
+        codes = tl.where(value.to(tl.int32, bitcast=True) < 0, codes | 0x80, codes)
     else:
         codes = tl.where(bits == 0, 0, _encode_unsigned(magnitude, noise))
     return tl.where(is_finite[:, None], codes, 0), scale
@@ -104,7 +102,7 @@ def store(
     STATE: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
-    """Write FP32 values in the state's format; noise from 0 to 65,535, which FP32 does not use."""
+    """Write FP32 values in the state's format; noise from 0 to 2**20 - 1, which FP32 does not use."""
     if STATE == _INT8:
         if not PLAIN:
             _, _, mask = here
@@ -113,19 +111,18 @@ def store(
         block.store(address, codes, here, tl.uint8, PLAIN)
         block.store(scale, patterns, scales_here, tl.int16, False)
     elif STATE == _BF16:
-        block.store(address, split.encode_stochastic(value, noise_bits), here, tl.int16, PLAIN)
+        block.store(address, split.encode_stochastic(value, noise_bits >> 4), here, tl.int16, PLAIN)
     else:
         block.store(address, value, here, tl.float32, PLAIN)
 
 
 @triton.jit
 def _encode_signed(magnitude: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    normal = ((magnitude.to(tl.int32, bitcast=True) + (noise << 4)) >> 20) - _SIGNED_BIAS
-    subnormal = (magnitude * _CODES_OF_ONE + noise.to(tl.float32) * _NOISE_ULP).to(tl.int32)
-    return tl.minimum(tl.where(magnitude >= _SMALLEST_NORMAL, normal, subnormal), 127)
+    even = tl.maximum(magnitude, magnitude * 0.5 + _HALF_SMALLEST).to(tl.int32, bitcast=True)
+    return tl.minimum(((even + noise) >> 20) - _SIGNED_BIAS, 127)
 
 
 @triton.jit
 def _encode_unsigned(magnitude: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    code = ((magnitude.to(tl.int32, bitcast=True) + (noise << 4)) >> 20) - _UNSIGNED_BIAS
+    code = ((magnitude.to(tl.int32, bitcast=True) + noise) >> 20) - _UNSIGNED_BIAS
     return tl.minimum(tl.maximum(code, 1), 255)
