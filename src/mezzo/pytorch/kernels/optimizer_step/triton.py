@@ -22,8 +22,8 @@ bytes, but Triton then passes FP32 results through shared memory, and waits at b
 short or unaligned block is done 256 elements at a time, one a thread, so that it needs no more registers than a
 whole one. A program takes up to 16 blocks, which spreads its prologue (three dependent reads, the bias correction)
 and its ticket over them. An AdamW element takes about 57 machine instructions with FP32 everywhere, 90 with split
-masters, fewer than 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about the time of
-the second, and the others by memory.
+masters, fewer than 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about
+the time of the second, and the others by memory.
 """
 
 # mypy: disable-error-code="untyped-decorator"
