@@ -31,7 +31,7 @@ _MASTER = {
     "split8": ("remainder", torch.int8),
 }
 _STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-_HALF = 0x8000  # in place of 16 random bits: rounds to nearest
+_HALF = 1 << 19  # in place of 20 random bits: rounds to nearest
 
 
 @dataclass(frozen=True, slots=True)
