@@ -229,6 +229,8 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
             for verb in ("load", "store"):
                 bindings[f"{verb}_second"] = f"{_KERNELS}.states.cpu:{verb}_nothing"
                 bindings[f"{verb}_second_scale"] = f"{_KERNELS}.states.cpu:{verb}_no_scale"
+        width = "fp32" if weight == "own" else "fp16" if weight == "fp16" else "bf16"
+        bindings["at_infinity"] = f"{_KERNELS}.split.cpu:{width}_at_infinity"
         return cpu_groups, bindings
     for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
         bindings[f"load_{name}"] = f"{_KERNELS}.states.cpu:load_{stored}"

@@ -43,6 +43,7 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     share,
 )
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
+from mezzo.pytorch.kernels.split.cpu import bf16_at_infinity as at_infinity  # bound
 from mezzo.pytorch.kernels.split.cpu import load_split8 as load_weight  # bound
 from mezzo.pytorch.kernels.split.cpu import store_split8 as store_weight  # bound
 from mezzo.pytorch.kernels.states import GROUP
@@ -104,7 +105,9 @@ def move(
         b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
         random = noise(step_mark, places[j])
         words[j] = random
-        if store_weight(weight, master, i, w, weight_noise(random, weight_mark, places[j])):
+        store_weight(weight, master, i, w, weight_noise(random, weight_mark, places[j]))
+    for j in range(count):  # once more, of 16 bits each: half the vectors
+        if at_infinity(weight, start + j):
             overflow = i32(1)
     return overflow, a_largest, i32(b_largest & u32(0x7FFFFFFF))
 

@@ -122,6 +122,24 @@ def store_fp16(weight: Pointer, master: Pointer, i: int, value: float, noise: in
 
 
 @inline
+def bf16_at_infinity(weight: Pointer, i: int) -> bool:
+    """Whether a bf16 weight in memory is an infinity."""
+    return i16(weight[i] & i16(0x7FFF)) == i16(0x7F80)
+
+
+@inline
+def fp16_at_infinity(weight: Pointer, i: int) -> bool:
+    """Whether an fp16 weight in memory is an infinity."""
+    return i16(weight[i] & i16(0x7FFF)) == i16(0x7C00)
+
+
+@inline
+def fp32_at_infinity(weight: Pointer, i: int) -> bool:
+    """Never: what an FP32 weight is told of is only what 16 bits can't hold."""
+    return False
+
+
+@inline
 def canonical(value: float) -> int:
     """An FP32's pattern; the one pattern that NaN is stored as."""
     return i32(_NAN) if value != value else bits(value)
