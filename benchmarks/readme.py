@@ -25,43 +25,78 @@ def demo() -> str:
     return "What `make demo` printed (`benchmarks/results/demo.txt`):\n\n```text\n" + text + "\n```"
 
 
-def figures() -> str:
-    """One row a ratio of `training_step.json`, and the machine it was measured on."""
-    results = _read("training_step.json")
+MACHINES = {
+    "training_step.json": "--rounds 20",
+    "training_step_xeon.json": "--rounds 40 --out benchmarks/results/training_step_xeon.json",
+}
+"""Result files of `training_step.py`, one a machine, and the options that made them."""
+
+
+def _machine(results: dict[str, Any]) -> str:
     machine = results["machine"]
+    fast = [name for name in machine["isa"] if name.startswith(("avx512_bf", "avx512_fp", "amx"))]
+    return f"{machine['cpu']} ({', '.join(fast)})"
+
+
+def figures() -> str:
+    """The ratios of training steps, a column a machine."""
+    found = [_read(name)["workloads"] for name in MACHINES]
+    names = [_machine(_read(name)) for name in MACHINES]
     lines = [
-        f"One training step, {machine['threads']} threads of {machine['cpu']}"
-        f" ({', '.join(name for name in machine['isa'] if name.startswith(('avx512_bf', 'avx512_fp', 'amx')))}),"
-        f" torch {machine['torch']}; medians of interleaved rounds, ratios with their 95 % interval",
-        "(`python benchmarks/training_step.py --rounds 40`, `benchmarks/results/training_step.json`). `amp` is",
-        "torch.autocast, `mezzo` is mezzo.autocast in the same loop, `short` is mezzo.MixedPrecision. Compare",
-        "medians of the same number of rounds only: the machine drifts, and a ratio uses the rounds that both",
-        "sides took part in.",
+        "One training step on 2 threads: ratios of median times of interleaved rounds, with their 95 % interval",
+        "(`python benchmarks/training_step.py`). `amp` is torch.autocast; `mezzo` is mezzo.autocast in the",
+        'same loop; `short` is mezzo.MixedPrecision, `split` the same with `weights="split"`, `lean` with',
+        '`weights="split8", state="int8"`. Seconds, bytes and rounds are in [docs/figures.md](docs/figures.md).',
         "",
-        "| workload | contender | median step | rounds | peak tensor bytes |",
-        "|---|---|---|---|---|",
+        f"| workload | time of / time of | {' | '.join(names)} |",
+        "|---|---|" + "---|" * len(names),
     ]
-    ratios = [
-        "",
-        "| workload | time of / time of | ratio | 95 % interval | rounds |",
-        "|---|---|---|---|---|",
-    ]
-    for name, found in results["workloads"].items():
-        for contender, seconds in found["median_seconds"].items():
-            peak = found["peak_bytes"][contender] / 1e6
-            lines.append(
-                f"| {name} | {contender} | {seconds:.3f} s | {len(found['seconds'][contender])} | {peak:.0f} MB |"
-            )
-        lines += [
-            f"| {name} | {contender} | raises: {why} | | |" for contender, why in found["raised"].items()
+    for name in found[0]:
+        for row in found[0][name]["ratios"]:
+            cells = [_ratio(machine[name]["ratios"].get(row)) for machine in found]
+            lines.append(f"| {name} | {row} | {' | '.join(cells)} |")
+    sizes = [f"- {name}: {each['summary']}" for name, each in found[0].items()]
+    return "\n".join([*lines, "", *sizes])
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    rounds = "" if found["rounds"] >= 10 else f", {found['rounds']} rounds"
+    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}{rounds})"
+
+
+def _without_time(why: str) -> str:
+    return why if why.startswith("not measured") else f"raises: {why}"
+
+
+def training_steps() -> str:
+    """Seconds, rounds and bytes of every contender, a table a machine."""
+    parts = []
+    for file, options in MACHINES.items():
+        results = _read(file)
+        machine = results["machine"]
+        parts += [
+            f"### {_machine(results)}",
+            "",
+            f"{machine['threads']} threads, torch {machine['torch']}; `python benchmarks/training_step.py {options}`,",
+            f"`benchmarks/results/{file}`.",
+            "",
+            "| workload | contender | median step | rounds | peak tensor bytes |",
+            "|---|---|---|---|---|",
         ]
-        for row, ratio in found["ratios"].items():
-            low, high = ratio["interval"]
-            ratios.append(
-                f"| {name} | {row} | {ratio['ratio']:.3f} | {low:.3f} to {high:.3f} | {ratio['rounds']} |"
-            )
-    sizes = [f"- {name}: {found['summary']}" for name, found in results["workloads"].items()]
-    return "\n".join([*lines, *ratios, "", *sizes])
+        for name, found in results["workloads"].items():
+            for contender, seconds in found["median_seconds"].items():
+                peak = found["peak_bytes"][contender] / 1e6
+                rounds = len(found["seconds"][contender])
+                parts.append(f"| {name} | {contender} | {seconds:.3f} s | {rounds} | {peak:.0f} MB |")
+            parts += [
+                f"| {name} | {contender} | {_without_time(why)} | | |"
+                for contender, why in found["raised"].items()
+            ]
+        parts.append("")
+    return "\n".join(parts).rstrip()
 
 
 def harms() -> str:
@@ -216,6 +251,7 @@ def _start(found: dict[str, Any]) -> tuple[str, str]:
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "figures": figures, "optimizers": optimizers},
+    "docs/figures.md": {"training-steps": training_steps},
     "docs/verdict.md": {"harms": harms},
     "docs/optimizers.md": {
         "modes": optimizer_modes,

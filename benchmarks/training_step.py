@@ -8,7 +8,7 @@ Every round runs each contender's step once, in an order that rotates from round
 whose speed drifts drifts for all of them. Ratios are of medians, with a 95 % bootstrap interval over rounds.
 Memory is measured in a step of its own. Contenders: `fp32`; `amp-*`: torch.autocast (and torch.amp.GradScaler
 for fp16); `mezzo-*`: mezzo.autocast (and mezzo.GradScaler) in the very same loop; `short-*`:
-mezzo.MixedPrecision.
+mezzo.MixedPrecision; `split-*`: the same with weights="split"; `lean-*`: with weights="split8", state="int8".
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,11 @@ def _loop(region: Callable[[str], Any], scaler: Callable[[str], Any]) -> Callabl
     return build
 
 
-def short(precision: str) -> Callable[[Workload], Step]:
+def short(precision: str, weights: str | None = None, state: str | None = None) -> Callable[[Workload], Step]:
     def build(work: Workload) -> Step:
-        mp = mezzo.MixedPrecision(work.model, _optimizer(work), precision=precision)
+        mp = mezzo.MixedPrecision(
+            work.model, _optimizer(work), precision=precision, weights=weights, state=state
+        )
 
         def step() -> float:
             with mp.autocast():
@@ -99,6 +102,8 @@ CONTENDERS: dict[str, Callable[[Workload], Step]] = {
     "amp-bf16": _loop(lambda device: torch.autocast(device, torch.bfloat16), lambda device: None),
     "mezzo-bf16": _loop(lambda device: mezzo.autocast("bf16", device), lambda device: None),
     "short-bf16": short("bf16"),
+    "split-bf16": short("bf16", "split"),
+    "lean-bf16": short("bf16", "split8", "int8"),
     "mezzo-fp16": _loop(
         lambda device: mezzo.autocast("fp16", device), lambda device: mezzo.GradScaler(device)
     ),
@@ -112,12 +117,32 @@ RATIOS = (
     ("fp32", "mezzo-bf16"),
     ("mezzo-bf16", "amp-bf16"),
     ("short-bf16", "amp-bf16"),
+    ("split-bf16", "amp-bf16"),
+    ("lean-bf16", "amp-bf16"),
     ("mezzo-fp16", "fp32"),
     ("short-fp16", "fp32"),
     ("amp-fp16", "mezzo-fp16"),
 )
 # Rounds of a contender on a CPU, where that is fewer than --rounds: one step of it takes many seconds.
 SLOW = {("cnn", "amp-fp16"): 3}
+
+
+# Contenders that are all matrix products in fp16, and the time of one of 1024^3 above which they are left out: where
+# a CPU lacks the instructions, a step would take minutes.
+PRODUCTS = {("gpt", "amp-fp16")}
+TOO_SLOW = 0.2
+
+
+def _refuse_slow_products(name: str, contender: str, device: str) -> None:
+    """Raise where the contender would take minutes a step."""
+    if (name, contender) not in PRODUCTS:
+        return
+    a = torch.ones(1024, 1024, dtype=torch.float16, device=device)
+    a @ a
+    begun = time.perf_counter()
+    (a @ a)[0, 0].item()
+    if (taken := time.perf_counter() - begun) > TOO_SLOW:
+        raise RuntimeError(f"not measured: a product of 1024^3 takes {taken:.1f} s in fp16 here")
 
 
 def _second_step(step: Step, device: str) -> tuple[float, int]:
@@ -137,6 +162,7 @@ def measure(name: str, rounds: int, device: str, console: Console) -> dict[str, 
     peaks: dict[str, int] = {}
     for contender, build in CONTENDERS.items():
         try:
+            _refuse_slow_products(name, contender, device)
             losses[contender], peaks[contender] = _second_step(build(WORKLOADS[name]().to(device)), device)
         except RuntimeError as error:
             failed[contender] = str(error).splitlines()[0]

@@ -24,7 +24,7 @@ def _filler() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/verdict.md", "docs/optimizers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/figures.md", "docs/verdict.md", "docs/optimizers.md"])
 def test_figures_are_those_of_the_result_files(page: str) -> None:
     filler = _filler()
     text = (ROOT / page).read_text(encoding="utf-8")

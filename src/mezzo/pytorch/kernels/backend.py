@@ -24,7 +24,7 @@ def implementation(device_type: str) -> str:
     """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
 
     A CPU's kernels are compiled by Numba and a CUDA device's by Triton, where they are installed; otherwise,
-    and on other devices, the reference serves: the same numbers from PyTorch operations, several times
+    and on other devices, the reference serves: the same numbers from PyTorch operations, many times
     slower. The first such fallback of a process warns. The environment's ``MEZZO_KERNELS`` overrides this.
     Neither compiler is imported here.
 
@@ -76,7 +76,7 @@ def is_installed(module: str) -> bool:
 def _warn_once(device_type: str, compiler: str, install: str) -> None:
     warnings.warn(
         f"{compiler} is not installed, so Mezzo's optimizers on {device_type} use plain PyTorch operations: the "
-        f"same numbers, several times slower. To compile them: {install}",
+        f"same numbers, many times slower. To compile them: {install}",
         UserWarning,
         stacklevel=4,
     )

@@ -138,7 +138,7 @@ def _compiled(name: str, file: Path) -> Kernel:
         del sys.modules[module_name]
         raise KernelError(
             f"Numba {numba.__version__} could not compile {file}: {type(error).__name__}: {error}. Set "
-            "MEZZO_KERNELS=reference to run the same step as PyTorch operations, several times slower."
+            "MEZZO_KERNELS=reference to run the same step as PyTorch operations, many times slower."
         ) from error
     _keep_alive.append(main)
     return Kernel(name, main.address, time.perf_counter() - start, main.cache_hits > 0)
