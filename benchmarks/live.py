@@ -37,7 +37,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
-            if storage.data_ptr():
+            if storage.device.type != "meta" and storage.data_ptr():
                 found[storage._cdata] = storage.nbytes()
         except (RuntimeError, NotImplementedError):  # a subclass without a storage
             continue

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 QUIET = Console(quiet=True)
@@ -40,6 +41,14 @@ def test_a_storage_counts_once_and_wrappers_count_what_they_wrap(live: ModuleTyp
     wrapper.__dict__["__tensor_flatten__"] = lambda: (["codes", "scale"], None)
     wrapper.codes, wrapper.scale = torch.zeros(6, dtype=torch.uint8), torch.zeros(1, dtype=torch.bfloat16)
     assert live.bytes_of({"exp_avg": wrapper}) == 8
+
+
+def test_tensors_without_memory_are_left_out(live: ModuleType) -> None:
+    """Other tests leave fake ones behind, and to ask one for its address is a warning."""
+    with FakeTensorMode():
+        fake = torch.zeros(1000)
+    assert live.bytes_of(fake, torch.zeros(1000, device="meta"), torch.zeros(10)) == 40
+    assert isinstance(live.alive(), dict)
 
 
 def test_parts_and_what_is_kept_elsewhere(live: ModuleType) -> None:
