@@ -25,6 +25,12 @@ def demo() -> str:
     return "What `make demo` printed (`benchmarks/results/demo.txt`):\n\n```text\n" + text + "\n```"
 
 
+def parity() -> str:
+    """What `mezzo compare` printed of the leanest mode, as it printed it."""
+    text = (RESULTS / "lean_parity.txt").read_text(encoding="utf-8").rstrip()
+    return "```text\n" + text + "\n```"
+
+
 MACHINES = {
     "training_step.json": "--rounds 20",
     "training_step_xeon.json": "--rounds 40 --out benchmarks/results/training_step_xeon.json",
@@ -255,6 +261,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/verdict.md": {"harms": harms},
     "docs/optimizers.md": {
         "modes": optimizer_modes,
+        "parity": parity,
         "training": optimizer_training,
         "first-steps": optimizer_first_steps,
         "times": optimizer_times,
