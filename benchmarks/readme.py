@@ -146,29 +146,37 @@ def _distance(found: dict[str, Any] | None) -> str:
 
 
 def optimizers() -> str:
-    """One row a contender, in the many tensors of the largest model of `optimizers.json`."""
+    """One row a contender, at the largest size of `optimizers.json` in both layouts: neither may hide the other."""
     results = _read("optimizers.json")
-    cell = [cell for cell in results["cells"] if cell["layout"] == "many"][-1]
+    size = results["cells"][-1]["size"]
+    cells = [cell for cell in results["cells"] if cell["size"] == size]
+    times = " | ".join(
+        f"time / torch's, {cell['tensors']} tensor{'s' * (cell['tensors'] > 1)}" for cell in cells
+    )
     lines = [
-        f"A step of AdamW over {cell['parameters'] / 1e6:.0f} million parameters in {cell['tensors']} tensors, on"
-        f" {_where(results)};",
+        f"A step of AdamW over {cells[-1]['parameters'] / 1e6:.0f} million parameters, on {_where(results)};",
         "time is over that of torch's fused AdamW on FP32 weights, medians of interleaved rounds with their 95 %",
         "interval (`python benchmarks/optimizers.py`, `benchmarks/results/optimizers.json`). Bytes are those of live",
         "tensors: weights, gradients, masters, states. The distance is that of the masters from AdamW in FP64 after 20",
         "steps, over how far they moved: 1 would be as wrong as not having moved.",
         "",
-        "| AdamW | what it stores | bytes a parameter | time / torch's | distance |",
-        "|---|---|---|---|---|",
+        f"| AdamW | what it stores | bytes a parameter | {times} | distance |",
+        "|---|---|---|" + "---|" * len(cells) + "---|",
     ]
     for name, summary in results["contenders"].items():
-        row = cell["rows"].get(name)
-        if row is not None:
-            low, high = row["interval"]
-            time = "1" if name == BASELINE else f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
-            time = "" if _busy(results) else time
+        rows = [cell["rows"].get(name) for cell in cells]
+        if rows[-1] is not None:
+            took = " | ".join("" if _busy(results) else _time(name, row) for row in rows)
             far = _distance(results.get("distance", {}).get(name))
-            lines.append(f"| {name} | {summary} | {_total(row)} | {time} | {far} |")
+            lines.append(f"| {name} | {summary} | {_total(rows[-1])} | {took} | {far} |")
     return "\n".join(lines)
+
+
+def _time(name: str, row: dict[str, Any] | None) -> str:
+    if row is None or name == BASELINE:
+        return "" if row is None else "1"
+    low, high = row["interval"]
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def optimizer_times() -> str:
