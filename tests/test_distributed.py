@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,33 +9,13 @@ import torch
 from torch import nn
 
 from mezzo.pytorch.distributed import agreed, is_distributed, local, own_sum_of_squares
-
-CHILD = Path(__file__).parent / "children" / "two_ranks.py"
+from ranks import two_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed: case -> result."""
-    meeting = tmp_path_factory.mktemp("ranks") / "store"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(CHILD), str(rank), str(meeting)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [child.communicate(timeout=120) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, (_, err) in zip(children, outputs):
-        assert child.returncode == 0, err
-    return [json.loads(out) for out, _ in outputs]
+    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=120)
 
 
 def both(ranks: list[dict[str, Any]], case: str) -> tuple[float | None, float]:

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+
+from ranks import two_ranks
 
 pytestmark = [
     pytest.mark.heavy,
     pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed"),
 ]
 
-CHILD = Path(__file__).parent / "children" / "training_ranks.py"
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed: case -> result."""
-    meeting = tmp_path_factory.mktemp("ranks") / "store"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(CHILD), str(rank), str(meeting)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [child.communicate(timeout=400) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, (_, err) in zip(children, outputs):
-        assert child.returncode == 0, err
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return two_ranks("training_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=400)
 
 
 @pytest.mark.parametrize("case", ["alone", "alone, released"])

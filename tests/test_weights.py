@@ -312,6 +312,11 @@ def test_what_is_refused_leaves_the_model_alone(
     assert not has_master(model["first"].weight)
 
 
+def test_a_parameter_is_no_model() -> None:
+    with pytest.raises(UsageError, match="the model is a Parameter; give a"):
+        lower_weights(nn.Linear(2, 2).weight)  # type: ignore[arg-type]
+
+
 def test_a_pattern_that_matches_nothing_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match=r"keep=\['haed'\].*matches nothing.*nearest is 'head"):
         lower_weights(Model(), "bf16", keep=["haed"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.noise import NEAREST
 from mezzo.pytorch.kernels.optimizer_step import Row
 from mezzo.pytorch.kernels.optimizer_step.reference import flat
 from mezzo.pytorch.kernels.split import reference as split
@@ -31,7 +32,6 @@ _MASTER = {
     "split8": ("remainder", torch.int8),
 }
 _STATE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-_HALF = 1 << 19  # in place of 20 random bits: rounds to nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def write_state(weight: Tensor, how: Storage, spec: StateSpec, value: Tensor) ->
     """The entries of a state with these values, which are of the weight's shape and any format."""
     made = _zeros(weight, how, spec)
     value = flat(_like(value, weight, torch.float32))
-    half = None if how.state == "fp32" else torch.full_like(value, _HALF, dtype=torch.int32)
+    half = None if how.state == "fp32" else torch.full_like(value, NEAREST, dtype=torch.int32)
     codes.store(value, flat(made[spec.name]), made.get(spec.name + "_scale"), half, signed=spec.signed)
     return made
 

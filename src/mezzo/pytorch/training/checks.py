@@ -170,3 +170,8 @@ def loss(given: Tensor) -> None:
         )
     if not given.is_floating_point():
         raise UsageError(f"step(loss): the loss is {name_of(given.dtype)}; it must be a real floating number")
+
+
+def no_gradient() -> UsageError:
+    """The error where backward has left no gradient in any of an optimizer's parameters."""
+    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")

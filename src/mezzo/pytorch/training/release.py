@@ -29,6 +29,7 @@ from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.training import checks as checks_of_training
 from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
 
 
@@ -152,7 +153,7 @@ class GradientRelease:
             if grad is not None and param not in sums:
                 sums[param] = sum_of_squares([distributed.local(grad)])
         if not sums:
-            raise _no_gradient()
+            raise checks_of_training.no_gradient()
         device = next(iter(sums.values())).device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         each = torch.stack([sums.get(param, zero).to(device) for param in leaves])
@@ -182,7 +183,7 @@ class GradientRelease:
         if rest:
             move(rest)
         if not moved:
-            raise _no_gradient()
+            raise checks_of_training.no_gradient()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
 
 
@@ -212,7 +213,3 @@ def _backward(
 def _clear(params: Sequence[Tensor]) -> None:
     for param in params:
         param.grad = None
-
-
-def _no_gradient() -> UsageError:
-    return UsageError("the loss depends on no parameter of this optimizer. Is it another model's?")

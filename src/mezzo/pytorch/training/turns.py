@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling.device_scale import inverse
 from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
+from mezzo.pytorch.training import checks as checks_of_training
 from mezzo.pytorch.training.release import GradientRelease
 from mezzo.pytorch.training.window import Window
 
@@ -72,7 +72,7 @@ class InPlace:
         """Take the turn; see `Turn`."""
         grads = gradients.values(gradients.parameters(self._optimizer))
         if not grads:
-            raise _no_gradient()
+            raise checks_of_training.no_gradient()
         found: Tensor | None = None
         if window.scale is not None:
             flags = gradients.unscale_(grads, inverse(window.scale) * window.rescale)
@@ -123,7 +123,7 @@ class OnePass:
         params = list(gradients.parameters(self._optimizer))
         first = next((param.grad for param in params if param.grad is not None), None)
         if first is None:
-            raise _no_gradient()
+            raise checks_of_training.no_gradient()
         found: Tensor | None = None
         norm: Tensor | None = None
         multiplier: Tensor | None = None
@@ -193,7 +193,3 @@ def reading_is_free(tensor: Tensor) -> bool:
     nothing.
     """
     return tensor.device.type == "cpu"
-
-
-def _no_gradient() -> UsageError:
-    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")

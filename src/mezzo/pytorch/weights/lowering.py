@@ -91,11 +91,13 @@ def lower_weights(
         The names of the parameters that were lowered, each under its first name, as in `named_parameters`.
 
     Raises:
-        UsageError: a precision without 16-bit format; a parameter that has no values yet (lazy, or on the meta
-            device), whose tensor is of a class of its own (DTensor, quantised), or that holds a finite value
-            beyond the format's range. The message names it, and nothing was changed.
+        UsageError: no module; a precision without 16-bit format; a parameter that has no values yet (lazy, or
+            on the meta device), whose tensor is of a class of its own (DTensor, quantised), or that holds a
+            finite value beyond the format's range. The message names it, and nothing was changed.
         UnknownNameError: a pattern that matches nothing.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"lower_weights: the model is a {type(model).__name__}; give a torch.nn.Module")
     policy = policy_of(precision)
     dtype = dtype_of(_format_of(policy))
     owned = list(_owned(model))

@@ -16,6 +16,9 @@ STEP = 0
 WEIGHT = 1
 """Stream of a weight without a remainder."""
 
+NEAREST = 1 << 19
+"""In place of a state's 20 random bits: half of them, which rounds to nearest."""
+
 _MASK = 0xFFFFFFFF
 
 

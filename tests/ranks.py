@@ -1,0 +1,40 @@
+"""Two ranks of a gloo process group, each a child process that prints its results as JSON in its last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def two_ranks(child: str, meeting: Path, *, seconds: float) -> list[dict[str, Any]]:
+    """What each rank printed: case -> result.
+
+    Args:
+        child: a file of tests/children, which is given its rank and the path where the two meet.
+        meeting: a path that doesn't exist yet.
+        seconds: after which a rank is ended.
+    """
+    file = Path(__file__).parent / "children" / child
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", str(file), str(rank), str(meeting)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [each.communicate(timeout=seconds) for each in children]
+    finally:
+        for each in children:
+            each.kill()
+    for each, (_, err) in zip(children, outputs):
+        assert each.returncode == 0, err
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
