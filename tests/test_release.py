@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.memory import PeakTensorBytes
@@ -312,6 +313,7 @@ WIDTH, DEPTH, BATCH = 512, 6, 4
 
 def peak(step: Callable[[nn.Module, FusedOptimizer, Tensor], None]) -> tuple[int, int]:
     """Peak bytes of a training step, and the bytes of one layer's gradient."""
+    others = bytes_alive()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     optimizer = SGD(model.parameters(), 1e-3)
@@ -323,7 +325,7 @@ def peak(step: Callable[[nn.Module, FusedOptimizer, Tensor], None]) -> tuple[int
         counter.start()
         step(model, optimizer, x)
         record = counter.stop()
-    return record.peak_bytes - held, WIDTH * WIDTH * 4
+    return record.peak_bytes - others - held, WIDTH * WIDTH * 4
 
 
 def peak_of(how: dict[str, Any] | None) -> tuple[int, int]:

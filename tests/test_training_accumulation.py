@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from alive import bytes_alive
 from mezzo.pytorch.memory import PeakTensorBytes
 from training_modes import made
 from training_steps import (  # noqa: F401
@@ -89,6 +90,7 @@ class Tied(nn.Module):
 
 def peak_bytes(accumulate: int, *, tied: bool = False, checkpointed: bool = False, **arguments: Any) -> float:
     """Bytes a parameter, at the peak of two windows after the first."""
+    others = bytes_alive()
     torch.manual_seed(0)
     model = Tied(tied=tied, checkpointed=checkpointed)
     mp = mezzo.MixedPrecision(
@@ -108,7 +110,7 @@ def peak_bytes(accumulate: int, *, tied: bool = False, checkpointed: bool = Fals
     peak.start()
     window()
     window()
-    bytes_ = peak.stop().peak_bytes
+    bytes_ = peak.stop().peak_bytes - others
     mp.close()
     return bytes_ / sum(p.numel() for p in model.parameters())
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.optim.adamw import AdamW
@@ -123,9 +124,7 @@ def test_peak_is_weights_states_and_the_largest_gradient(clip_norm: float | None
     """Lean AdamW: 2 + 1 + 2 * (1 + 2/64) bytes, and 2 more of one layer in eight; kept gradients: 2 of all."""
     peaks = {}
     for release in (True, False):
-        others = PeakTensorBytes()  # what other tests' modules keep alive
-        others.start()
-        alive = others.stop().peak_bytes
+        alive = bytes_alive()
         torch.manual_seed(0)
         model = Wide(8)
         mp = made("split8 int8", model=model, release=release, clip_norm=clip_norm)
