@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.kernels.plain import is_plain
+
 _HALVES = (torch.float16, torch.bfloat16)
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def embedding(
@@ -46,7 +47,7 @@ def embedding(
     if not _is_ours(weight, sparse):
         rows: Tensor = torch.ops.aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
         return rows
-    if not _is_plain(weight):
+    if not is_plain(weight):
         wide = torch.ops.aten.embedding(weight.float(), indices, padding_idx, scale_grad_by_freq)
         rows = wide.to(weight.dtype)
         return rows
@@ -76,7 +77,7 @@ def embedding_bag(
     tail = (include_last_offset, padding_idx)
     if not _is_ours(weight, sparse):
         return torch.ops.aten.embedding_bag(weight, indices, offsets, *rest, per_sample_weights, *tail)
-    if per_sample_weights is not None or not _is_plain(weight):
+    if per_sample_weights is not None or not is_plain(weight):
         samples = None if per_sample_weights is None else per_sample_weights.float()
         wide, *others = torch.ops.aten.embedding_bag(weight.float(), indices, offsets, *rest, samples, *tail)
         return (wide.to(weight.dtype), *others)
@@ -88,14 +89,6 @@ def embedding_bag(
 
 def _is_ours(weight: Tensor, sparse: bool) -> bool:
     return weight.dtype in _HALVES and not sparse and weight.requires_grad and torch.is_grad_enabled()
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return (
-        type(weight) in _PLAIN
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.compiler.is_compiling()
-    )
 
 
 class _Embedding(torch.autograd.Function):

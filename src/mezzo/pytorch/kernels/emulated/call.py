@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
+from mezzo.pytorch.kernels.plain import is_plain
 
 _HALVES = (torch.float16, torch.bfloat16)
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class _Nesting(threading.local):
@@ -93,10 +93,8 @@ def _may_pack(inputs: list[Rounded]) -> bool:
     return (
         torch.is_grad_enabled()
         and any(item.wide.requires_grad for item in inputs)
-        and all(type(item.source) in _PLAIN for item in inputs)
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.compiler.is_compiling()
+        and is_plain(*(item.source for item in inputs))
     )
 
 
