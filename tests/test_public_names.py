@@ -20,6 +20,7 @@ PUBLIC = {
     "autocast",
     "explain",
     "formats",
+    "keep_memory",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",

@@ -26,6 +26,7 @@ _PUBLIC = {
     "formats": ("mezzo.core.formats", ""),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
     "optim": ("mezzo.optim", ""),
+    "keep_memory": ("mezzo.pytorch.keep_memory", "keep_memory"),
     "lower_weights": ("mezzo.pytorch.weights.lowering", "lower_weights"),
     "master_state_dict": ("mezzo.pytorch.weights.master_state", "master_state_dict"),
     "load_master_state_dict": ("mezzo.pytorch.weights.master_state", "load_master_state_dict"),
@@ -41,6 +42,7 @@ __all__ = [
     "autocast",
     "explain",
     "formats",
+    "keep_memory",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
+    from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.region.autocast import autocast
     from mezzo.pytorch.scaling.scaler import GradScaler
