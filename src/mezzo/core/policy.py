@@ -43,6 +43,9 @@ _ALLOWED = {
     "module": ("format", STORED_FORMATS),
 }
 
+# Ops whose output backward can make again from what they save anyway: one pass over memory, or two.
+RECOMPUTABLE = ("gelu", "layer_norm", "mish", "rms_norm", "silu")
+
 _WIDE = (Rule.FP32, Rule.BANNED)
 
 _FOREIGN_OP = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
@@ -92,6 +95,8 @@ class Policy:
             parameter and 16 more bits; ``split8`` into it and 8 more bits; ``none``. ``auto`` becomes
             ``split`` for bf16 parameters and ``fp32`` for others: an FP32 parameter is its own master.
         state: what the optimizer's moments are stored in: fp32, bf16 or int8.
+        recompute: ``none``, or ops (``gelu``, ``gelu+layer_norm``) whose 16-bit output is not kept for
+            backward but made again there from their input, which is kept in any case: bytes for time.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
@@ -106,6 +111,7 @@ class Policy:
     modules: tuple[tuple[str, str], ...] = ()
     masters: str = "auto"
     state: str = "fp32"
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
@@ -165,6 +171,11 @@ class Policy:
         are FP32.
         """
         return self.computed | {self.params, self.output, self.state} == {"fp32"}
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """The ops whose output is made again in backward."""
+        return () if self.recompute == "none" else tuple(self.recompute.split("+"))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -343,6 +354,12 @@ def _checked(entry: Entry) -> Entry:
     if key == "loss_scale":
         auto = value.strip() == "auto"
         return entry._replace(value="auto" if auto else print_loss_scale(loss_scale_of(value, where)))
+    if key == "recompute":
+        ops = sorted({op.strip() for op in value.split("+")})
+        for op in ops:
+            if op not in RECOMPUTABLE and ops != ["none"]:
+                raise unknown_name("op to recompute", op, ("none", *RECOMPUTABLE), where=where)
+        return entry._replace(value="+".join(ops))
     if key == "module" and not _PATTERN.fullmatch(name):
         raise UsageError(
             f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "

@@ -6,6 +6,7 @@ decided in `mezzo.core.policy`.
     bf16
     params=fp32,compute=bf16,output=fp32
     bf16,masters=split8,state=int8
+    bf16,recompute=gelu+layer_norm
     fp16,op.softmax=lower,module.blocks.*.norm=fp32,loss_scale=dynamic(init=1024,growth_interval=100)
 """
 
@@ -29,7 +30,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-KEYS = ("compute", "params", "masters", "state", "output", "loss_scale")
+KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute")
 
 _STATE = ("scale", "good_steps", "overflows", "stuck")
 # What a user may set in `dynamic(...)`, with its default.
