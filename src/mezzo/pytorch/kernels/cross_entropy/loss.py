@@ -82,7 +82,8 @@ def _aten(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Setti
 
 def _in_fp32(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
     """The naive code; whatever is wrong with the arguments, PyTorch says."""
-    target, weight = (t.float() if t is not None and t.dtype in _HALVES else t for t in (target, weight))
+    target = target.float() if target.dtype in _HALVES else target
+    weight = weight.float() if weight is not None and weight.dtype in _HALVES else weight
     return _aten(logits.float(), target, weight, settings)
 
 
