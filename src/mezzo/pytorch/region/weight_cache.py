@@ -1,10 +1,13 @@
-"""Autocast's 16-bit copies of weights are dropped when an optimizer has moved the weights.
+"""Autocast's 16-bit copies of weights are dropped as soon as a weight is written.
 
-`torch.autocast` keeps the copy of an FP32 weight until the outermost region ends, and does not notice that
-the weight changed: an optimizer stepped inside a region goes on training with the old copies, in silence. In
-Mezzo's regions the cache is cleared after each step of a `torch.optim` optimizer. Weights that a script
-changes by hand inside a region (`p.data.add_(...)`) are still seen at their old value until it ends: end the
-region first, or enter it with ``cache_enabled=False``.
+`torch.autocast` keeps the copy of an FP32 weight until the outermost region ends, and does not notice that the
+weight changed. In Mezzo's regions the cache is cleared by whoever writes: by every op of PyTorch's that may write a
+weight and by ``p.data = t`` (`writers`), and by the step of every `torch.optim.Optimizer`, whatever its kernel is.
+
+No copy outlives its outermost region, not even between the losses of an accumulation window, where a second
+forward could use it. A write between two regions passes no Autocast key; ``p.data.add_`` raises no version counter
+of the parameter's; and what holds the memory otherwise (NumPy, another process) is seen by nothing. The price is a
+cast a forward: see `docs/log.md`. Weights stored in 16 bits (``weights="split"``) have nothing to cast.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ import threading
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from mezzo.pytorch.region import identity
+from mezzo.core.policy import Policy
+from mezzo.pytorch.region import identity, writers
 
 _lock = threading.Lock()
 _installed = False
 
 
-def install(*_: object) -> None:
-    """Clear the cache after optimizer steps from now on: called when the first policy gets its label."""
+def install(_code: int, device_type: str, _policy: Policy) -> None:
+    """Clear the cache after writes from now on: called when a policy gets its label."""
     global _installed
     with _lock:
         if not _installed:
             register_optimizer_step_post_hook(_forget_casts)
             _installed = True
+        writers.install(device_type)
 
 
 def _forget_casts(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
