@@ -1,0 +1,51 @@
+"""Byte counts, read from what a person writes and written as the reports write them."""
+
+from __future__ import annotations
+
+import re
+
+from mezzo.core.errors import UsageError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str) -> int:
+    """The bytes that a number or a text stands for; units of 1000 and of 1024 are told apart.
+
+    >>> parse_bytes("4 GiB"), parse_bytes("1.5GB"), parse_bytes("800"), parse_bytes(7)
+    (4294967296, 1500000000, 800, 7)
+
+    Raises:
+        UsageError: no byte count, or one below 1.
+    """
+    match = _FORM.fullmatch(str(value).strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(
+            f"{value!r} is no number of bytes: write one such as 4GiB (1024^3), 4GB (1000^3), 800MB or 4294967296"
+        )
+    count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if count < 1:
+        raise UsageError(f"{value!r} leaves no byte at all: give 1 or more")
+    return count
+
+
+def written_bytes(count: int) -> str:
+    """A byte count to three digits, in units of 1000.
+
+    >>> written_bytes(581_234_567), written_bytes(4 * 1024**3), written_bytes(999), written_bytes(999_600)
+    ('581 MB', '4.29 GB', '999 B', '1 MB')
+    """
+    if count < 1000:
+        return f"{count} B"
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"
