@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mezzo.pytorch.kernels.cross_entropy.cpu_exp import BIAS, exp_biased
+from mezzo.pytorch.kernels.cross_entropy.cpu_exp import BIAS, biased_constants, exp
 from mezzo.pytorch.kernels.cross_entropy.cpu_formats import load_bf16 as load_logit  # bound
 from mezzo.pytorch.kernels.cross_entropy.cpu_formats import store_bf16 as store_gradient  # bound
 from mezzo.pytorch.kernels.native import (
@@ -42,13 +42,14 @@ from mezzo.pytorch.kernels.native import int16_at as logit_at  # bound
     WEIGHTS,
     LSES,
     SCALES,
+    SCALE_STRIDE,
     GRADIENTS,
     GRADIENT_STRIDE,
     NAN,
     JOB_WORDS,
-) = range(16)
+) = range(17)
 
-_LARGEST, _SMALLEST = 2.0**40, 2.0**-60  # of the factors that `exp_biased`'s bias leaves exact
+_LARGEST, _SMALLEST = 2.0**40, 2.0**-60  # of the factors that `exp`'s bias leaves exact
 _UNBIAS = 2.0**-BIAS
 _ZERO = f32(0.0)
 
@@ -59,8 +60,9 @@ def plain(logits: Pointer, gradients: Pointer, classes: int, lse: float, factor:
 
     The pointers may be one: each element is read before it is written, and no other is.
     """
+    given = biased_constants()
     for i in range(classes):
-        store_gradient(gradients, i, fma(exp_biased(f32(load_logit(logits, i) - lse)), factor, shift))
+        store_gradient(gradients, i, fma(exp(f32(load_logit(logits, i) - lse), given), factor, shift))
 
 
 @loop
@@ -74,9 +76,10 @@ def weighted(
     shift: float,
 ) -> None:
     """A row where the shift goes with the class's weight."""
+    given = biased_constants()
     for i in range(classes):
         off = f32(shift * f32(weights[i]))
-        store_gradient(gradients, i, fma(exp_biased(f32(load_logit(logits, i) - lse)), factor, off))
+        store_gradient(gradients, i, fma(exp(f32(load_logit(logits, i) - lse), given), factor, off))
 
 
 @inline
@@ -118,7 +121,7 @@ def row(job: Pointer, i: int) -> None:
     if target == job[IGNORED] or target < 0 or target >= classes:
         fill(gradients, classes, 0)
         return
-    lse, scale = float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i])
+    lse, scale = float64_at(job[LSES])[i], f64(float32_at(job[SCALES])[i * job[SCALE_STRIDE]])
     if not math.isfinite(lse):
         fill(gradients, classes, nan)
         return

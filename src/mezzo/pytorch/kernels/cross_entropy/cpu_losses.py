@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mezzo.pytorch.kernels.cross_entropy.cpu_exp import exp
+from mezzo.pytorch.kernels.cross_entropy.cpu_exp import Constants, constants, exp
 from mezzo.pytorch.kernels.cross_entropy.cpu_formats import largest_bf16 as largest  # bound
 from mezzo.pytorch.kernels.cross_entropy.cpu_formats import load_bf16 as load_logit  # bound
 from mezzo.pytorch.kernels.native import (
@@ -54,38 +54,52 @@ _ZERO = f32(0.0)
 
 
 @expand
-def add(logits: Pointer, lanes: Pointer, start: int, count: int, top: float) -> None:
+def add(logits: Pointer, lanes: Pointer, start: int, count: int, top: float, given: Constants) -> None:
     """Add `count` exponentials to as many lanes."""
     for lane in range(count):
-        lanes[lane] = lanes[lane] + exp(f32(load_logit(logits, start + lane) - top))
+        lanes[lane] = lanes[lane] + exp(f32(load_logit(logits, start + lane) - top), given)
 
 
 @expand
-def add_all(logits: Pointer, lanes: Pointer, sums: Pointer, start: int, count: int, top: float) -> None:
+def add_all(
+    logits: Pointer, lanes: Pointer, sums: Pointer, start: int, count: int, top: float, given: Constants
+) -> None:
     """The like, and add the logits themselves to others."""
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
-        lanes[lane] = lanes[lane] + exp(x)
+        lanes[lane] = lanes[lane] + exp(x, given)
         sums[lane] = sums[lane] + x
 
 
 @expand
 def add_weighted(
-    logits: Pointer, weights: Pointer, lanes: Pointer, sums: Pointer, start: int, count: int, top: float
+    logits: Pointer,
+    weights: Pointer,
+    lanes: Pointer,
+    sums: Pointer,
+    start: int,
+    count: int,
+    top: float,
+    given: Constants,
 ) -> None:
     """The like, and add the weighted logits to others."""
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
-        lanes[lane] = lanes[lane] + exp(x)
+        lanes[lane] = lanes[lane] + exp(x, given)
         sums[lane] = fma(x, f32(weights[start + lane]), sums[lane])
 
 
 @inline
 def total(lanes: Pointer) -> float:
     """The lanes' sum in order, and the lanes are 0 again."""
+    for lane in range(LANES // 2):
+        lanes[lane] += lanes[lane + LANES // 2]
+    for lane in range(LANES // 4):
+        lanes[lane] += lanes[lane + LANES // 4]
     result = f64(0)
-    for lane in range(LANES):
+    for lane in range(LANES // 4):
         result += f64(lanes[lane])
+    for lane in range(LANES):
         lanes[lane] = _ZERO
     return result
 
@@ -106,28 +120,30 @@ def row(
     lanes, sums = float32_scratch(LANES), float32_scratch(LANES)
     for lane in range(LANES):
         lanes[lane], sums[lane] = _ZERO, _ZERO
+    given = constants()
     top, exponentials, weighted = _LEAST, f64(0), f64(0)
     for start in range(0, classes, BLOCK):
         stop = min(start + BLOCK, classes)
         here = largest(logits, start, stop)
         if not here <= top:  # or a NaN, which then is in the sum for good
-            exponentials *= math.exp(f64(top) - f64(here))
+            if start > 0:
+                exponentials *= math.exp(f64(top) - f64(here))
             top = here
         at = _ZERO if top == _LEAST else top  # -inf - -inf is a NaN
         whole = stop - (stop - start) % LANES
         if smoothed == 0:
             for i in range(start, whole, LANES):
-                add(logits, lanes, i, LANES, at)
-            add(logits, lanes, whole, stop - whole, at)
+                add(logits, lanes, i, LANES, at, given)
+            add(logits, lanes, whole, stop - whole, at, given)
         elif smoothed == 1:
             for i in range(start, whole, LANES):
-                add_all(logits, lanes, sums, i, LANES, at)
-            add_all(logits, lanes, sums, whole, stop - whole, at)
+                add_all(logits, lanes, sums, i, LANES, at, given)
+            add_all(logits, lanes, sums, whole, stop - whole, at, given)
             weighted += total(sums) + f64(stop - start) * f64(at)
         else:
             for i in range(start, whole, LANES):
-                add_weighted(logits, weights, lanes, sums, i, LANES, at)
-            add_weighted(logits, weights, lanes, sums, whole, stop - whole, at)
+                add_weighted(logits, weights, lanes, sums, i, LANES, at, given)
+            add_weighted(logits, weights, lanes, sums, whole, stop - whole, at, given)
             weighted += total(sums) + weight_sums[start // BLOCK] * f64(at)
         exponentials += total(lanes)
     return f64(top), exponentials, weighted

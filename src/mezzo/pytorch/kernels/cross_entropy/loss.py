@@ -6,8 +6,9 @@ with one number a row, their log-sum-exp; backward computes the gradient from bo
 new 16-bit tensor: 4 bytes a logit, logits included. The logits are never written.
 
 Class probabilities as targets, and logits whose classes do not lie next to each other, are computed by blocks of a
-bounded size. Under `torch.func`, forward-mode differentiation, in compilers, for tensor subclasses, where a second
-derivative is asked for, and where target or weight need a gradient, the same is made of PyTorch operations.
+bounded size. Under `torch.func`, forward-mode differentiation, in compilers, for tensor subclasses, where target or
+weight need a gradient, where a second derivative is asked for, and for a few thousand logits, the same is made of
+PyTorch operations.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from mezzo.pytorch.kernels.plain import is_plain
 _PACKAGE = __package__
 _HALVES = (torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
+SMALL = 1 << 15
+"""Logits of which FP32 copies weigh nothing, and PyTorch's operations are called sooner than ours."""
+
 NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers of the reductions
 
 Settings = tuple[int, int, float]  # reduction, ignored class, label smoothing
@@ -65,7 +69,7 @@ def cross_entropy_loss(
     settings = (reduction, ignore_index, label_smoothing)
     if self.dtype not in _HALVES:
         return _aten(self, target, weight, settings)
-    if not _is_ours(self, target, weight, settings):
+    if self.numel() <= SMALL or not _is_ours(self, target, weight, settings):
         return _in_fp32(self, target, weight, settings)
     if self.dim() == 1:
         loss = cross_entropy_loss(self[None], target[None], weight, *settings)
@@ -141,7 +145,7 @@ class _Classes(torch.autograd.Function):
                 loss[rows], lse[rows] = kernel.rows_loss(take(logits, block), flat[rows], *given)
         divisor = _weight_of(flat, given[0], ignore_index) if reduction == MEAN else None
         ctx.save_for_backward(logits, target, weight, lse, divisor)
-        ctx.settings = settings
+        ctx.settings, ctx.kernel = settings, kernel
         return _reduced(loss, reduction, divisor, target.shape)
 
     @staticmethod
@@ -152,17 +156,16 @@ class _Classes(torch.autograd.Function):
         _, ignore_index, label_smoothing = ctx.settings
         flat = target.reshape(-1).long()
         scale = _row_scale(grads[0], divisor, len(flat))
-        kernel = backend.load(_PACKAGE, logits.device.type)
         given = (wide(weight), ignore_index, label_smoothing)
         gradient = empty_like(logits)
         matrix = as_matrix(logits)
         if matrix is not None:
-            kernel.rows_gradient(matrix, flat, lse, scale, *given, as_matrix(gradient))
+            ctx.kernel.rows_gradient(matrix, flat, lse, scale, *given, as_matrix(gradient))
         else:
             for block in blocks(logits):
                 rows = block.rows
                 piece = take(logits, block)
-                kernel.rows_gradient(piece, flat[rows], lse[rows], scale[rows], *given, piece)
+                ctx.kernel.rows_gradient(piece, flat[rows], lse[rows], scale[rows], *given, piece)
                 put(gradient, block, piece)
         return gradient, None, None, None
 
@@ -212,7 +215,7 @@ def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tens
     """What the mean divides by: the number of rows that count, or the sum of their classes' weights."""
     counts = target != ignore_index
     if weight is None:
-        return counts.sum().float()
+        return counts.sum(dtype=torch.float32)
     return torch.where(counts, weight[target.masked_fill(~counts, 0)], 0.0).sum()
 
 
@@ -224,10 +227,10 @@ def _reduced(loss: Tensor, reduction: int, divisor: Tensor | None, shape: torch.
 
 
 def _row_scale(grad: Tensor, divisor: Tensor | None, rows: int) -> Tensor:
-    """What each row's gradient is multiplied by, FP32 [rows]."""
+    """What each row's gradient is multiplied by, FP32 [rows], perhaps one number for all."""
     if divisor is not None:
         grad = grad / divisor
-    return grad.reshape(-1).float().expand(rows).contiguous()
+    return grad.reshape(-1).expand(rows)
 
 
 def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:

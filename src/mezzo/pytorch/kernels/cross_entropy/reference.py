@@ -78,7 +78,7 @@ def rows_gradient(
         logits: as `rows_loss` had them, like the other arguments.
         target: likewise.
         lse: what `rows_loss` gave, FP64 [n].
-        scale: FP32 [n].
+        scale: FP32 [n], of any stride.
         weight: likewise.
         ignore_index: rows with this target have a gradient of 0.
         label_smoothing: likewise.

@@ -1,7 +1,215 @@
-"""The reference, until it is compiled."""
+"""Rows' losses and gradients in Triton: a loss is one program's walk over its row, a gradient a program a block.
+
+Both read the logits once. Exponentials are FP32, relative to the largest logit so far; what is one number a row is
+FP64: the sum of exponentials, its logarithm, and the target's own gradient, where what counts is ``p - 1``.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.cross_entropy.reference import rows_gradient, rows_loss
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-__all__ = ["rows_gradient", "rows_loss"]
+from mezzo.pytorch.kernels import block
+from mezzo.pytorch.kernels.cross_entropy.reference import check_targets
+
+BLOCK = 4096
+"""Classes that a program holds at once."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in `block`
+
+
+def rows_loss(
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row in FP32, and its log-sum-exp in FP64; see `reference`."""
+    n, classes = logits.shape
+    check_targets(target, classes, ignore_index)
+    loss = logits.new_empty(n, dtype=torch.float32)
+    lse = logits.new_empty(n, dtype=torch.float64)
+    if n:
+        with torch.cuda.device_of(logits):
+            losses_kernel[(n,)](
+                _patterns(logits),
+                target.contiguous(),
+                loss if weight is None else weight,
+                loss,
+                lse,
+                classes,
+                logits.stride(0),
+                ignore_index,
+                float(label_smoothing),
+                DTYPE=_DTYPES.index(logits.dtype),
+                SMOOTHED=label_smoothing > 0,
+                WEIGHTED=weight is not None,
+                BLOCK=_block(classes),
+                num_warps=8,
+            )
+    return loss, lse
+
+
+def rows_gradient(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    out: Tensor,
+) -> None:
+    """Write each row's gradient times its scale into `out`; see `reference`."""
+    n, classes = logits.shape
+    if not n:
+        return
+    every = lse if weight is None else weight.sum(dtype=torch.float64)
+    with torch.cuda.device_of(logits):
+        gradients_kernel[(n, triton.cdiv(classes, _block(classes)))](
+            _patterns(logits),
+            target.contiguous(),
+            lse.contiguous(),
+            scale,
+            lse if weight is None else weight,
+            every,
+            out,
+            classes,
+            logits.stride(0),
+            out.stride(0),
+            scale.stride(0),
+            ignore_index,
+            float(label_smoothing),
+            DTYPE=_DTYPES.index(logits.dtype),
+            SMOOTHED=label_smoothing > 0,
+            WEIGHTED=weight is not None,
+            BLOCK=_block(classes),
+            num_warps=8,
+        )
+
+
+def _patterns(logits: Tensor) -> Tensor:
+    return logits.view(torch.int16) if logits.dtype is torch.bfloat16 else logits
+
+
+def _block(classes: int) -> int:
+    return min(BLOCK, int(triton.next_power_of_2(classes)))
+
+
+@triton.jit(do_not_specialize=["classes", "stride", "ignored"])
+def losses_kernel(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    weights: tl.tensor,
+    losses: tl.tensor,
+    lses: tl.tensor,
+    classes: int,
+    stride: int,
+    ignored: int,
+    smoothing: float,
+    DTYPE: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row's loss and log-sum-exp."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    index = tl.arange(0, BLOCK)
+    top = -float("inf")
+    exponentials, weighted, every = (
+        tl.zeros((), tl.float64),
+        tl.zeros((), tl.float64),
+        tl.zeros((), tl.float64),
+    )
+    for start in range(0, classes, BLOCK):
+        is_class = index < classes - start
+        x = block.decode_float(tl.load(logits + start + index, mask=is_class, other=0), DTYPE)
+        here = tl.maximum(top, tl.max(tl.where(is_class, x, -float("inf")), axis=0))
+        at = tl.where(here == -float("inf"), 0.0, here)  # -inf - -inf is a NaN
+        old = tl.where(here == top, 0.0, top - at)  # likewise inf - inf; the sum is a NaN then anyway
+        x -= at
+        part = tl.sum(tl.where(is_class, tl.exp(x), 0.0), axis=0)
+        exponentials = exponentials * tl.exp(old).to(tl.float64) + part
+        top = here
+        if SMOOTHED:
+            if WEIGHTED:
+                w = tl.load(weights + start + index, mask=is_class, other=0)
+                x *= w
+                count = tl.sum(w, axis=0).to(tl.float64)
+            else:
+                count = tl.minimum(BLOCK, classes - start).to(tl.float64)
+            weighted += tl.sum(tl.where(is_class, x, 0.0), axis=0).to(tl.float64) + count * at.to(tl.float64)
+            every += count
+    peak = tl.where(top - top == 0, top, float("nan")).to(tl.float64)
+    log_sum = tl.log(exponentials)
+    tl.store(lses + row, peak + log_sum)
+    target = tl.load(targets + row)
+    counts = (target != ignored) & (target >= 0) & (target < classes)
+    correct = block.decode_float(tl.load(logits + target, mask=counts, other=0), DTYPE).to(tl.float64)
+    loss = log_sum - (correct - peak)
+    if WEIGHTED:
+        loss *= tl.load(weights + target, mask=counts, other=0).to(tl.float64)
+    if SMOOTHED:
+        loss = (1 - smoothing) * loss + smoothing / classes * (every * log_sum - (weighted - every * peak))
+    tl.store(losses + row, tl.where(counts, loss, 0.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["classes", "stride", "gradient_stride", "scale_stride", "ignored"])
+def gradients_kernel(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    lses: tl.tensor,
+    scales: tl.tensor,
+    weights: tl.tensor,
+    sum_of_weights: tl.tensor,
+    gradients: tl.tensor,
+    classes: int,
+    stride: int,
+    gradient_stride: int,
+    scale_stride: int,
+    ignored: int,
+    smoothing: float,
+    DTYPE: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A block of one row's gradient; it reads no other logits than those that it replaces, if they are replaced."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_class = column < classes
+    target = tl.load(targets + row)
+    counts = (target != ignored) & (target >= 0) & (target < classes)
+    lse = tl.load(lses + row)
+    scale = tl.load(scales + row * scale_stride).to(tl.float64)
+    at_target = scale
+    if SMOOTHED:
+        at_target *= 1 - smoothing
+    if WEIGHTED:
+        at_target *= tl.load(weights + target, mask=counts, other=0).to(tl.float64)
+    factor = at_target
+    if SMOOTHED:
+        shift = -scale * smoothing / classes
+        if WEIGHTED:
+            factor -= shift * tl.load(sum_of_weights)
+        else:
+            factor -= shift * classes
+    lse = tl.where(lse - lse == 0, lse, float("nan"))
+    high = lse.to(tl.float32)
+    exact = (factor * tl.exp(high.to(tl.float64) - lse)).to(tl.float32)
+    x = block.decode_float(tl.load(logits + row * stride + column, mask=is_class, other=0), DTYPE)
+    value = tl.exp(x - high) * exact
+    is_target = column == target
+    own = tl.sum(tl.where(is_target, x, 0.0), axis=0).to(tl.float64)
+    correct = tl.exp(own - lse) * factor - at_target
+    value = tl.where(is_target, correct.to(tl.float32), value)
+    if SMOOTHED:
+        if WEIGHTED:
+            value += shift.to(tl.float32) * tl.load(weights + column, mask=is_class, other=0)
+        else:
+            value += shift.to(tl.float32)
+    value = tl.where(counts, value, 0.0)
+    to = gradients + row * gradient_stride + column
+    tl.store(to, value.to(gradients.dtype.element_ty), mask=is_class)
