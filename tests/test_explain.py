@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
@@ -76,10 +77,33 @@ def test_the_text_has_each_op_and_fits() -> None:
     assert str(result) == result.as_text(110)  # piped
     assert str(result).splitlines()[0] == "fp16 on cpu: 7 ops ran in the forward pass, all as planned."
     assert "* fp16 is not native to this device: computed in FP32 between casts: linear." in str(result)
-    assert "* internal_fp32 by the native 16-bit kernel: gelu, batch_norm." in str(result).replace(
-        "batch_norm, gelu", "gelu, batch_norm"
-    )
-    assert "run in fp32, since nothing shows" in str(result)
+    assert "* internal_fp32 by the native 16-bit kernel: gelu, batch_norm." in str(result)
+
+
+KERNELS = [
+    (
+        lambda x: F.layer_norm(x, (8,)),
+        "layer_norm.",
+    ),
+    (lambda x: F.instance_norm(x[None]), "Mezzo's own kernel: instance_norm."),
+    (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3])), "Mezzo's own kernel: cross_entropy_loss."),
+    (lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"), "rounded once, since nothing shows"),
+    (F.gelu, "internal_fp32 by the native 16-bit kernel: gelu."),
+    (torch.log, ""),
+]
+
+
+@pytest.mark.parametrize(("call", "note"), KERNELS)
+def test_the_notes_say_whose_kernel_computed(call: Any, note: str) -> None:
+    class One(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = call(x)
+            return out
+
+    result = mezzo.explain(One(), torch.rand(4, 8).bfloat16(), precision="bf16")
+    assert result.departed == []
+    assert note in " ".join(result.notes)
+    assert bool(result.notes) == bool(note)
 
 
 def test_a_departure_is_said_first() -> None:

@@ -9,8 +9,8 @@ and keep what those lower, so that nothing that is fast there is slow here. They
 
 - What ends a model (`sigmoid`, `softmax`, ...) gives FP32 computed in FP32. PyTorch leaves `sigmoid` in bf16,
   which rounds probabilities to exactly 1; its CPU list leaves `softmax` there as well.
-- Normalisations, `sum` and resizing stay in 16 bits where the kernel accumulates in FP32. Where that is so is
-  data too: `NATIVE_FP32_ACCUMULATION`.
+- Normalisations, `sum` and resizing take 16 bits and give 16 bits, computed in FP32. By whose kernel is data too:
+  `NATIVE_FP32_ACCUMULATION`, `OWN_KERNEL`.
 - Ops that copy or select values keep the format that they find: they are exact in any.
 """
 
@@ -40,7 +40,8 @@ class Rule(str, Enum):
     `internal_fp32` is 16 bits in, 16 bits out, and FP32 in, FP32 out: it never lowers, so the `mean` of FP32
     losses keeps its 24 bits. To lower a normalisation's FP32 input too (a residual stream saved in half the
     bytes), give that op the rule `lower`. Where nothing shows that a device's 16-bit kernel accumulates in
-    FP32 (`NATIVE_FP32_ACCUMULATION`), `internal_fp32` is run as `fp32`.
+    FP32 (`NATIVE_FP32_ACCUMULATION`) and Mezzo has none of its own (`OWN_KERNEL`), the FP32 kernel runs between
+    casts and its result is rounded once.
     """
 
     LOWER = "lower"
@@ -155,9 +156,20 @@ _ROWS: list[OpRule] = [
         "ends of a model",
         Rule.FP32,
         "near 1 sixteen bits round to exactly 1 and the logarithm or complement is lost: computed in FP32",
-        """sigmoid log_sigmoid log_sigmoid_forward softmax _softmax log_softmax _log_softmax _safe_softmax
-        logsumexp logcumsumexp logaddexp logaddexp2 softplus logit special_expit special_softmax
-        special_log_softmax special_logit special_logsumexp""",
+        "sigmoid logit special_expit special_logit",
+    ),
+    *_family(
+        "ends of a model",
+        Rule.FP32,
+        "near 1 both formats give exactly 1, and fp16 gives 0 under 3e-8: logarithms of 1 - p and p are lost",
+        "softmax _softmax _safe_softmax special_softmax",
+    ),
+    *_family(
+        "ends of a model",
+        Rule.FP32,
+        "a logarithm of -11 is off by 0.03 in bf16 and 0.004 in fp16; a loss is made of their differences",
+        """log_sigmoid log_sigmoid_forward log_softmax _log_softmax logsumexp logcumsumexp logaddexp logaddexp2
+        softplus special_log_softmax special_logsumexp""",
     ),
     *_family(
         "losses",
@@ -311,12 +323,16 @@ def _grid(device: str, ops: str) -> frozenset[tuple[str, str, str]]:
 
 
 # (device type, format, op) whose 16-bit kernel, fed FP32 parameters, gives FP32 arithmetic rounded once, and
-# whose gradients don't lose digits as the reduction grows. tests/test_rules.py shows it (torch 2.13).
+# whose gradients don't lose digits as the reduction grows. tests/test_rules.py shows it (torch 2.13). group_norm
+# is as right with 16-bit parameters; batch_norm is 20 to 160 ulp off with them, and refuses them beside FP32
+# statistics: parameters of normalisations stay FP32 (`mezzo.pytorch.weights.lowering`).
 # What was tried on a CPU and isn't here:
 #   layer_norm           forward is right, but backward sums the weight's and the bias's gradients in sixteen
 #                        bits: in bf16, one thread, 7 % off at 4,096 rows, 24 to 30 % at 65,536
 #   rms_norm             right, but with FP32 weights it leaves the fused kernel with a warning
 #   instance_norm        right with FP32 weights, wrong in over half of all elements with 16-bit ones
+#   softmax              right along the last dimension, along others up to 1.4 ulp off
+#   log_softmax          up to 256 ulp (bf16) and 2,000 (fp16) where a probability is near 1
 #   upsample_linear1d, _bilinear2d, _trilinear3d, _bicubic2d    interpolate in sixteen bits for some shapes
 #   nanmean              divides two rounded numbers; in fp16 its sum overflows
 SHOWN_BY_TEST: frozenset[tuple[str, str, str]] = _grid(
@@ -340,6 +356,15 @@ SUMS_IN_SIXTEEN_BITS: frozenset[tuple[str, str]] = frozenset({("cpu", "embedding
 
 NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ_IN_SOURCE
 
+# (device type, format, op) for which Mezzo has a kernel of its own that reads sixteen bits and computes in FP32
+# (`mezzo.pytorch.kernels.own`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
+OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
+    "cpu", "cross_entropy_loss instance_norm softmax"
+) | _grid("cuda", "instance_norm")
+
+# Of those, the ops that give FP32, as their rule has it: what they spare is the FP32 copy of what they read.
+OWN_GIVES_FP32: frozenset[str] = frozenset({"cross_entropy_loss"})
+
 
 def native_evidence(device_type: str, fmt: str, op: str) -> str:
     """Why a 16-bit kernel counts as accumulating in FP32, for `explain`; empty where nothing says so."""
@@ -351,13 +376,22 @@ def native_evidence(device_type: str, fmt: str, op: str) -> str:
     return ""
 
 
+def own_kernel(device_type: str, fmt: str, op: str) -> str:
+    """What Mezzo's own kernel of an op does, for `explain`; empty where there is none."""
+    if (device_type, fmt, op) not in OWN_KERNEL:
+        return ""
+    if op in OWN_GIVES_FP32:
+        return "Mezzo's own kernel reads sixteen bits and computes in FP32, without an FP32 copy of its input"
+    return "Mezzo's own kernel computes in FP32 between 16-bit input and output"
+
+
 def _exceptions(row: OpRule) -> list[tuple[str, str]]:
     return [(fmt, rule.value) for fmt, rule, _ in row.by_format]
 
 
 def _version() -> str:
     rows = sorted((row.op, row.rule.value, _exceptions(row)) for row in RULES.values())
-    evidence = (sorted(NATIVE_FP32_ACCUMULATION), sorted(SUMS_IN_SIXTEEN_BITS))
+    evidence = (sorted(NATIVE_FP32_ACCUMULATION), sorted(SUMS_IN_SIXTEEN_BITS), sorted(OWN_KERNEL))
     return hashlib.sha256(repr((rows, *evidence)).encode()).hexdigest()[:12]
 
 

@@ -243,31 +243,33 @@ def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
     return list(merged.values())
 
 
+# How a plan says that an op is computed -> the sentence for the ops of which it says so.
+_BY_KERNEL = {
+    "native": "internal_fp32 by the native 16-bit kernel: {ops}.",
+    "own": "computed in FP32 from sixteen bits by Mezzo's own kernel: {ops}.",
+    "rounded": "internal_fp32 by the FP32 kernel between casts, rounded once, since nothing shows that the 16-bit "
+    "kernel here accumulates in FP32: {ops}.",
+    "emulated": "{compute} is not native to this device: computed in FP32 between casts: {ops}.",
+}
+
+
 def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[str]:
-    """Which internal_fp32 ops use the native 16-bit kernel, and which fall back to FP32."""
-    plans = plan(policy, device_type)
-    ran = [op for op in dict.fromkeys(row.op for row in rows if row.rule == "internal_fp32") if op in plans]
+    """Whose kernels computed what: the device's 16-bit ones, Mezzo's own, or FP32's between casts."""
     if policy.compute == "fp32":
         return []
-    native = [op for op in ran if plans[op].format_out != "fp32"]
-    wide = [op for op in ran if plans[op].format_out == "fp32"]
-    notes = []
-    if native:
-        notes.append(f"internal_fp32 by the native 16-bit kernel: {', '.join(native)}.")
-    if wide:
-        notes.append(
-            f"internal_fp32 run in fp32, since nothing shows that the 16-bit kernel here accumulates in FP32: "
-            f"{', '.join(wide)}."
-        )
-    emulated = [
-        op for op in dict.fromkeys(row.op for row in rows) if op in plans and plans[op].how == "emulated"
+    plans = plan(policy, device_type)
+    ran: dict[str, list[str]] = {kind: [] for kind in _BY_KERNEL}
+    for op in dict.fromkeys(row.op for row in rows):
+        how = plans[op].how if op in plans else ""
+        if how == "pytorch" and plans[op].rule == "internal_fp32":
+            how = "native"
+        if how in ran and (how != "native" or plans[op].rule == "internal_fp32"):
+            ran[how].append(op)
+    return [
+        text.format(ops=", ".join(ran[kind]), compute=policy.compute)
+        for kind, text in _BY_KERNEL.items()
+        if ran[kind]
     ]
-    if emulated:
-        notes.append(
-            f"{policy.compute} is not native to this device: computed in FP32 between casts: "
-            f"{', '.join(emulated)}."
-        )
-    return notes
 
 
 def _at(row: OpFormats) -> str:

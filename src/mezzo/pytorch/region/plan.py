@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
-from mezzo.core.rules import RULES, SUMS_IN_SIXTEEN_BITS, Rule, native_evidence
+from mezzo.core.rules import OWN_GIVES_FP32, RULES, SUMS_IN_SIXTEEN_BITS, Rule, native_evidence, own_kernel
+from mezzo.pytorch.kernels import own
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 
@@ -68,9 +69,10 @@ class OpPlan:
             ``first input's`` (as they come).
         format_out: format of the floating outputs, in the same words.
         how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
-            registered kernel casts, the device's own computes), ``emulated`` (stored in the format, computed in
-            FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but backward sums in FP32), ``banned``, ``absent``
-            (this build has no such op on the device).
+            registered kernel casts, the device's own computes), ``own`` (Mezzo's kernel computes in FP32 what it
+            reads in 16 bits), ``rounded`` (the FP32 kernel between casts: 16 bits in and out), ``emulated`` (stored
+            in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but backward sums in
+            FP32), ``banned``, ``absent`` (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -107,8 +109,7 @@ def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
     """The plan of every op that the table or the policy names, keyed by op.
 
     Raises:
-        UsageError: the policy's compute format is still ``auto``, autocast does not know the device type, or
-        the
+        UsageError: the policy's compute format is still ``auto``, autocast does not know the device type, or the
             policy gives a rule to another library's op that is not loaded.
     """
     if policy.compute == "auto":
@@ -127,6 +128,13 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
         decision = policy.rule_for(op)
         if decision is not None:
             plans[op] = _plan_op(op, decision, policy.compute, device_type, policy.compute in native)
+    for op in policy.recomputed:
+        if plans[op].format_out in (FIRST, policy.compute):
+            plans[op] = replace(
+                plans[op],
+                overloads=overloads_of(op, device_type),
+                reason=f"{plans[op].reason}; backward makes the output again",
+            )
     return MappingProxyType(plans)
 
 
@@ -141,9 +149,9 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
     names = () if op in foreign else overloads_of(op, device_type)
     if not names:
         return planned("", "", "absent", "this build of PyTorch has no such op on this device")
-    own = own_table(device_type)
+    theirs = own_table(device_type)
     by_parts = _BY_PARTS.get(device_type, frozenset())
-    categories = {name: own.get(name, "") for name in names}
+    categories = {name: theirs.get(name, "") for name in names}
     if compute == "fp32":
         return planned("fp32", "fp32", "pytorch", "the policy computes in FP32: autocast is off")
 
@@ -153,7 +161,10 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
             return ()
         return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
 
+    ours = own_kernel(device_type, compute, op) if own.serves(device_type) else ""
     if rule is Rule.LOWER:
+        if ours and op not in OWN_GIVES_FP32:
+            return planned(FIRST, compute, "own", f"its first input goes to {compute}; {ours}", names)
         if not native:
             return planned(
                 compute, compute, "emulated", "computed in FP32 between casts on this device", names
@@ -163,16 +174,23 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
             return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
         return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
 
-    evidence = native_evidence(device_type, compute, op)
-    if rule is Rule.INTERNAL_FP32 and evidence:
-        rest = others("")
-        return planned(FIRST, FIRST, "native" if rest else "pytorch", evidence, rest)
+    if rule is Rule.INTERNAL_FP32 and op not in OWN_GIVES_FP32:
+        evidence = native_evidence(device_type, compute, op)
+        if ours:
+            return planned(FIRST, FIRST, "own", ours, names)
+        if evidence:
+            rest = others("")
+            return planned(FIRST, FIRST, "native" if rest else "pytorch", evidence, rest)
+        if op not in _ALWAYS_FP64:
+            why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
+            return planned(FIRST, FIRST, "rounded", why, names)
 
     if rule in (Rule.FP32, Rule.INTERNAL_FP32):
-        why = "" if rule is Rule.FP32 else "no evidence that the 16-bit kernel here accumulates in FP32"
+        if ours and op in OWN_GIVES_FP32:
+            return planned(FIRST, "fp32", "own", ours, names)
         rest = others("fp32", "fp32_dtype")
         out = "fp64" if op in _ALWAYS_FP64 else "fp32"
-        return planned("fp32", out, "fp32" if rest else "pytorch", why, rest)
+        return planned("fp32", out, "fp32" if rest else "pytorch", "", rest)
 
     if rule is Rule.PROMOTE and (device_type, op) in SUMS_IN_SIXTEEN_BITS:
         why = "the gradient of a 16-bit weight is summed in FP32"
@@ -185,6 +203,13 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
         )
 
     return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
+
+
+def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
+    """Whether a planned kernel leaves a call as the caller made it, so that none is needed where no other rules."""
+    if op_plan.how == "native":
+        return op_plan.rule == Rule.INTERNAL_FP32.value
+    return op_plan.how == "promote" and _promotes_by_itself(op_plan.op, name)
 
 
 def _promotes_by_itself(op: str, name: str) -> bool:

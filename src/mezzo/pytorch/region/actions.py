@@ -1,0 +1,332 @@
+"""What a registered kernel does with a call, built once for each op, format and kind of device.
+
+An action takes the arguments as the dispatcher hands them on (keyword-only ones by name) while the Autocast key is
+excluded. It runs at every call, so what can be known beforehand (where the tensors stand, whether there is one or
+several) is worked out when it is built.
+
+What a 16-bit input is widened for, an FP32 op may keep for backward: its FP32 copy, twice the bytes. Where that is
+worth a pair of saved-tensor hooks, the 16-bit tensor itself is kept (`mezzo.pytorch.kernels.emulated.packing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import BannedOpError
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.kernels import own
+from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
+from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.region.plan import OpPlan, overload_named
+from mezzo.pytorch.region.torch_table import TORCH_TABLE
+
+__all__ = ["Action", "action"]
+
+Action = Callable[..., Any]
+
+# Ops whose output dtype can be set in the stead of their inputs': those for which PyTorch's CUDA table does
+# so. (Others take the argument too, but `_safe_softmax` in fp16, for one, can't run backward then.)
+_DTYPE_SETTABLE = frozenset(
+    name.partition(".")[0] for name, category in TORCH_TABLE["cuda"].items() if category == "fp32_dtype"
+)
+
+# Ops that `torch` binds with the very arguments of the overload: the binding parses them faster than `torch.ops`.
+# (Where there is nothing to parse but one tensor that goes for every op.)
+_SAME_ARGUMENTS = frozenset(
+    {"cat", "group_norm", "layer_norm", "log_softmax", "rms_norm", "softmax", "stack"}
+)
+
+# Ops whose further results are statistics of their input's rows, which are no activations and stay FP32.
+_GIVES_STATISTICS = frozenset({"native_layer_norm", "native_group_norm"})
+
+# Hooks cost some 10 us a call: as much as a core takes to widen this many elements.
+_WORTH_PACKING = 1 << 16
+
+_FP32, _FP64 = torch.float32, torch.float64
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) -> Action:
+    """The action of one overload under a plan; the overload itself where it is to run as it comes."""
+    overload = overload_named(name)
+    if op_plan.how == "banned":
+        return _banned(op_plan, overload, device_type)
+    if op_plan.how == "emulated":
+        return _emulated(op_plan.op, overload, device_type, compute)
+    if op_plan.how == "fp32":
+        return _in_fp32(op_plan.op, overload, device_type)
+    if op_plan.how == "own":
+        return _own(op_plan, overload, device_type, compute)
+    if op_plan.how == "rounded":
+        return _rounded(op_plan.op, overload, device_type)
+    if op_plan.how == "fp32_sum":
+        from mezzo.pytorch.kernels.embedding import reference
+
+        found: Action = getattr(reference, op_plan.op)
+        return found
+    if op_plan.how == "promote":
+        return _promoted(overload, device_type)
+    if op_plan.rule == "lower":
+        return _cast_to(overload, device_type, compute)
+    return _fastest(overload)
+
+
+def _fastest(overload: torch._ops.OpOverload) -> Action:
+    """What calls an overload with the least overhead."""
+    namespace, _, name = overload._schema.name.partition("::")
+    alone = len(overload._schema.arguments) == 1 and overload._overloadname == "default"
+    if namespace == "aten" and (alone or name in _SAME_ARGUMENTS):
+        found: Action = getattr(torch._C._VariableFunctions, name, overload._op)
+        return found
+    return overload._op
+
+
+def _eligible(value: Any, device_type: str) -> bool:
+    """Autocast's own test: a floating tensor on the device, and not FP64."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype is not _FP64
+        and value.is_floating_point()
+        and value.device.type == device_type
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """An argument with each eligible tensor in `dtype`; lists of tensors are walked, all else left alone."""
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or not _eligible(value, device_type):
+            return value
+        return value.to(dtype)
+    if type(value) in (list, tuple):
+        return [_cast(item, dtype, device_type) for item in value]
+    return value
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> list[Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()):
+        for item in value if type(value) in (list, tuple) else (value,):
+            if _eligible(item, device_type):
+                found.append(item)
+    return found
+
+
+def _takes_one_tensor(overload: torch._ops.OpOverload) -> bool:
+    """Whether the first argument is a tensor and none of the others is, or could be."""
+    kinds = ["Tensor" in str(argument.type) for argument in overload._schema.arguments]
+    return str(overload._schema.arguments[0].type) == "Tensor" and sum(kinds) == 1
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """The widest dtype; fp16 and bf16 together make FP32, where PyTorch's own `promote` raises."""
+    widest = None
+    for tensor in tensors:
+        dtype = tensor.dtype
+        widest = dtype if widest is None or widest is dtype else torch.promote_types(widest, dtype)
+    return widest
+
+
+def _cast_to(overload: torch._ops.OpOverload, device_type: str, dtype: torch.dtype) -> Action:
+    op = _fastest(overload)
+
+    def one(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+        return op(x if x.dtype is dtype else _cast(x, dtype, device_type), *rest, **kwargs)
+
+    def several(*args: Any, **kwargs: Any) -> Any:
+        cast = [_cast(value, dtype, device_type) for value in args]
+        if not kwargs:
+            return op(*cast)
+        return op(*cast, **{key: _cast(value, dtype, device_type) for key, value in kwargs.items()})
+
+    return one if _takes_one_tensor(overload) else several
+
+
+def _in_fp32(op: str, overload: torch._ops.OpOverload, device_type: str) -> Action:
+    if op in _DTYPE_SETTABLE:
+        return _with_dtype(overload, device_type)
+    call = _fastest(overload)
+
+    def one(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+        dtype = x.dtype
+        if dtype is _FP32:
+            return call(x, *rest, **kwargs)
+        if dtype not in _HALVES:
+            return call(_cast(x, _FP32, device_type), *rest, **kwargs)
+        if x.requires_grad and _is_worth_packing(x):
+            return _keeping_halves(call, (x, *rest), kwargs, device_type)
+        return call(x.float(), *rest, **kwargs)
+
+    cast_all = _cast_to(overload, device_type, _FP32)
+
+    def several(*args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        if isinstance(x, Tensor) and x.dtype in _HALVES and x.requires_grad and _is_worth_packing(x):
+            return _keeping_halves(call, args, kwargs, device_type)
+        return cast_all(*args, **kwargs)
+
+    return one if _takes_one_tensor(overload) else several
+
+
+def _is_worth_packing(x: Tensor) -> bool:
+    """Whether a 16-bit input is large enough, and a backward may ask for it in eager mode."""
+    return (
+        x.numel() >= _WORTH_PACKING
+        and torch.is_grad_enabled()
+        and is_plain(x)
+        and bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    )
+
+
+def _keeping_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> Any:
+    """The op on FP32 forms of its inputs, which keeps of each 16-bit input that input itself."""
+    halves: list[Rounded] = []
+    dtype = args[0].dtype
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype is dtype and _eligible(value, device_type):
+            halves.append(Rounded(value, dtype))
+            return halves[-1].wide
+        return _cast(value, _FP32, device_type)
+
+    wide = [widen(value) for value in args]
+    named = {key: _cast(value, _FP32, device_type) for key, value in kwargs.items()}
+    packing = Packing(halves, dtype, None, torch._C._autograd._top_saved_tensors_default_hooks(False))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
+            return op(*wide, **named)
+    finally:
+        packing.forget_inputs()
+
+
+def _with_dtype(overload: torch._ops.OpOverload, device_type: str) -> Action:
+    position = [argument.name for argument in overload._schema.arguments].index("dtype")
+    op = _fastest(overload)
+
+    def with_dtype(*args: Any, **kwargs: Any) -> Any:
+        # Reductions that can be told their output's dtype convert as they read: no FP32 copy of the input is
+        # made. A dtype that the caller gave is respected.
+        x = args[0]
+        if x.dtype is _FP32 and not kwargs:
+            return op(*args)
+        given = kwargs.get("dtype") if len(args) <= position else args[position]
+        if given is not None or not _eligible(x, device_type):
+            return op(*args, **kwargs)
+        if len(args) > position:
+            return op(*args[:position], _FP32, *args[position + 1 :], **kwargs)
+        return op(*args, **{**kwargs, "dtype": _FP32})
+
+    return with_dtype
+
+
+def _rounded(op: str, overload: torch._ops.OpOverload, device_type: str) -> Action:
+    """`internal_fp32` by construction: FP32 in between, and the results in the first floating input's format."""
+    in_fp32 = _in_fp32(op, overload, device_type)
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        dtype = _first_dtype(args, device_type)
+        out = in_fp32(*args, **kwargs)
+        if dtype not in _HALVES or kwargs.get("dtype") is not None:
+            return out
+        if op in _GIVES_STATISTICS:
+            return (out[0].to(dtype), *out[1:])
+        return _narrowed(out, dtype)
+
+    return rounded
+
+
+def _first_dtype(args: Sequence[Any], device_type: str) -> torch.dtype | None:
+    for value in args:
+        for item in value if type(value) in (list, tuple) else (value,):
+            if isinstance(item, Tensor) and _eligible(item, device_type):
+                return item.dtype
+    return None
+
+
+def _own(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
+    kernel = own.load(op_plan.op)
+    otherwise = _in_fp32(op_plan.op, overload, device_type)
+
+    def ours(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+        if x.dtype in _HALVES:
+            return kernel(x, *rest, **kwargs)
+        return otherwise(x, *rest, **kwargs)
+
+    def lowered(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+        if _eligible(x, device_type):
+            return kernel(x.to(compute), *rest, **kwargs)
+        return overload(x, *rest, **kwargs)
+
+    return lowered if op_plan.rule == "lower" else ours
+
+
+def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
+    op = _fastest(overload)
+    if _takes_one_tensor(overload):
+        return op
+
+    def promoted(*args: Any, **kwargs: Any) -> Any:
+        widest = _widest(_tensors(args, kwargs, device_type))
+        if widest is None:
+            return op(*args, **kwargs)
+        cast = [_cast(value, widest, device_type) for value in args]
+        return op(*cast, **{key: _cast(value, widest, device_type) for key, value in kwargs.items()})
+
+    return promoted
+
+
+def _narrowed(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, Tensor):
+        return result.to(dtype) if result.dtype is _FP32 else result
+    if type(result) in (list, tuple):
+        return type(result)(_narrowed(item, dtype) for item in result)
+    return result
+
+
+def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
+    from mezzo.pytorch.kernels.emulated import EMULATED
+
+    name = overload.name().removeprefix("aten::").removesuffix(".default")
+    kernel = EMULATED.get(name) or EMULATED.get(op)
+    if kernel is not None:
+
+        def emulated(*args: Any, **kwargs: Any) -> Any:
+            if not _tensors(args, kwargs, device_type):
+                return overload(*args, **kwargs)
+            return kernel(*args, compute=compute, **kwargs)
+
+        return emulated
+
+    def between_casts(*args: Any, **kwargs: Any) -> Any:
+        # The general form, for ops that have no kernel of their own: 16-bit values, FP32 arithmetic, 16-bit
+        # result.
+        if not _tensors(args, kwargs, device_type):
+            return overload(*args, **kwargs)
+        low = [_cast(value, compute, device_type) for value in args]
+        wide = [_cast(value, _FP32, device_type) for value in low]
+        named = {
+            key: _cast(_cast(value, compute, device_type), _FP32, device_type)
+            for key, value in kwargs.items()
+        }
+        return _narrowed(overload(*wide, **named), compute)
+
+    return between_casts
+
+
+def _banned(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str) -> Action:
+    in_fp32 = _cast_to(overload, device_type, _FP32)
+
+    def banned(*args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors(args, kwargs, device_type):
+            if tensor.dtype is not _FP32:
+                reason = op_plan.reason.partition(";")[0]
+                raise BannedOpError(
+                    f"{op_plan.op} is banned with {name_of(tensor.dtype)} inputs: {reason}. {op_plan.remedy} "
+                    f"To run it in FP32 all the same, add op.{op_plan.op}=fp32 to the policy."
+                )
+        return in_fp32(*args, **kwargs)
+
+    return banned

@@ -1,0 +1,340 @@
+"""16 bits in and out, FP32 between: each op under that rule, and each with a kernel of Mezzo's own, in a region.
+
+For each row, format and shape: forward is within one ulp of computing in FP32 and rounding once, and every gradient is
+no farther from FP64's truth than the naive one (the op on 16-bit tensors, parameters rounded too, no autocast) or than
+FP32's, plus one rounding. Whose kernel it is (the device's, Mezzo's own, FP32's between casts) must not matter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mezzo
+from alive import bytes_alive
+from mezzo.core.policy import policy
+from mezzo.core.rules import OWN_GIVES_FP32, OWN_KERNEL, RULES, Rule
+from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels import own
+from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.region.plan import plan
+
+BITS = {"bf16": 7, "fp16": 10}
+FORMATS = list(BITS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How an op is called, on x and its two parameters, and on which shapes.
+
+    Args:
+        call: of x, weight and bias.
+        shapes: of x; a minus sign in front of the last size stands for a tensor that is not contiguous.
+        width: which dimension of x has the parameters' length; None for an op without.
+        low: whether it also takes 16-bit parameters.
+        factor: what x is multiplied by, so that no sum leaves fp16's range.
+    """
+
+    call: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...] = ((1, 64), (65_536, 8), (7, 1), (33, -64), (3, 0))
+    width: int | None = None
+    low: bool = False
+    factor: float = 1.0
+
+
+NOT_EMPTY = ((1, 64), (65_536, 8), (7, 1), (33, -64))
+CHANNELS = ((1, 4, 3), (65_536, 2, 3), (3, 4, -33), (64, 32, 64))
+IMAGES = {1: ((1, 1, 1), (2, 3, 7), (3, 5, -8), (4096, 16, 3))}
+IMAGES[2] = ((1, 1, 6, 1), (2, 3, 6, 7), (3, 5, 6, -8), (64, 8, 9, 7))
+IMAGES[3] = ((1, 1, 2, 3, 1), (2, 3, 2, 3, 7), (3, 5, 2, 3, -8), (8, 4, 5, 3, 3))
+
+
+def batch_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, w, b, training=True)
+
+
+def native_group_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.native_group_norm(x, w, b, *x.shape[:2], x[0, 0].numel(), 2, 1e-5)[0]
+
+
+def resizing(dims: int, mode: str, **kwargs: Any) -> Row:
+    def call(x: Tensor, *_: Tensor) -> Tensor:
+        sizes = [max(1, round(1.7 * size)) for size in x.shape[2:]]
+        return F.interpolate(x, sizes, mode=mode, **kwargs)
+
+    return Row(call, IMAGES[dims])
+
+
+ROWS: dict[str, Row] = {
+    "layer_norm": Row(lambda x, w, b: F.layer_norm(x, w.shape, w, b), width=-1, low=True),
+    "native_layer_norm": Row(
+        lambda x, w, b: torch.native_layer_norm(x, w.shape, w, b, 1e-5)[0], width=-1, low=True
+    ),
+    "rms_norm": Row(lambda x, w, b: F.rms_norm(x, w.shape, w, eps=1e-5), width=-1, low=True),
+    "group_norm": Row(lambda x, w, b: F.group_norm(x, 2, w, b), CHANNELS, width=1, low=True),
+    "native_group_norm": Row(native_group_norm, (CHANNELS[0], CHANNELS[1], CHANNELS[3]), width=1, low=True),
+    "batch_norm": Row(batch_norm, CHANNELS, width=1),
+    "instance_norm": Row(lambda x, w, b: F.instance_norm(x, None, None, w, b), CHANNELS, width=1, low=True),
+    "sum": Row(lambda x, *_: torch.sum(x), factor=2.0**-6),
+    "sum, a row": Row(lambda x, *_: torch.sum(x, -1), factor=2.0**-6),
+    "sum, a column": Row(lambda x, *_: torch.sum(x, 0), factor=2.0**-6),
+    "nansum": Row(lambda x, *_: torch.nansum(x, 0), factor=2.0**-6),
+    "mean": Row(lambda x, *_: torch.mean(x), NOT_EMPTY),
+    "mean, a row": Row(lambda x, *_: torch.mean(x, -1), NOT_EMPTY),
+    "mean, a column": Row(lambda x, *_: torch.mean(x, 0)),
+    "gelu": Row(lambda x, *_: F.gelu(x)),
+    "gelu, tanh": Row(lambda x, *_: F.gelu(x, approximate="tanh")),
+    "silu": Row(lambda x, *_: F.silu(x)),
+    "mish": Row(lambda x, *_: F.mish(x)),
+    "tanh": Row(lambda x, *_: torch.tanh(x)),
+    "elu": Row(lambda x, *_: F.elu(x)),
+    "selu": Row(lambda x, *_: F.selu(x)),
+    "celu": Row(lambda x, *_: F.celu(x)),
+    "glu": Row(lambda x, *_: F.glu(x), ((1, 64), (65_536, 8), (7, 2), (33, -64), (3, 0))),
+    "upsample_nearest1d": resizing(1, "nearest"),
+    "upsample_nearest2d": resizing(2, "nearest"),
+    "upsample_nearest3d": resizing(3, "nearest"),
+    "_upsample_nearest_exact1d": resizing(1, "nearest-exact"),
+    "_upsample_nearest_exact2d": resizing(2, "nearest-exact"),
+    "_upsample_nearest_exact3d": resizing(3, "nearest-exact"),
+    "upsample_linear1d": resizing(1, "linear"),
+    "upsample_bilinear2d": resizing(2, "bilinear"),
+    "_upsample_bilinear2d_aa": resizing(2, "bilinear", antialias=True),
+    "upsample_trilinear3d": resizing(3, "trilinear"),
+    "upsample_bicubic2d": resizing(2, "bicubic"),
+    "_upsample_bicubic2d_aa": resizing(2, "bicubic", antialias=True),
+    "softmax": Row(lambda x, *_: torch.softmax(x, -1)),
+    "softmax, a column": Row(lambda x, *_: torch.softmax(x, 0)),
+}
+# Not in 16 bits by themselves, but a policy may say so.
+ASKED_FOR = {"softmax"}
+
+
+def test_every_op_under_the_rule_has_a_row() -> None:
+    rows = {name.partition(",")[0] for name in ROWS}
+    for fmt in FORMATS:
+        plans = plan(policy(fmt), "cpu").values()
+        inside = {p.op for p in plans if p.rule == Rule.INTERNAL_FP32.value and p.how != "absent"}
+        assert inside - rows == set()
+        assert {p.format_out for p in plans if p.op in inside} == {"first input's"}
+        ours = {op for device, of, op in OWN_KERNEL if (device, of) == ("cpu", fmt)}
+        assert ours - OWN_GIVES_FP32 - rows == set()
+    assert rows - ASKED_FOR <= {op for op, row in RULES.items() if row.rule is Rule.INTERNAL_FP32}
+
+
+def test_on_every_device_the_rule_gives_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever evidence or kernel there is."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")
+    for fmt in FORMATS:
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            wide = [
+                p.op
+                for p in plan(policy(fmt), device).values()
+                if p.rule == Rule.INTERNAL_FP32.value
+                and p.how != "absent"
+                and p.format_out != "first input's"
+            ]
+            assert wide == []
+
+
+def made(shape: tuple[int, ...], row: Row, dtype: torch.dtype, parameters: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    turned = shape[-1] < 0
+    sizes = tuple(map(abs, shape))
+    if turned:
+        x = (2 * torch.randn(sizes[-1], *sizes[:-1]) + 1).movedim(0, -1)
+        assert not x.is_contiguous() or min(sizes) == 1
+    else:
+        x = 2 * torch.randn(sizes) + 1
+    x = (x * row.factor).to(dtype)
+    if row.width is None:
+        return [x]
+    width = x.shape[row.width]
+    return [x, (torch.rand(width) + 0.5).to(parameters), torch.randn(width).to(parameters)]
+
+
+def ulp_excess(low: Tensor, wide: Tensor, fmt: str) -> float:
+    """By how much |low - wide| exceeds one ulp of the format plus what FP32's cancellation leaves, at worst."""
+    if not low.numel():
+        return 0.0
+    true = wide.detach().double()
+    exponent = torch.floor(torch.log2(true.abs().clamp_min(torch.finfo(dtype_of(fmt)).tiny)))
+    allowed = torch.exp2(exponent - BITS[fmt]) + 2.0**-18 * true.abs().max()
+    return float(((low.detach().double() - true).abs() - allowed).max())
+
+
+def distance(one: Tensor, two: Tensor) -> float:
+    return float((one.double() - two.double()).norm())
+
+
+def gradients(
+    call: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        out = call(*leaves, *[torch.empty(0)] * (3 - len(leaves)))
+    if upstream is None:
+        upstream = torch.randn(out.shape).to(out.dtype)
+    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
+    return out.detach(), [g for g in found if g is not None]
+
+
+def in_region(name: str, row: Row, fmt: str) -> Callable[..., Tensor]:
+    op = name.partition(",")[0]
+
+    def call(*args: Tensor) -> Tensor:
+        with mezzo.autocast(f"{fmt},op.{op}=internal_fp32" if op in ASKED_FOR else fmt, "cpu"):
+            return row.call(*args)
+
+    return call
+
+
+CASES = [
+    pytest.param(
+        name,
+        shape,
+        low,
+        id=f"{name}-{'x'.join(map(str, shape))}{'-low parameters' if low else ''}".replace(", ", " "),
+    )
+    for name, row in ROWS.items()
+    for shape in row.shapes
+    for low in ((False, True) if row.low else (False,))
+    if not (shape[-1] == 0 and row.width is not None)
+]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("name", "shape", "low"), CASES)
+def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> None:
+    row, dtype = ROWS[name], dtype_of(fmt)
+    rule = (
+        "internal_fp32"
+        if name.partition(",")[0] in ASKED_FOR
+        else plan(policy(fmt))[name.partition(",")[0]].rule
+    )
+    inputs = made(shape, row, dtype, dtype if low else torch.float32)
+    wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+    torch.manual_seed(1)
+    upstream = torch.randn(wide.shape).to(dtype)
+    out, ours = gradients(in_region(name, row, fmt), inputs, upstream)
+    assert out.dtype is (dtype if rule == "internal_fp32" else torch.float32)
+    assert out.shape == wide.shape
+    assert ulp_excess(out, wide, fmt) <= 0
+
+    _, truth = gradients(row.call, [t.double() for t in inputs], upstream.double())
+    _, single = gradients(row.call, [t.float() for t in inputs], upstream.float())
+    try:
+        _, naive = gradients(row.call, [t.to(dtype) for t in inputs], upstream)
+    except NotImplementedError:  # what no 16-bit kernel does can't be worse than FP32
+        naive = single
+    for mine, theirs, exact, true, leaf in zip(ours, naive, single, truth, inputs[: len(truth)], strict=True):
+        assert mine.dtype is leaf.dtype
+        allowed = max(distance(theirs, true), distance(exact, true))
+        assert distance(mine, true) <= 1.01 * allowed + 2.0 ** -(BITS[fmt] + 1) * float(true.norm())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_not_finite_is_where_fp32_has_it(name: str, fmt: str) -> None:
+    row, dtype = ROWS[name], dtype_of(fmt)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        inputs = made((*row.shapes[2][:-1], max(4, abs(row.shapes[2][-1]))), row, dtype, torch.float32)
+        inputs[0].view(-1)[1] = value
+        out = in_region(name, row, fmt)(*inputs, *[torch.empty(0)] * (3 - len(inputs)))
+        wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+        # PyTorch's FP32 gelu of +inf is NaN on some CPUs.
+        assert torch.equal(out.isfinite(), wide.isfinite()), value
+        assert torch.equal(out[wide.isinf()].float(), wide[wide.isinf()]), value
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_fp32_input_is_left_in_fp32(name: str) -> None:
+    """It never lowers; 16-bit parameters beside FP32 input are widened."""
+    row = ROWS[name]
+    low = row.low and not name.endswith("group_norm")  # whose own kernel refuses that
+    inputs = made(row.shapes[0], row, torch.float32, torch.bfloat16 if low else torch.float32)
+    out = in_region(name, row, "bf16")(*inputs, *[torch.empty(0)] * (3 - len(inputs)))
+    wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
+    assert out.dtype is torch.float32
+    assert torch.equal(out, wide)
+
+
+LOWERED = [op for op in ("layer_norm", "rms_norm", "instance_norm") if op in own.OWN]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("op", LOWERED)
+def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> None:
+    """`op.layer_norm=lower`: an FP32 residual stream is read in 16 bits, the gradients are summed in FP32."""
+    if ("cpu", fmt, op) not in OWN_KERNEL:
+        pytest.skip(f"no kernel of {op} yet")
+    row, dtype = ROWS[op], dtype_of(fmt)
+    shape = row.shapes[1]
+    inputs = made(shape, row, torch.float32, torch.float32)
+    rounded = [inputs[0].to(dtype), *inputs[1:]]
+
+    def lowered(*args: Tensor) -> Tensor:
+        with mezzo.autocast(f"{fmt},op.{op}=lower", "cpu"):
+            return row.call(*args)
+
+    upstream = torch.randn(shape).to(dtype)
+    out, ours = gradients(lowered, inputs, upstream)
+    expected, theirs = gradients(in_region(op, row, fmt), rounded, upstream)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
+    assert {g.dtype for g in ours} == {torch.float32}
+
+
+# What FP32 ops keep of 16-bit inputs: those inputs, not the FP32 copies that were made of them.
+
+KEEPS_ITS_INPUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "softplus": F.softplus,
+    "log": lambda x: torch.log(x),
+    "native_layer_norm": lambda x: torch.native_layer_norm(x, x.shape[-1:], None, None, 1e-5)[0],
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_ITS_INPUT)
+def test_an_fp32_op_keeps_its_16_bit_input_and_no_fp32_copy(name: str) -> None:
+    call = KEEPS_ITS_INPUT[name]
+    torch.manual_seed(0)
+    leaf = (torch.rand(512, 256) + 0.1).bfloat16().requires_grad_()
+
+    def peak_of(calls: int) -> tuple[int, Tensor]:
+        peak = PeakTensorBytes()
+        with mezzo.autocast("bf16", "cpu"):
+            call(leaf)  # what is made once is made
+            others = bytes_alive()
+            peak.start()
+            outs = [call(leaf) for _ in range(calls)]
+        return peak.stop().peak_bytes - others, outs[0]
+
+    (few, out), (many, _) = peak_of(1), peak_of(5)
+    kept = (many - few) / 4 - out.nbytes  # what five calls keep beyond one, of which each has its output
+    assert kept < leaf.numel()
+    wide = leaf.detach().float().requires_grad_()
+    upstream = torch.randn(out.shape)
+    out.backward(upstream.to(out.dtype))
+    call(wide).backward(upstream.to(out.dtype).float())
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    assert torch.equal(leaf.grad, wide.grad.bfloat16())
+
+
+def test_an_input_that_changes_before_backward_is_an_error_as_in_fp32() -> None:
+    leaf = torch.rand(512, 256).bfloat16().requires_grad_()
+    with mezzo.autocast("bf16", "cpu"):
+        x = leaf * 1
+        out = F.softplus(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
