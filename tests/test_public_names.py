@@ -19,11 +19,13 @@ PUBLIC = {
     "StaticLossScale",
     "autocast",
     "explain",
+    "find_batch_size",
     "formats",
     "keep_memory",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
+    "nn",
     "optim",
     "policy",
 }

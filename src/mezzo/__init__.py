@@ -24,7 +24,9 @@ _PUBLIC = {
     "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "formats": ("mezzo.core.formats", ""),
+    "find_batch_size": ("mezzo.pytorch.batch_size.find", "find_batch_size"),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
+    "nn": ("mezzo.nn", ""),
     "optim": ("mezzo.optim", ""),
     "keep_memory": ("mezzo.pytorch.keep_memory", "keep_memory"),
     "lower_weights": ("mezzo.pytorch.weights.lowering", "lower_weights"),
@@ -41,21 +43,24 @@ __all__ = [
     "StaticLossScale",
     "autocast",
     "explain",
+    "find_batch_size",
     "formats",
     "keep_memory",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
+    "nn",
     "optim",
     "policy",
 ]
 
 if TYPE_CHECKING:
-    from mezzo import optim
+    from mezzo import nn, optim
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
     from mezzo.pytorch.keep_memory import keep_memory
+    from mezzo.pytorch.batch_size.find import find_batch_size
     from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.region.autocast import autocast
     from mezzo.pytorch.scaling.scaler import GradScaler

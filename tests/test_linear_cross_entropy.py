@@ -1,0 +1,435 @@
+"""The head and its loss in one: as near to FP64 as the naive code, never with the whole logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from alive import bytes_alive
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.nn import linear_cross_entropy
+from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.nn import sweep
+
+ROWS, WIDTH, CLASSES = 90, 24, 41
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(params=["one chunk", "many"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sizes that cut even these small tensors: 13 rows a chunk, 11 classes a block of the weight's gradient."""
+    if request.param == "many":
+        cut(monkeypatch, rows=13, classes=11)
+    return str(request.param)
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, rows: int, classes: int) -> None:
+    monkeypatch.setattr(sweep, "BUFFER", 0)
+    monkeypatch.setattr(sweep, "FEWEST", rows)
+    monkeypatch.setattr(sweep, "_BLOCK", classes * WIDTH)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call: its options, and which kind of target it has."""
+
+    kwargs: dict[str, Any]
+    bias: bool = False
+    weighted: bool = False
+    probabilities: bool = False
+    ignored: int = 0
+
+    def __str__(self) -> str:
+        names = ("bias", "weighted", "probabilities", "ignored")
+        flags = [name for name in names if getattr(self, name)]
+        return ",".join([*(f"{k}={v}" for k, v in self.kwargs.items()), *flags]) or "plain"
+
+    def inputs(self, rows: int = ROWS) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Input, weight and bias in FP32 that bf16 and fp16 hold exactly; target; class weights."""
+        torch.manual_seed(0)
+        shapes = [(rows, WIDTH), (CLASSES, WIDTH), *([(CLASSES,)] if self.bias else [])]
+        tensors = [torch.randn(shape).mul(16).round().div(16).clamp(-4, 4) for shape in shapes]
+        target = torch.randint(CLASSES, (rows,))
+        if self.ignored:
+            target[torch.arange(0, rows, 3)] = self.kwargs.get("ignore_index", -100)
+        if self.probabilities:
+            target = torch.randn(rows, CLASSES).softmax(1)
+        return tensors, target, torch.rand(CLASSES) + 0.1 if self.weighted else None
+
+
+OPTIONS = [
+    Row({}),
+    Row({}, bias=True),
+    Row({}, weighted=True),
+    Row({}, ignored=1),
+    Row({"ignore_index": 7}, ignored=1, weighted=True, bias=True),
+    Row({"label_smoothing": 0.1}),
+    Row({"label_smoothing": 0.3}, ignored=1, weighted=True),
+    Row({"reduction": "sum"}, bias=True),
+    Row({"reduction": "sum", "label_smoothing": 1.0}, weighted=True, ignored=1),
+    Row({"reduction": "none"}, ignored=1),
+    Row({"reduction": "none", "label_smoothing": 0.2}, weighted=True, bias=True),
+    Row({}, probabilities=True),
+    Row({"label_smoothing": 0.1}, probabilities=True, weighted=True, bias=True),
+    Row({"reduction": "none"}, probabilities=True, weighted=True),
+    Row({"reduction": "sum"}, probabilities=True),
+]
+
+
+def leaves(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def naive(tensors: list[Tensor], target: Tensor, weight: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+    """The definition, in the tensors' own format."""
+    logits = F.linear(*tensors)
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    target = target.to(wide.dtype) if target.is_floating_point() else target
+    return F.cross_entropy(wide, target, None if weight is None else weight.to(wide.dtype), **kwargs)
+
+
+def ours(tensors: list[Tensor], target: Tensor, weight: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+    bias = tensors[2] if len(tensors) > 2 else None
+    return linear_cross_entropy(tensors[0], tensors[1], target, bias, class_weight=weight, **kwargs)
+
+
+def seed_of(loss: Tensor, seed: float = 2.0) -> Tensor:
+    """What arrives in backward: one number, or another one for each row."""
+    torch.manual_seed(1)
+    if loss.dim():
+        return torch.rand(loss.shape, dtype=torch.float64).mul(2.0).to(loss.dtype)
+    return torch.full_like(loss, seed)
+
+
+def derived(call: Any, tensors: list[Tensor], *rest: Any, seed: float = 2.0) -> list[Tensor]:
+    loss = call(tensors, *rest)
+    return [loss.detach(), *torch.autograd.grad(loss, tensors, seed_of(loss, seed))]
+
+
+def bounds(row: Row, tensors: list[Tensor], target: Tensor, weight: Tensor | None) -> list[Tensor]:
+    """The sums of absolute products behind each gradient: what one rounding of each moves it by, in units."""
+    wide = [tensor.double() for tensor in tensors]
+    logits = F.linear(*wide).requires_grad_()
+    wide_target = target.double() if row.probabilities else target
+    loss = F.cross_entropy(logits, wide_target, None if weight is None else weight.double(), **row.kwargs)
+    slope = torch.autograd.grad(loss, logits, seed_of(loss).double())[0].abs()
+    return [slope @ wide[1].abs(), slope.t() @ wide[0].abs(), slope.sum(0)]
+
+
+@pytest.mark.parametrize("row", OPTIONS, ids=str)
+@pytest.mark.parametrize("native", ["native", "emulated"])
+@pytest.mark.parametrize("fmt", HALVES)
+def test_no_further_from_fp64_than_the_naive_code(
+    fmt: str, native: str, row: Row, chunks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", fmt if native == "native" else "")
+    tensors, target, weight = row.inputs()
+    rest = (target, weight, row.kwargs)
+    truth = derived(naive, leaves(tensors, torch.float64), *rest)
+    plain = derived(naive, leaves(tensors, HALVES[fmt]), *rest)
+    found = derived(ours, leaves(tensors, HALVES[fmt]), *rest)
+    unit = torch.finfo(HALVES[fmt]).eps / 2
+    assert found[0].dtype is torch.float32
+    assert {gradient.dtype for gradient in found[1:]} == {HALVES[fmt]}
+    # Of the same gradient of the logits, ours rounds each chunk's product and their sum; theirs one whole product,
+    # which may be lucky: three roundings between the two.
+    rooms = [2.0**-22 * truth[0].abs(), *(3 * unit * bound for bound in bounds(row, tensors, target, weight))]
+    for mine, theirs, exact, room in zip(found, plain, truth, rooms):
+        off, their_off = (mine.double() - exact).abs(), (theirs.double() - exact).abs()
+        assert bool((off <= their_off + room).all())
+        assert float(off.norm()) <= 1.1 * float(their_off.norm()) + 2.0**-22 * float(exact.norm())
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+def test_what_arrives_in_backward_may_be_any_number(fmt: str, chunks: str) -> None:
+    """One that isn't a power of two costs bf16 gradients a rounding more, and they stay of the naive code's kind."""
+    row = Row({}, bias=True)
+    tensors, target, weight = row.inputs()
+    rest = (target, weight, row.kwargs)
+    truth, plain, found = (
+        derived(call, leaves(tensors, dtype), *rest, seed=0.3)
+        for call, dtype in ((naive, torch.float64), (naive, HALVES[fmt]), (ours, HALVES[fmt]))
+    )
+    for mine, theirs, exact in zip(found, plain, truth):
+        assert float((mine - exact).norm()) <= 1.2 * float((theirs - exact).norm())
+
+
+@pytest.mark.parametrize("row", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)], ids=["fp64", "fp32"]
+)
+def test_fp64_and_fp32_are_exact_to_their_last_digits(
+    dtype: torch.dtype, tolerance: float, row: Row, chunks: str
+) -> None:
+    tensors, target, weight = row.inputs()
+    rest = (target, weight, row.kwargs)
+    truth = derived(naive, leaves(tensors, torch.float64), *rest)
+    for mine, exact in zip(derived(ours, leaves(tensors, dtype), *rest), truth):
+        assert mine.dtype is dtype
+        assert mine.shape == exact.shape
+        assert float((mine - exact).norm()) <= tolerance * float(exact.norm())
+
+
+REGIONS = {
+    "mezzo bf16": (lambda: mezzo.autocast("bf16", "cpu"), torch.bfloat16),
+    "mezzo fp16": (lambda: mezzo.autocast("fp16", "cpu"), torch.float16),
+    "torch bf16": (lambda: torch.autocast("cpu", torch.bfloat16), torch.bfloat16),
+    "mezzo bf16, linear in fp32": (lambda: mezzo.autocast("bf16,op.linear=fp32", "cpu"), torch.float32),
+    "mezzo fp32": (lambda: mezzo.autocast("fp32", "cpu"), torch.float32),
+    "none": (lambda: torch.autocast("cpu", enabled=False), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_region_decides_the_format_of_the_products(name: str, chunks: str) -> None:
+    """Inputs that the region's format rounds: the loss is that of the rounded ones."""
+    region, dtype = REGIONS[name]
+    torch.manual_seed(0)
+    tensors = [torch.randn(ROWS, WIDTH), torch.randn(CLASSES, WIDTH)]
+    target = torch.randint(CLASSES, (ROWS,))
+    mixed = [tensors[0].bfloat16() if dtype is torch.bfloat16 else tensors[0], tensors[1]]
+    low = [tensor.detach().requires_grad_() for tensor in mixed]
+    with region():
+        loss = ours(low, target, None, {})
+    loss.backward()
+    rounded = [tensor.to(dtype).double().requires_grad_() for tensor in mixed]
+    truth = naive(rounded, target, None, {})
+    truth.backward()
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(truth.item(), rel=2e-4 if dtype is torch.bfloat16 else 2e-7)
+    for tensor, exact in zip(low, rounded):
+        assert tensor.grad is not None
+        assert exact.grad is not None
+        assert tensor.grad.dtype is tensor.dtype
+        off = float((tensor.grad - exact.grad).norm() / exact.grad.norm())
+        assert off < {torch.bfloat16: 2e-2, torch.float16: 1e-6, torch.float32: 1e-6}[dtype]
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products, and the elements of the largest tensor that an op makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.products += 1
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, Tensor):
+                self.largest = max(self.largest, item.numel())
+        return out
+
+
+@pytest.fixture
+def of_64_rows(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+    """512 rows of 16 and 2,000 classes, in chunks of 64 rows and blocks of 100 classes."""
+    monkeypatch.setattr(sweep, "BUFFER", 0)
+    monkeypatch.setattr(sweep, "FEWEST", 64)
+    monkeypatch.setattr(sweep, "_BLOCK", 100 * 16)
+    torch.manual_seed(0)
+    return torch.randn(512, 16), torch.randn(2000, 16), torch.randint(2000, (512,))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("fmt", HALVES)
+def test_no_tensor_is_larger_than_a_chunk_of_logits(
+    fmt: str, kwargs: dict[str, Any], of_64_rows: tuple[Tensor, ...]
+) -> None:
+    x, weight, target = of_64_rows
+    leaf, table = x.requires_grad_(), weight.requires_grad_()
+    with Watch() as watch:
+        with mezzo.autocast(fmt, "cpu"):
+            loss = linear_cross_entropy(leaf, table, target, **kwargs)
+        loss.sum().backward()
+    assert watch.largest == 64 * 2000
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"reduction": "none"}], ids=str)
+def test_peak_bytes(kwargs: dict[str, Any], of_64_rows: tuple[Tensor, ...]) -> None:
+    """What is alive at the peak: operands in bf16, a chunk, FP32 gradients; not 2 MB of logits, nor 4 of FP32 ones."""
+    x, weight, target = of_64_rows
+    x.requires_grad_()
+    weight.requires_grad_()
+
+    def call() -> None:
+        with mezzo.autocast("bf16", "cpu"):
+            loss = linear_cross_entropy(x, weight, target, **kwargs)
+        loss.sum().backward()
+
+    call()
+    x.grad = weight.grad = None
+    alive = bytes_alive()
+    peak = PeakTensorBytes()
+    peak.start()
+    call()
+    record = peak.stop()
+    used = record.peak_bytes - alive
+    chunk, low, wide = 64 * 2000 * 2, (x.numel() + weight.numel()) * 2, (x.numel() + weight.numel()) * 4
+    scratch = (
+        2 * low if "allocator" in record.how else 0
+    )  # once something is compiled, a product's own space counts
+    assert used <= chunk + low + wide + scratch + 100 * 16 * 6 + 512 * 64
+    assert 2 * used < 512 * 2000 * 2
+
+
+WANTED = {
+    # which of input and weight want a gradient -> products of a chunk whose weight's gradient is 20 blocks
+    (True, True): 1 + 1 + 20,
+    (True, False): 1 + 1,
+    (False, True): 1 + 20,
+    (False, False): 1,
+}
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_only_the_gradients_that_are_wanted_are_made(
+    wanted: tuple[bool, bool], of_64_rows: tuple[Tensor, ...]
+) -> None:
+    x, weight, target = of_64_rows
+    tensors = [tensor.requires_grad_(flag) for tensor, flag in zip((x, weight), wanted)]
+    with Watch() as watch, mezzo.autocast("bf16", "cpu"):
+        loss = ours(tensors, target, None, {})
+    assert watch.products == 8 * WANTED[wanted]
+    if any(wanted):
+        loss.backward()
+    assert [tensor.grad is not None for tensor in tensors] == list(wanted)
+
+
+def test_evaluation_makes_no_gradients(of_64_rows: tuple[Tensor, ...]) -> None:
+    x, weight, target = of_64_rows
+    for mode in (torch.no_grad, torch.inference_mode):
+        with Watch() as watch, mode():
+            loss = linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
+        assert watch.products == 8
+        assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_native_fp16_gradients_neither_vanish_nor_overflow(
+    reduction: str, of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probability of 2^-11 over 512 rows is 1e-6, where fp16 has four bits; 512 rows of 64 are beyond 65504."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "fp16")
+    x, weight, target = of_64_rows
+    tensors = [(x.abs() * 64).half().float(), (weight / 2048).half().float()]
+    target = torch.zeros_like(target)
+    low, exact = leaves(tensors, torch.float32), leaves(tensors, torch.float64)
+    with mezzo.autocast("fp16", "cpu"):
+        loss = ours(low, target, None, {"reduction": reduction})
+    truth = naive(exact, target, None, {"reduction": reduction})
+    found, want = (torch.autograd.grad(value.sum(), side) for value, side in ((loss, low), (truth, exact)))
+    for mine, expected in zip(found, want):
+        assert float((mine - expected).norm() / expected.norm()) < 5e-4
+        rest = (mine[1:] - expected[1:]).norm() / expected[1:].norm()  # classes that are no row's target
+        assert float(rest) < 1e-3
+
+
+def test_backward_twice_and_second_derivatives(chunks: str) -> None:
+    row = Row({}, bias=True, ignored=1)
+    tensors, target, weight = row.inputs(rows=30)
+    low = leaves(tensors, torch.bfloat16)
+    loss = ours(low, target, weight, {})
+    first = torch.autograd.grad(loss, low, torch.tensor(2.0), retain_graph=True)
+    again = torch.autograd.grad(loss, low, torch.tensor(2.0), retain_graph=True)
+    last = torch.autograd.grad(loss, low, torch.tensor(2.0))
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, again, last))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    small = [torch.randn(5, 3), torch.randn(4, 3), torch.randn(4)]
+    index = torch.tensor([0, 3, -100, 1, 2])
+    for kwargs in ({}, {"reduction": "none", "label_smoothing": 0.1}):
+        exact = leaves(small, torch.float64)
+        call = lambda x, w, b: linear_cross_entropy(x, w, index, b, **kwargs)  # noqa: B023, E731
+        assert torch.autograd.gradcheck(call, exact)
+        assert torch.autograd.gradgradcheck(call, exact)
+
+
+def test_inputs_of_any_rank_and_no_rows() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(CLASSES, WIDTH)
+    for shape in [(WIDTH,), (7, WIDTH), (3, 7, WIDTH), (2, 3, 5, WIDTH), (4, 0, WIDTH)]:
+        x = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        target = torch.randint(CLASSES, shape[:-1]).to(torch.int32)
+        rows = linear_cross_entropy(x, weight, target, reduction="none")
+        assert rows.shape == shape[:-1]
+        flat = F.cross_entropy(
+            F.linear(x, weight).reshape(-1, CLASSES), target.flatten().long(), reduction="none"
+        )
+        torch.testing.assert_close(rows.flatten(), flat)
+        (gradient,) = torch.autograd.grad(linear_cross_entropy(x, weight, target, reduction="sum"), x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(flat.sum(), x)[0])
+    empty = torch.empty(0, WIDTH)
+    table = weight.requires_grad_()
+    loss = linear_cross_entropy(empty, table, torch.empty(0, dtype=torch.int64))
+    assert bool(loss.isnan())
+    loss.backward()
+    assert table.grad is not None
+    assert not table.grad.any()
+
+
+def test_nothing_to_learn_from_and_what_is_not_finite(chunks: str) -> None:
+    tensors, target, _ = Row({}).inputs()
+    low = leaves(tensors, torch.bfloat16)
+    loss = ours(low, torch.full_like(target, -100), None, {})
+    loss.backward()
+    assert bool(loss.isnan())
+    assert [bool(tensor.grad.any()) for tensor in low] == [False, False]  # type: ignore[union-attr]
+    tensors[0][4] = float("nan")
+    rows = ours(leaves(tensors, torch.bfloat16), target, None, {"reduction": "none"})
+    assert rows.isnan().nonzero().flatten().tolist() == [4]
+    low = leaves(tensors, torch.bfloat16)
+    ours(low, target, None, {}).backward()
+    assert low[0].grad is not None
+    assert low[0].grad.isnan().any(1).nonzero().flatten().tolist() == [4]
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "width": ({"weight": torch.ones(5, 3)}, UsageError, r"input \[2, 4\] and weight \[5, 3\]"),
+    "bias": ({"bias": torch.ones(4)}, UsageError, r"bias \[4\]. Give \[5\]"),
+    "class weights": ({"class_weight": torch.ones(4)}, UsageError, r"class_weight \[4\]"),
+    "target's shape": ({"target": torch.tensor([1])}, UsageError, r"one index a row: \[2\]"),
+    "probabilities": ({"target": torch.ones(2)}, UsageError, r"have the shape \[2, 5\]"),
+    "bool": ({"target": torch.tensor([True, False])}, UsageError, "target of torch.bool"),
+    "reduction": ({"reduction": "avg"}, UnknownNameError, "unknown reduction 'avg'. Use one of mean, none"),
+    "smoothing": ({"label_smoothing": 1.5}, UsageError, "label_smoothing=1.5"),
+    "formats": ({"weight": torch.ones(5, 4).bfloat16()}, UsageError, "of fp32, bf16. Outside a region"),
+    "no such class": ({"target": torch.tensor([0, 5])}, IndexError, "Target 5 is out of bounds"),
+    "negative class": ({"target": torch.tensor([0, -1])}, IndexError, "Target -1 is out of bounds"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_raises(name: str) -> None:
+    kwargs, error, message = WRONG[name]
+    right = {"input": torch.ones(2, 4), "weight": torch.ones(5, 4), "target": torch.tensor([0, 4])}
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**{**right, **kwargs})
+    if error is IndexError:
+        wide = {key: value.double() for key, value in right.items() if key != "target"}
+        with pytest.raises(error, match=message):
+            linear_cross_entropy(**{**wide, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "element_size", "rows"),
+    [
+        (2048, 256, 2, 2048),
+        (2048, 32768, 2, 512),
+        (2048, 131072, 2, 256),
+        (300, 131072, 2, 150),
+        (2049, 32768, 2, 410),
+        (0, 256, 2, 1),
+        (1, 1, 4, 1),
+    ],
+)
+def test_rows_of_a_chunk(count: int, classes: int, element_size: int, rows: int) -> None:
+    assert sweep.rows_of_chunk(count, classes, element_size) == rows

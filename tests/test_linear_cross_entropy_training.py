@@ -1,0 +1,254 @@
+"""LinearCrossEntropy as a model's head: in every kind of training, next to the layer and the loss that it replaces."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.core.errors import UsageError
+from mezzo.nn import LinearCrossEntropy, linear_cross_entropy
+from mezzo.pytorch.nn import sweep
+from mezzo.pytorch.region.modules import apply_module_overrides
+
+VOCABULARY, WIDTH = 31, 16
+TOKENS = torch.arange(40).view(4, 10) * 7 % VOCABULARY
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "BUFFER", 0)
+    monkeypatch.setattr(sweep, "FEWEST", 7)
+    monkeypatch.setattr(sweep, "_BLOCK", 5 * WIDTH)
+
+
+class Language(nn.Module):
+    """Tokens and the next ones -> the loss; the head's weight is the embedding's."""
+
+    def __init__(self, fused: bool, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = (
+            LinearCrossEntropy(WIDTH, VOCABULARY) if fused else nn.Linear(WIDTH, VOCABULARY, bias=False)
+        )
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
+        hidden = self.mix(self.token(tokens)).tanh()
+        if isinstance(self.head, LinearCrossEntropy):
+            out: Tensor = self.head(hidden, following)
+            return out
+        return F.cross_entropy(self.head(hidden).float().flatten(0, -2), following.flatten())
+
+
+def batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    return [((TOKENS + step) % VOCABULARY, (TOKENS + step + 3) % VOCABULARY) for step in range(steps)]
+
+
+Train = Callable[[Language], list[float]]
+
+
+def short(precision: str, **kwargs: Any) -> Train:
+    def train(model: Language) -> list[float]:
+        mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=0.02), precision, **kwargs)
+        losses = []
+        for batch in batches(12):
+            with mp.autocast():
+                loss = model(*batch)
+            losses.append(float(mp.step(loss).loss))
+        mp.close()
+        return losses
+
+    return train
+
+
+def loop(region: Callable[[], Any], scaler: Callable[[], Any] | None = None) -> Train:
+    def train(model: Language) -> list[float]:
+        optimizer, scaling = torch.optim.AdamW(model.parameters(), lr=0.02), scaler and scaler()
+        losses = []
+        for batch in batches(12):
+            with region():
+                loss = model(*batch)
+            (loss if scaling is None else scaling.scale(loss)).backward()
+            if scaling is None:
+                optimizer.step()
+            else:
+                scaling.step(optimizer)
+                scaling.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    return train
+
+
+TRAININGS: dict[str, Train] = {
+    "fp32": loop(lambda: torch.autocast("cpu", enabled=False)),
+    "torch.autocast bf16": loop(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "mezzo.autocast bf16": loop(lambda: mezzo.autocast("bf16", "cpu")),
+    "mezzo.GradScaler fp16": loop(lambda: mezzo.autocast("fp16", "cpu"), lambda: mezzo.GradScaler("cpu")),
+    "torch.amp.GradScaler fp16": loop(
+        lambda: mezzo.autocast("fp16", "cpu"), lambda: torch.amp.GradScaler("cpu")
+    ),
+    "short bf16": short("bf16"),
+    "short fp16": short("fp16"),
+    "accumulate": short("bf16", accumulate=3),
+    "release": short("bf16", release_gradients=True),
+    "split": short("bf16", weights="split"),
+    "split, accumulate": short("bf16", weights="split", accumulate=2),
+    "split, release": short("bf16", weights="split", release_gradients=True),
+    "masters fp16": short("fp16", weights="masters"),
+}
+
+
+# A tied parameter's gradient arrives in two parts, and MixedPrecision refuses to release those.
+TIED = [(name, tied) for name in TRAININGS for tied in (True, False) if not (tied and "release" in name)]
+
+
+@pytest.mark.parametrize(("name", "tied"), TIED)
+def test_trains_as_the_layer_and_the_loss_do(name: str, tied: bool) -> None:
+    fused, plain = (TRAININGS[name](Language(kind, tied)) for kind in (True, False))
+    assert fused[-1] < fused[0] - 0.3
+    assert fused == pytest.approx(plain, rel=1e-5 if name == "fp32" else 1e-2)
+
+
+def test_a_linear_layer_to_everyone_else() -> None:
+    weights = torch.rand(VOCABULARY)
+    torch.manual_seed(3)
+    head = LinearCrossEntropy(WIDTH, VOCABULARY, bias=True, weight=weights, label_smoothing=0.1)
+    torch.manual_seed(3)
+    linear = nn.Linear(WIDTH, VOCABULARY)
+    assert isinstance(head, nn.Linear)
+    assert list(head.state_dict()) == ["weight", "bias"]
+    assert torch.equal(head.weight, linear.weight)
+    assert torch.equal(head.bias, linear.bias)
+    head.load_state_dict(nn.Linear(WIDTH, VOCABULARY).state_dict())
+    hidden, target = torch.randn(3, 5, WIDTH), torch.randint(VOCABULARY, (3, 5))
+    assert torch.equal(head.logits(hidden), F.linear(hidden, head.weight, head.bias))
+    loss = nn.CrossEntropyLoss(head.class_weight, label_smoothing=0.1)
+    expected = loss(head.logits(hidden).flatten(0, 1), target.flatten())
+    for copied in (head, copy.deepcopy(head), pickle.loads(pickle.dumps(head)), head.eval()):
+        torch.testing.assert_close(copied(hidden, target), expected)
+    assert "label_smoothing=0.1" in repr(head)
+    assert "reduction" not in repr(head)
+    with pytest.raises(UsageError, match=r"head.logits\(hidden\)"):
+        head(hidden)
+    with pytest.raises(UsageError, match=r"give \[31\]"):
+        LinearCrossEntropy(WIDTH, VOCABULARY, weight=torch.rand(3))
+    low = copy.deepcopy(head).bfloat16()
+    assert low(hidden.bfloat16(), target).dtype is torch.float32
+
+
+def test_a_policy_s_module_pattern_names_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Language(True, tied=False)
+    policy = mezzo.policy("bf16,module.head=fp32")
+    seen = []
+    original = sweep.sweep
+
+    def watched(head: sweep.Head, **kwargs: Any) -> Any:
+        seen.append(head.arithmetic.product)
+        return original(head, **kwargs)
+
+    monkeypatch.setattr("mezzo.pytorch.nn.linear_cross_entropy.sweep", watched)
+    with mezzo.autocast(policy, "cpu"):
+        model(*batches(1)[0])
+    with apply_module_overrides(model, policy, "cpu"), mezzo.autocast(policy, "cpu"):
+        model(*batches(1)[0])
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(reentrant: bool) -> None:
+    plain, again = Language(True), Language(True)
+    tokens, following = batches(1)[0]
+    for model, run in ((plain, lambda f, *a: f(*a)), (again, checkpoint)):
+        hidden = model.mix(model.token(tokens))
+        how = {"use_reentrant": reentrant} if run is checkpoint else {}
+        with mezzo.autocast("bf16", "cpu"):
+            loss = run(lambda h, head=model.head: head(h.tanh(), following), hidden, **how)
+        loss.backward()
+    for left, right in zip(plain.parameters(), again.parameters()):
+        assert left.grad is not None
+        assert right.grad is not None
+        assert torch.equal(left.grad, right.grad)
+
+
+def test_a_weight_that_changed_in_between_is_noticed() -> None:
+    """The first backward has its gradients already; one that must compute them again would use another weight."""
+    head = LinearCrossEntropy(WIDTH, VOCABULARY, reduction="none")
+    rows = head(torch.randn(9, WIDTH), torch.arange(9))
+    with torch.no_grad():
+        head.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rows.sum().backward()
+
+
+def _of(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+    with mezzo.autocast("bf16", "cpu"):
+        return linear_cross_entropy(hidden, weight, target)
+
+
+def test_function_transforms_and_fake_tensors() -> None:
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(VOCABULARY, WIDTH), torch.randn(6, WIDTH)
+    target = torch.arange(6)
+    leaf = weight.clone().requires_grad_()
+    _of(leaf, hidden, target).backward()
+    assert leaf.grad is not None
+    found = torch.func.grad(_of)(weight, hidden, target)
+    assert float((found - leaf.grad).norm() / leaf.grad.norm()) < 1e-2
+    each = torch.func.vmap(torch.func.grad(_of), in_dims=(None, 0, 0))(
+        weight, hidden.view(2, 3, WIDTH), target.view(2, 3)
+    )
+    assert float((each.mean(0) - leaf.grad).norm() / leaf.grad.norm()) < 1e-2
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in (weight, hidden, target)]
+        assert _of(*fake).shape == ()
+    on_meta = [tensor.to("meta") for tensor in (weight, hidden, target)]
+    assert linear_cross_entropy(on_meta[1], on_meta[0], on_meta[2], reduction="none").shape == (6,)
+
+
+def test_targets_and_class_weights_that_learn_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(VOCABULARY, WIDTH), torch.randn(6, WIDTH)
+    target = torch.randn(6, VOCABULARY).softmax(1).requires_grad_()
+    found = torch.autograd.grad(linear_cross_entropy(hidden, weight, target), target)[0]
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), target), target)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("region", [None, "bf16", "fp16"])
+def test_compiled(region: str | None) -> None:
+    eager, compiled = Language(True), Language(True)
+
+    def loss_of(model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+        if region is None:
+            out: Tensor = model(tokens, following)
+            return out
+        with mezzo.autocast(region, "cpu"):
+            inside: Tensor = model(tokens, following)
+            return inside
+
+    run = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    plain, traced = loss_of(eager, *batches(1)[0]), run(compiled, *batches(1)[0])
+    torch.testing.assert_close(plain, traced, rtol=1e-3, atol=0.0)
+    plain.backward()
+    traced.backward()
+    for left, right in zip(eager.parameters(), compiled.parameters()):
+        assert left.grad is not None
+        assert right.grad is not None
+        off = float((left.grad - right.grad).norm() / left.grad.norm())
+        assert off < (1e-5 if region is None else 1e-2)
