@@ -53,8 +53,9 @@ def test_an_unknown_verb_names_the_nearest(wrong: str, near: str, capsys: pytest
 
 @pytest.mark.parametrize("name", VERBS)
 def test_every_verb_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if importlib.util.find_spec(f"mezzo.cli.{name}") is None:
-        pytest.fail(f"mezzo.cli.{name} is missing")
+    module = f"mezzo.cli.{name.replace('-', '_')}"
+    if importlib.util.find_spec(module) is None:
+        pytest.fail(f"{module} is missing")
     assert main([name, "--help"]) == 0
     printed = capsys.readouterr().out
     assert f"usage: mezzo {name}" in printed

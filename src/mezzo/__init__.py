@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
-    from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.batch_size.find import find_batch_size
+    from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.region.autocast import autocast
     from mezzo.pytorch.scaling.scaler import GradScaler

@@ -120,7 +120,9 @@ class BatchSearch:
                 return None
             middle = (low + high) // 2 // step * step
             aimed = self._aim() if len(self.trials) % 2 else None  # by turns: aiming alone may creep
-            return min(max(middle if aimed is None else aimed, low + step), high - step)
+            if aimed is None or aimed >= high:  # what failed there was not on the line
+                aimed = middle
+            return min(max(aimed, low + step), high - step)
         ceiling = self._ceiling
         if ceiling is not None and low >= ceiling:
             return None

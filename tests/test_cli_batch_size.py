@@ -1,0 +1,432 @@
+"""`mezzo batch-size`: how the script is told its size, what becomes of each way a run can end, what is printed."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import signal
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import mezzo.cli.batch_size as verb
+from mezzo.cli.batch_size import request_of, show
+from mezzo.cli.main import main
+from mezzo.core.batch_result import BatchSizeResult
+from mezzo.core.errors import UsageError
+from mezzo.verify.batch_size import child, search
+from mezzo.verify.batch_size.request import BatchSizeRequest, precisions_of
+from mezzo.verify.batch_size.search import search_script
+from mezzo.verify.batch_size.vary import Vary
+from mezzo.verify.precisions import split_precisions
+
+# Stands in for the launcher. The script is a JSON object:
+#   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: sleeps when the steps are done
+#   ends {size: how}, for this size and all larger: text (its output) and status, or a signal; `run` for the smaller
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+from mezzo.core import records
+
+request = json.loads(Path(sys.argv[1]).read_text())
+does = json.loads(Path(request["target"]).read_text())
+size = int("".join(c for c in request["argv"][-1] if c.isdigit()))
+with Path("calls").open("a") as calls:
+    print(request["policy"], *request["argv"], file=calls)
+ends = {int(key): how for key, how in does.get("ends", {}).items()}
+end = next((ends[key] for key in sorted(ends, reverse=True) if size >= key), {})
+if "text" in end:
+    print(end["text"], flush=True)
+    sys.exit(end["status"])
+if "signal" in end:
+    os.kill(os.getpid(), end["signal"])
+writer = records.RecordWriter(Path(request["records"]))
+machine = {"device_type": does.get("device", "cpu")}
+writer.write(records.RunStarted("s", request["argv"], request["policy"], 0, False, machine, "now"))
+fixed, each = does.get("bytes", {}).get(request["policy"], [0, 1000])
+for i in range(end.get("steps", does.get("steps", 12))):
+    at = i * (0.01 + size / 1000)
+    writer.write(records.LossRecord(i, 1.0, at))
+    writer.write(records.UpdateRecord(i, 0, True, False, 1.0, at, observed=i == 2))
+    if i == 2:
+        writer.write(records.MemoryRecord(fixed + each * size, "tensor bytes"))
+if does.get("linger"):
+    time.sleep(60)
+writer.write(records.RunEnded(0, 1.0, end.get("notes", [])))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory in which runs are pretended."""
+    (tmp_path / "elsewhere").mkdir()
+    fake = tmp_path / "elsewhere" / "fake.py"
+    fake.write_text(FAKE)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(
+        verb, "search_script", functools.partial(search_script, command=(sys.executable, str(fake)))
+    )
+    return tmp_path / "here"
+
+
+def script(place: Path, **behaviour: Any) -> str:
+    (place / "train.py").write_text(json.dumps(behaviour))
+    return "train.py"
+
+
+def calls(place: Path) -> list[str]:
+    return (place / "calls").read_text().splitlines()
+
+
+def test_two_precisions_are_searched_and_set_beside_each_other(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script(here, bytes={"fp32": [0, 1000], "bf16": [0, 500]})
+    words = [
+        "batch-size",
+        name,
+        "--vary=--batch",
+        "--limit=20kB",
+        "--precision",
+        "fp32,bf16",
+        "--",
+        "--lr",
+        "1",
+    ]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
+    assert err.splitlines()[0].startswith("run 1: fp32  --batch 8: fits, ")
+    assert "--batch 21: does not fit: over the limit, " in err
+    lines = out.splitlines()
+    assert lines[:2] == ["fp32", "size   peak  steps/s  samples/s  fits"]
+    assert lines[2] == "   8   8 kB    55.56      444.4  yes"
+    assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
+    assert lines[-2].startswith(
+        "fp32: --batch 20 is the largest that fits (20 kB of 20 kB), and trains the most"
+    )
+    assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")
+    assert lines[-1].endswith(" The largest is 2.00 times that of fp32.")
+
+
+def test_json_and_the_folder_hold_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = script(here)
+    words = [
+        "batch-size",
+        name,
+        "--vary=batch=",
+        "--limit=20kB",
+        "--precision=bf16",
+        "--out",
+        "found",
+        "--json",
+    ]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out) == json.loads((here / "found" / "batch-size.json").read_text())
+    one = json.loads(out)["precisions"]["bf16"]
+    assert (one["largest"], one["fastest"], one["limit_bytes"], one["device"]) == (20, 20, 20_000, "cpu")
+    assert [trial["size"] for trial in one["trials"]] == [8, 16, 20, 21]
+    assert sorted(path.name for path in (here / "found" / "runs").iterdir()) == [
+        f"bf16-{size}.{kind}" for size in (16, 20, 21, 8) for kind in ("jsonl", "log")
+    ]
+    (here / "found" / "runs" / "old.log").touch()
+    assert main(words) == 0  # its own folder may be used again
+    assert not (here / "found" / "runs" / "old.log").exists()
+
+
+def test_nothing_fits_is_a_finding(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = script(here, bytes={"bf16": [5000, 1]})
+    assert main(["batch-size", name, "--vary=--batch", "--limit=4kB", "--precision=bf16", "--start=2"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "bf16: nothing fits: --batch 1 takes 5 kB, and the limit is 4 kB."
+    )
+
+
+OOM = {"text": "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory.", "status": 1}
+ERROR = {"text": 'Traceback (most recent call last):\n  File "train.py"\nValueError: bad rows', "status": 1}
+NO_OPTION = {
+    "text": "usage: train.py [-h] [--batch B]\ntrain.py: error: unrecognized arguments: --bs 8",
+    "status": 2,
+}
+
+# the script, more words -> the sizes tried, the largest, and what is said of it
+ENDS: list[tuple[dict[str, Any], list[str], list[int], int, str]] = [
+    ({"ends": {20: OOM}, "device": "cuda"}, [], [8, 16, 32, 24, 20, 18, 19], 19, "no: out of memory"),
+    ({"ends": {20: OOM}, "device": "cuda"}, ["--multiple-of=8"], [8, 16, 32, 24], 16, "no: out of memory"),
+    ({"device": "cuda"}, ["--max=40"], [8, 16, 32, 40], 40, "the largest that was tried, and it fits (40 kB)"),
+    ({"device": "cuda"}, ["--limit=20kB"], [8, 16, 20, 21], 20, "no: over the limit"),
+    ({"ends": {12: {"signal": 9}}}, ["--limit=1GB"], [8, 16, 12, 10, 11], 11, "killed by the system, most likely"),
+    ({"ends": {20: ERROR}}, ["--limit=1GB"], [8, 16, 32], 16, "ended with exit status 1 at 32: ValueError: bad"),
+    ({"ends": {20: {"steps": 2}}}, ["--limit=1GB"], [8, 16, 32], 16, "the script ended after 2 steps, and memory is"),
+    ({"ends": {20: {"signal": 15}}}, ["--limit=1GB"], [8, 16, 32], 16, "the script was killed by signal 15 at 32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("behaviour", "more", "sizes", "largest", "says"), ENDS)
+def test_the_ways_in_which_a_larger_size_can_end(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: dict[str, Any],
+    more: list[str],
+    sizes: list[int],
+    largest: int,
+    says: str,
+) -> None:
+    monkeypatch.setattr(search, "spendable_bytes", lambda: 10_000)  # binds a CPU, and no GPU
+    name = script(here, **behaviour)
+    assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == 0
+    out = capsys.readouterr().out
+    assert [int(line.split()[-1]) for line in calls(here)] == sizes
+    assert f"--batch {largest} is the largest that" in out.splitlines()[-1]
+    assert says in out
+
+
+def test_on_a_cpu_the_limit_is_what_the_machine_has_left(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "spendable_bytes", lambda: 10_000)
+    words = ["batch-size", script(here), "--vary=--batch", "--precision=bf16"]
+    assert main(words) == 0
+    assert "--batch 10 is the largest that fits (10 kB of 10 kB)" in capsys.readouterr().out
+    monkeypatch.setattr(search, "spendable_bytes", lambda: None)
+    assert main(words) == 2
+    assert "give --limit, such as --limit 8GiB" in capsys.readouterr().err
+
+
+def test_a_smaller_size_that_fails_by_itself_ends_the_shrinking(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = script(here, bytes={"bf16": [3000, 1000]}, ends={1: ERROR, 2: {}})
+    assert main(["batch-size", name, "--vary=--batch", "--limit=4kB", "--precision=bf16", "--start=2"]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "note: no smaller size was tried, since the script ended with exit status 1 at 1: ValueError" in out
+    )
+    assert out.splitlines()[-1] == "bf16: nothing fits: --batch 2 takes 5 kB, and the limit is 4 kB."
+
+
+# the script, more words -> the one line that says how to mend it
+FAILURES: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"ends": {1: NO_OPTION}}, ["--vary=--bs"], "does not take '--bs 8'. Give --vary= the option of its batch size"),
+    ({"ends": {1: NO_OPTION}}, ["--vary=--bs"], "usage: train.py [-h] [--batch B]"),
+    ({"ends": {1: NO_OPTION}}, ["--vary=--rows"], "train.py --rows 8 ended with exit status 2. Its output ended"),
+    ({"ends": {1: ERROR}}, ["--vary=--bs"], "train.py --bs 8 ended with exit status 1. Its output ended:\nTraceback"),
+    ({"ends": {1: ERROR}}, ["--vary=--bs"], "ValueError: bad rows"),
+    ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, ["--vary=--bs"], "bf16 can't run: no bf16 here"),
+    ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}}, ["--vary=--bs"],
+     "ended after 2 steps, and memory is measured in the third. It says: left alone: it uses autocast. Let it"),
+    ({"bytes": {"bf16": [500, 0]}}, ["--vary=--seed"], "takes the same bytes at every size from 8 to 512, so --seed "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("behaviour", "words", "says"), FAILURES)
+def test_a_script_that_fails_at_the_first_size(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    behaviour: dict[str, Any],
+    words: list[str],
+    says: str,
+) -> None:
+    name = script(here, **behaviour)
+    assert main(["batch-size", name, "--precision=bf16", "--limit=1MB", *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("mezzo batch-size: ") == 1
+
+
+def test_a_run_is_ended_after_its_steps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script goes on for a minute; nobody waits for it."""
+    name = script(here, linger=True)
+    words = ["batch-size", name, "--vary=--batch", "--limit=1MB", "--max=8", "--precision=bf16", "--steps"]
+    assert main([*words, "12"]) == 0
+    assert "444.4" in capsys.readouterr().out
+
+
+def test_a_run_over_the_limit_is_ended_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has taken 12 of the 100 steps, and would sleep for a minute."""
+    name = script(here, linger=True)
+    words = ["batch-size", name, "--vary=--batch", "--limit=5kB", "--precision=bf16", "--multiple-of=8"]
+    assert main([*words, "--steps=100"]) == 1
+    assert "nothing fits: --batch 8 takes 8 kB, and the limit is 5 kB." in capsys.readouterr().out
+
+
+def test_a_run_that_leaves_the_machine_no_memory_is_ended(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "available_bytes", lambda: 1000)
+    name = script(here, linger=True)
+    words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--start=1"]
+    assert main([*words, "--steps=100"]) == 1
+    assert "--batch 1 does not run (hardly any memory was left" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_child_and_leaves_no_request(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(child, "available_bytes", stop)
+    name = script(here, linger=True)
+    words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--out=found"]
+    assert main([*words, "--steps=100"]) == 130
+    assert ": stopped, " in capsys.readouterr().err
+    assert not list((here / "found" / "runs").glob("*.request.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--vary=--batch"], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
+        (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
+        (["train.py"], "say with --vary how the script is told its batch size"),
+        (["train.py", "--vary=batch"], "Did you mean --vary=batch= or --vary=--batch?"),
+        (["train.py", "--vary=="], "--vary==: write what holds"),
+        (["train.py", "--vary={}"], "no argument of the script holds {}"),
+        (["train.py", "--vary=--batch size"], "write what holds the batch size as the script spells it"),
+        (["--demo", "digit", "--vary=--batch"], "Did you mean 'digits'?"),
+        (["missing.py", "--vary=--batch"], "no script 'missing.py'"),
+        (["train.py", "--vary=--batch", "--precision", "bf61"], "Did you mean 'bf16'?"),
+        (["train.py", "--vary=--batch", "--precision", ","], "--precision names nothing"),
+        (["train.py", "--vary=--batch", "--limit", "4 giga"], "is no number of bytes"),
+        (["train.py", "--vary=--batch", "--steps", "3"], "--steps 3: give 4 or more"),
+        (["train.py", "--vary=--batch", "--start", "0"], "start=0: give 1 or more"),
+        (["train.py", "--vary=--batch", "--max", "0"], "raise the one or lower the other"),
+        (["train.py", "--vary=--batch", "--out", "train.py"], "--out train.py: is a file"),
+        (["train.py", "--vary=--batch", "--out", "."], "holds other files (train.py)"),
+        (["train.py", "--vary=--batch", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_two(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    script(here)
+    assert main(["batch-size", *words]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert "Traceback" not in err
+    assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+# how it is spelled, the script's arguments -> the arguments with size 32, and how that is written
+SPELLINGS = [
+    ("--batch", "", "--batch 32", "--batch 32"),
+    ("--batch", "--lr 1", "--lr 1 --batch 32", "--batch 32"),
+    ("--batch", "--batch 8 --lr 1", "--batch 32 --lr 1", "--batch 32"),
+    ("--batch", "--batch=8 --lr 1", "--batch 32 --lr 1", "--batch 32"),
+    ("--batch", "--batch 8 --lr 1 --batch=9", "--batch 32 --lr 1", "--batch 32"),
+    ("--batch", "--batches 8 --lr --batch", "--batches 8 --lr --batch 32", "--batch 32"),
+    ("-b", "-b 8 x", "-b 32 x", "-b 32"),
+    ("--batch=", "--batch 8 x", "--batch=32 x", "--batch=32"),
+    ("--batch=", "x", "x --batch=32", "--batch=32"),
+    ("data.batch=", "data.batch=8 model=big", "data.batch=32 model=big", "data.batch=32"),
+    ("data.batch=", "data.batch 8", "data.batch 8 data.batch=32", "data.batch=32"),
+    ("++data.batch=", "", "++data.batch=32", "++data.batch=32"),
+    ("{}", "a {} x{}y", "a 32 x32y", "32"),
+]
+
+
+@pytest.mark.parametrize(("spelling", "given", "argv", "written"), SPELLINGS)
+def test_how_a_script_is_told_its_size(spelling: str, given: str, argv: str, written: str) -> None:
+    vary = Vary(spelling)
+    assert vary.argv(tuple(given.split()), 32) == tuple(argv.split())
+    assert vary.written(32) == written
+
+
+@pytest.mark.parametrize("spelling", ["", "-", "--", "=", "--=", "batch", "a {}", "--a=b", "x=y"])
+def test_spellings_that_tell_a_script_nothing(spelling: str) -> None:
+    with pytest.raises(UsageError, match="as the script spells it"):
+        Vary(spelling)
+
+
+def test_precisions_are_split_like_a_comparisons() -> None:
+    words = ["fp32, bf16", "bf16,op.softmax=fp32,fp16", "a.toml,b=c"]
+    assert split_precisions(words) == ["fp32", "bf16", "bf16,op.softmax=fp32", "fp16", "a.toml", "b=c"]
+    assert precisions_of(["fp32,bf16", "compute=bf16"]) == ("fp32", "bf16")
+
+
+def test_a_module_and_a_demo_may_be_searched(here: Path) -> None:
+    parse = functools.partial(_parsed, script=None, demo=None, module=None)
+    assert parse(module="json.tool").is_module
+    assert Path(parse(demo="digits").target).name == "digits.py"
+
+
+def _parsed(**given: Any) -> BatchSizeRequest:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    arguments = parser.parse_args(["--vary=--batch"])
+    vars(arguments).update(given, argv=[])
+    return request_of(arguments)
+
+
+@pytest.mark.parametrize(
+    ("width", "terminal", "boxed"),
+    [(34, True, False), (60, True, True), (80, True, True), (160, True, True), (80, False, False)],
+)
+def test_every_width_shows_every_number(here: Path, width: int, terminal: bool, boxed: bool) -> None:
+    name = script(here, ends={20: ERROR})
+    request = BatchSizeRequest(name, Vary("--batch"), precisions=("bf16",), limit=10**6)
+    fake = (sys.executable, str(here.parent / "elsewhere" / "fake.py"))
+    found: dict[str, BatchSizeResult] = search_script(request, command=fake)
+    file = io.StringIO()
+    show(Console(file=file, width=width, force_terminal=terminal, color_system=None), request, found)
+    text = file.getvalue()
+    joined = "".join(text.split())
+    for one in ("bf16", "16kB", "38.46", "615.4", "ValueError:badrows", "--batch16isthelargestthatwastried"):
+        assert one in joined
+    assert ("┃" in text) is boxed
+    if not terminal:
+        assert "note: no larger size was tried, since the script ended with exit status 1 at 32: Val" in text
+
+
+TRAINING = """
+    import argparse
+    import torch
+    from torch import nn
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=4)
+    batch_size = parser.parse_args().batch_size
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    while True:
+        loss = nn.functional.cross_entropy(model(torch.randn(batch_size, 64)), torch.ones(batch_size).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+def test_the_real_thing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that would train for ever, in real child processes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
+    words = ["batch-size", "train.py", "--vary=--batch-size", "--precision=fp32,bf16", "--multiple-of=32"]
+    status = main([*words, "--limit=1MB", "--start=128", "--json"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found = json.loads(out)["precisions"]
+    for one in found.values():
+        by_size = {trial["size"]: trial for trial in one["trials"]}
+        assert by_size[one["largest"]]["peak_bytes"] <= 10**6 < by_size[one["largest"] + 32]["peak_bytes"]
+        assert by_size[one["largest"]]["samples_per_second"] > 0
+        assert one["largest"] % 32 == 0
+    assert found["bf16"]["largest"] > found["fp32"]["largest"]
+    status = main(["batch-size", "train.py", "--vary=--bs", "--precision=bf16", "--limit=1MB"])
+    assert status == 2
+    assert "train.py does not take '--bs 8'" in capsys.readouterr().err
