@@ -16,8 +16,7 @@ to `.grad`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,16 +197,23 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     return leaves
 
 
-@contextmanager
-def unscaling(leaves: Sequence[Tensor], scale: float) -> Iterator[Found]:
+class unscaling:  # noqa: N801, a context manager is named like a function
     """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other
     hook.
+
+    Entering it gives the `Found` of the leaves. (A class: Dynamo would look into `contextlib`'s generators.)
     """
-    found, handles = _hook_all(leaves, 1.0 / scale)
-    try:
-        yield found
-    finally:
-        for handle in handles:
+
+    def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
+        self._leaves, self._scale = leaves, scale
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Found:
+        found, self._handles = _hook_all(self._leaves, 1.0 / self._scale)
+        return found
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
             handle.remove()
 
 

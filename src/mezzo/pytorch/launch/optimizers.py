@@ -49,6 +49,9 @@ class Steps:
         self._inside: set[int] = set()
         self._wrapped: list[tuple[Any, Any]] = []
         self.statistics: weakref.WeakKeyDictionary[Any, RunningStatistics] = weakref.WeakKeyDictionary()
+        # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
+        # what it starts from is remembered at the end of the step before.
+        self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """The `Optimizer._patch_step_function` of a run."""
@@ -90,6 +93,10 @@ class Steps:
         def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.left_alone is not None or id(optimizer) in self._inside:
                 return step(optimizer, *args, **kwargs)
+            if self._session.stand_ins and _was_adopted(optimizer):
+                # The script has kept `optimizer.step` (in `torch.compile(optimizer.step)`) from before its work was
+                # taken over: torch's own step would move 16-bit weights without their masters.
+                return optimizer.step(*args, **kwargs)
             self._inside.add(id(optimizer))
             try:
                 return self._step(step, optimizer, args, kwargs)
@@ -111,11 +118,11 @@ class Steps:
             return self._step_with_closure(step, optimizer, closure, args, kwargs)
         scale = session.scale.scale
         if self._veto.forbids(optimizer):
-            session.observe(found_inf=True)
+            self._observe(found_inf=True)
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
         result = step(optimizer, *args, **kwargs)
-        session.observe(found_inf=False)
+        self._observe(found_inf=False)
         self._done(optimizer, moved=True, scale=scale)
         return result
 
@@ -139,7 +146,7 @@ class Steps:
                 again += 1
                 session.reruns += 1
                 calls -= 1
-                session.observe(found_inf=True)
+                self._observe(found_inf=True)
 
         if args:
             args = (finite_closure, *args[1:])
@@ -149,22 +156,28 @@ class Steps:
         try:
             result = step(optimizer, *args, **kwargs)
         except _OverflowError:
-            session.observe(found_inf=True)
+            self._observe(found_inf=True)
             self._done(optimizer, moved=False, scale=scale, reason="the loss was not finite")
             return None
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         scale = session.scale.scale
-        session.observe(found_inf=False)
+        self._observe(found_inf=False)
         self._done(optimizer, moved=True, scale=scale, reason=reason)
         return result
+
+    @quiet
+    def _observe(self, *, found_inf: bool) -> None:
+        self._session.observe(found_inf=found_inf)
 
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         session = self._session
         scripts = session.stand_ins.get(optimizer, optimizer)
         number = self._numbers.setdefault(scripts, len(self._numbers))
-        for statistics in self.statistics.values():
+        for module, statistics in self.statistics.items():
             statistics.restore(not moved)
+            if module in self.traced and session.scaling:
+                statistics.remember()
         if session.trial is not None:
             session.trial.finish(counts=moved)
             if session.trial.decision is not None:
@@ -172,6 +185,12 @@ class Steps:
         observed = self._watch.running
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
         self._watch.after_update(number, moved=moved)
+
+
+def _was_adopted(optimizer: Any) -> bool:
+    from mezzo.pytorch.optim.adopt import Adopted
+
+    return isinstance(optimizer, Adopted)
 
 
 def _is_finite(loss: Any) -> bool:

@@ -49,8 +49,12 @@ class Preparation:
             known = self._known[module] = self._first_call(module)
         if known and self._storage.wanted:
             self._settle(module, traced)
+        if known and traced and self._session.scaling:
+            self._steps.traced.add(module)
+            self.remember_statistics(module)
         return known
 
+    @quiet
     def remember_statistics(self, module: nn.Module) -> None:
         """Keep the running statistics as they are before the step, for the case that it is vetoed."""
         statistics = self._steps.statistics.get(module)
