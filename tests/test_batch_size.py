@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -456,3 +457,15 @@ def test_what_a_machine_has_left(tmp_path: Path, files: dict[str, Any], gib: flo
     assert available_bytes(tmp_path) == expected
     if expected is not None:
         assert spendable_bytes(tmp_path) == max(0, expected - max(LEAST_MARGIN, int(0.1 * expected)))
+
+
+@pytest.mark.heavy
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "batch-size.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    others = bytes_alive()
+    names: dict[str, Any] = {}
+    exec(block.replace('limit="2 MB"', f"limit={2_000_000 + others}"), names)
+    found = names["found"]
+    assert found.largest % 8 == 0
+    assert f"batch size {found.largest} is the largest that fits" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import signal
 import sys
 import textwrap
@@ -296,6 +297,10 @@ def test_an_interrupt_ends_the_child_and_leaves_no_request(
         (["--demo", "digit", "--vary=--batch"], "Did you mean 'digits'?"),
         (["missing.py", "--vary=--batch"], "no script 'missing.py'"),
         (["train.py", "--vary=--batch", "--precision", "bf61"], "Did you mean 'bf16'?"),
+        (
+            ["train.py", "--vary=--batch", "--precision", "auto"],
+            "show the memory of neither. Name one, such as bf16",
+        ),
         (["train.py", "--vary=--batch", "--precision", ","], "--precision names nothing"),
         (["train.py", "--vary=--batch", "--limit", "4 giga"], "is no number of bytes"),
         (["train.py", "--vary=--batch", "--steps", "3"], "--steps 3: give 4 or more"),
@@ -430,3 +435,12 @@ def test_the_real_thing(
     status = main(["batch-size", "train.py", "--vary=--bs", "--precision=bf16", "--limit=1MB"])
     assert status == 2
     assert "train.py does not take '--bs 8'" in capsys.readouterr().err
+
+
+def test_every_option_and_spelling_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "batch-size.md").read_text(encoding="utf-8")
+    main(["batch-size", "--help"])
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}
+    assert {"--vary", "--limit", "--out"} <= options
+    for option in options:
+        assert f"{option} " in page or f"{option}`" in page, option

@@ -17,9 +17,9 @@ Exit status: 0 found, 1 nothing fits (not even the smallest size), 2 wrong usage
 
 Examples:
   mezzo batch-size train.py --vary=--batch-size
-  mezzo batch-size train.py --vary=--batch-size --precision fp32,bf16 --limit 4GiB -- --epochs 3
+  mezzo batch-size train.py --vary=--batch-size --precision bf16 --limit 4GiB -- --epochs 3
   mezzo batch-size train.py --vary=--batch-size --precision bf16,masters=split --multiple-of 8
-  mezzo batch-size --demo text-gpt --vary=--batch --limit 1GiB --precision fp32,bf16
+  mezzo batch-size --demo text-gpt --vary=--batch --limit 1GiB --multiple-of 8
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--precision",
         action="append",
         metavar="P",
-        help="presets, policy strings or .toml files, with commas or given again (default auto)",
+        help="presets, policy strings or .toml files, with commas or given again (default fp32,bf16)",
     )
     parser.add_argument(
         "--limit",
@@ -143,7 +143,7 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
         vary=Vary(arguments.vary),
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
-        precisions=precisions_of(arguments.precision or ["auto"]),
+        precisions=precisions_of(arguments.precision or ["fp32,bf16"]),
         steps=arguments.steps,
         limit=None if arguments.limit is None else parse_bytes(arguments.limit),
         start=arguments.start,

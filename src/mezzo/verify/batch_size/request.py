@@ -38,7 +38,7 @@ class BatchSizeRequest:
     vary: Vary
     argv: tuple[str, ...] = ()
     is_module: bool = False
-    precisions: tuple[str, ...] = ("auto",)
+    precisions: tuple[str, ...] = ("fp32", "bf16")
     steps: int = 12
     limit: int | None = None
     start: int = 8
@@ -55,6 +55,11 @@ class BatchSizeRequest:
             locate(self.target, is_module=False)
         for name in self.precisions:
             check(policy(name))
+            if policy(name).compute == "auto":
+                raise UsageError(
+                    f"--precision {name}: auto runs its first steps in two precisions by turns, so they show the "
+                    "memory of neither. Name one, such as bf16 (`mezzo doctor` says which suits this machine)."
+                )
         self.search(None)
         self.vary.argv(self.argv, self.start)
 
