@@ -22,7 +22,6 @@ from alive import bytes_alive
 from mezzo.core.policy import policy
 from mezzo.core.rules import OWN_GIVES_FP32, OWN_KERNEL, RULES, Rule
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.kernels import own
 from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.region.plan import plan
 
@@ -267,15 +266,13 @@ def test_fp32_input_is_left_in_fp32(name: str) -> None:
     assert torch.equal(out, wide)
 
 
-LOWERED = [op for op in ("layer_norm", "rms_norm", "instance_norm") if op in own.OWN]
+LOWERED = ("layer_norm", "rms_norm", "instance_norm")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("op", LOWERED)
 def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> None:
     """`op.layer_norm=lower`: an FP32 residual stream is read in 16 bits, the gradients are summed in FP32."""
-    if ("cpu", fmt, op) not in OWN_KERNEL:
-        pytest.skip(f"no kernel of {op} yet")
     row, dtype = ROWS[op], dtype_of(fmt)
     shape = row.shapes[1]
     inputs = made(shape, row, torch.float32, torch.float32)
@@ -291,6 +288,40 @@ def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> N
     assert torch.equal(out, expected)
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
     assert {g.dtype for g in ours} == {torch.float32}
+
+
+# What gives FP32 from 16 bits: the loss.
+
+LOGITS = ((1, 10), (65_536, 8), (5, 1), (33, -64))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", LOGITS)
+def test_cross_entropy_reads_16_bits_and_gives_fp32(shape: tuple[int, ...], fmt: str) -> None:
+    (x,) = made(shape, Row(F.cross_entropy), dtype_of(fmt), torch.float32)
+    target = torch.randint(0, x.shape[1], (x.shape[0],))
+
+    def call(logits: Tensor, *_: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, label_smoothing=0.1)
+
+    def in_policy(logits: Tensor, *_: Tensor) -> Tensor:
+        with mezzo.autocast(fmt, "cpu"):
+            return call(logits)
+
+    assert plan(policy(fmt))["cross_entropy_loss"].how == "own"
+    one = torch.ones(())
+    out, (mine,) = gradients(in_policy, [x], one)
+    _, (naive,) = gradients(call, [x], one)
+    expected, (true,) = gradients(call, [x.double()], one.double())
+    assert out.dtype is torch.float32
+    assert mine.dtype is x.dtype
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=1e-6)
+    floor = (
+        torch.finfo(x.dtype).smallest_normal * x.numel() ** 0.5
+    )  # 65,536 rows make fp16's gradients subnormal
+    assert (
+        distance(mine, true) <= distance(naive, true) + 2.0 ** -(BITS[fmt] + 1) * float(true.norm()) + floor
+    )
 
 
 # What FP32 ops keep of 16-bit inputs: those inputs, not the FP32 copies that were made of them.

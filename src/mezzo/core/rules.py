@@ -359,8 +359,8 @@ NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ
 # (device type, format, op) for which Mezzo has a kernel of its own that reads sixteen bits and computes in FP32
 # (`mezzo.pytorch.kernels.own`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
 OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
-    "cpu", "cross_entropy_loss instance_norm softmax"
-) | _grid("cuda", "instance_norm")
+    "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
+) | _grid("cuda", "cross_entropy_loss instance_norm layer_norm rms_norm")
 
 # Of those, the ops that give FP32, as their rule has it: what they spare is the FP32 copy of what they read.
 OWN_GIVES_FP32: frozenset[str] = frozenset({"cross_entropy_loss"})

@@ -22,6 +22,8 @@ OWN: Mapping[str, str] = MappingProxyType(
     {
         "cross_entropy_loss": f"{_HERE}.cross_entropy:cross_entropy_loss",
         "instance_norm": f"{_HERE}.composed:instance_norm",
+        "layer_norm": f"{_HERE}.layer_norm:layer_norm",
+        "rms_norm": f"{_HERE}.rms_norm:rms_norm",
         "softmax": f"{_HERE}.composed:softmax",
     }
 )

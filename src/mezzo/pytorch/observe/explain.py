@@ -254,12 +254,12 @@ _BY_KERNEL = {
 
 
 def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[str]:
-    """Whose kernels computed what: the device's 16-bit ones, Mezzo's own, or FP32's between casts."""
+    """Whose kernels computed what met 16 bits: the device's, Mezzo's own, or FP32's between casts."""
     if policy.compute == "fp32":
         return []
     plans = plan(policy, device_type)
     ran: dict[str, list[str]] = {kind: [] for kind in _BY_KERNEL}
-    for op in dict.fromkeys(row.op for row in rows):
+    for op in dict.fromkeys(row.op for row in rows if policy.compute in row.observed):
         how = plans[op].how if op in plans else ""
         if how == "pytorch" and plans[op].rule == "internal_fp32":
             how = "native"
