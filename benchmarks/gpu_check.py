@@ -1,4 +1,4 @@
-"""Everything that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, training steps.
+"""Everything that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, training steps, GPT-2.
 
     make gpu-check                        # or: python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --parts tests optimizers
@@ -51,9 +51,10 @@ PARTS: dict[str, Part] = {
     "tests": Part(("-m", "pytest", "-m", "gpu", "-q", "--junitxml={out}"), 20),
     "doctor": Part(("-m", "mezzo", "doctor", "--json"), 5, printed=True),
     "optimizers": Part(("benchmarks/optimizers.py", "--device", "cuda", "--out", "{out}"), 20),
-    "training_step": Part(
-        ("benchmarks/training_step.py", "--device", "cuda", "--rounds", "40", "--out", "{out}"), 20
+    "bench": Part(
+        ("benchmarks/bench.py", "--device", "cuda", "--large", "--budget", "15", "--out", "{out}"), 45
     ),
+    "gpt2": Part(("benchmarks/gpt2.py", "--device", "cuda", "--out", "{out}"), 20),
 }
 
 
@@ -70,8 +71,8 @@ def missing() -> str:
     )
     return (
         f"gpu-check needs a CUDA device, and torch {torch.__version__} sees none; {build}. Then run it again.\n"
-        "It needs Mezzo with its tests' tools (pip install -e '.[test]') and about 24 GB of free GPU memory, and takes "
-        "about half an hour. On a CPU, `make test` and `python benchmarks/optimizers.py` are the same checks."
+        "It needs Mezzo with its tests' tools (pip install -e '.[test]') and about 40 GB of free GPU memory, and takes "
+        "about an hour. On a CPU, `make test`, `make bench` and `python benchmarks/optimizers.py` are the same checks."
     )
 
 
@@ -174,7 +175,45 @@ def verdicts(parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for name, why in cell["raised"].items():
             if name.startswith("mezzo") and not why.startswith("not run"):
                 found[f"{name}, {cell['size']}, {cell['layout']}: runs"] = {"held": False, "measured": why}
+    found.update(_bars(parts.get("bench", {}).get("result") or {}))
+    found.update(_gpt2(parts.get("gpt2", {}).get("result") or {}))
     return found
+
+
+def _bars(bench: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The bars of `make bench`, which are a CPU's but for "never slower": the others are shown, and not judged."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in bench.get("bars", ()):
+        claim = f"{line['bar']}: {line['row']} {line['mode']}, {line['contender']} / {line['below']}"
+        judged = line["bar"].startswith("never slower") and line["verdict"] in ("met", "missed")
+        ratio = f"{line['ratio']:.3f}, at most {line['most']:.3f}" if "ratio" in line else ""
+        found[claim] = {
+            "held": line["verdict"] == "met" if judged else None,
+            "measured": f"{line['verdict']}: {ratio}" if ratio else line["verdict"],
+        }
+    return found
+
+
+def _gpt2(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Whether Mezzo's fastest loop trains GPT-2 no slower than torch.amp's, with torch.compile and fused AdamW."""
+    found: dict[str, dict[str, Any]] = {}
+    for size, each in result.get("sizes", {}).items():
+        claim = f"GPT-2 {size}: tokens a second, at least torch.amp's"
+        others = [name for name in each["ratios"] if name in each["rates"]]
+        if "amp-bf16" not in each["rates"] or not others:
+            found[claim] = {"held": False, "measured": "; ".join(each["raised"].values()) or "nothing"}
+            continue
+        best = min(others, key=lambda name: each["ratios"][name]["ratio"])
+        measured = ", ".join(
+            f"{name} {each['rates'][name]['tokens_per_second']:,.0f}{_utilised(each['rates'][name])}"
+            for name in (best, "amp-bf16")
+        )
+        found[claim] = {"held": each["ratios"][best]["interval"][0] <= 1, "measured": measured}
+    return found
+
+
+def _utilised(rate: Mapping[str, Any]) -> str:
+    return "" if rate["utilisation"] is None else f" ({rate['utilisation']:.1%} of the GPU's peak)"
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_steps as steps
+from readme_steps import busy
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -29,80 +32,6 @@ def parity() -> str:
     """What `mezzo compare` printed of the leanest mode, as it printed it."""
     text = (RESULTS / "lean_parity.txt").read_text(encoding="utf-8").rstrip()
     return "```text\n" + text + "\n```"
-
-
-MACHINES = {
-    "training_step.json": "--rounds 20",
-    "training_step_xeon.json": "--rounds 40 --out benchmarks/results/training_step_xeon.json",
-}
-"""Result files of `training_step.py`, one a machine, and the options that made them."""
-
-
-def _machine(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    fast = [name for name in machine["isa"] if name.startswith(("avx512_bf", "avx512_fp", "amx"))]
-    return f"{machine['cpu']} ({', '.join(fast)})"
-
-
-def figures() -> str:
-    """The ratios of training steps, a column a machine."""
-    found = [_read(name)["workloads"] for name in MACHINES]
-    names = [_machine(_read(name)) for name in MACHINES]
-    lines = [
-        "One training step on 2 threads: ratios of median times of interleaved rounds, with their 95 % interval",
-        "(`python benchmarks/training_step.py`). `amp` is torch.autocast; `mezzo` is mezzo.autocast in the",
-        'same loop; `short` is mezzo.MixedPrecision, `split` the same with `weights="split"`, `lean` with',
-        '`weights="split8", state="int8"`. Seconds, bytes and rounds are in [docs/figures.md](docs/figures.md).',
-        "",
-        f"| workload | time of / time of | {' | '.join(names)} |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    for name in found[0]:
-        for row in found[0][name]["ratios"]:
-            cells = [_ratio(machine[name]["ratios"].get(row)) for machine in found]
-            lines.append(f"| {name} | {row} | {' | '.join(cells)} |")
-    sizes = [f"- {name}: {each['summary']}" for name, each in found[0].items()]
-    return "\n".join([*lines, "", *sizes])
-
-
-def _ratio(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    low, high = found["interval"]
-    rounds = "" if found["rounds"] >= 10 else f", {found['rounds']} rounds"
-    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}{rounds})"
-
-
-def _without_time(why: str) -> str:
-    return why if why.startswith("not measured") else f"raises: {why}"
-
-
-def training_steps() -> str:
-    """Seconds, rounds and bytes of every contender, a table a machine."""
-    parts = []
-    for file, options in MACHINES.items():
-        results = _read(file)
-        machine = results["machine"]
-        parts += [
-            f"### {_machine(results)}",
-            "",
-            f"{machine['threads']} threads, torch {machine['torch']}; `python benchmarks/training_step.py {options}`,",
-            f"`benchmarks/results/{file}`.",
-            "",
-            "| workload | contender | median step | rounds | peak tensor bytes |",
-            "|---|---|---|---|---|",
-        ]
-        for name, found in results["workloads"].items():
-            for contender, seconds in found["median_seconds"].items():
-                peak = found["peak_bytes"][contender] / 1e6
-                rounds = len(found["seconds"][contender])
-                parts.append(f"| {name} | {contender} | {seconds:.3f} s | {rounds} | {peak:.0f} MB |")
-            parts += [
-                f"| {name} | {contender} | {_without_time(why)} | | |"
-                for contender, why in found["raised"].items()
-            ]
-        parts.append("")
-    return "\n".join(parts).rstrip()
 
 
 def harms() -> str:
@@ -128,7 +57,7 @@ def _where(results: dict[str, Any]) -> str:
     machine, versions = results["machine"], results["versions"]
     beside = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
     where = f"{machine['threads']} threads of {machine['cpu']}, torch {machine['torch']}, {beside}"
-    if _busy(results):
+    if busy(results):
         where += f" (busy with something else, load {results['load_at_start']:g}, so times are left out)"
     return where
 
@@ -166,7 +95,7 @@ def optimizers() -> str:
     for name, summary in results["contenders"].items():
         rows = [cell["rows"].get(name) for cell in cells]
         if rows[-1] is not None:
-            took = " | ".join("" if _busy(results) else _time(name, row) for row in rows)
+            took = " | ".join("" if busy(results) else _time(name, row) for row in rows)
             far = _distance(results.get("distance", {}).get(name))
             lines.append(f"| {name} | {summary} | {_total(rows[-1])} | {took} | {far} |")
     return "\n".join(lines)
@@ -199,7 +128,7 @@ def optimizer_times() -> str:
                 f"{row['median_ms']:.2f} ms | {row['ratio']:.3f} | {low:.3f} to {high:.3f} | {row['rounds']} |"
                 f" {row['gb_per_s']:.1f}"
             )
-            lines.append(f"| {name} | {' | | | |' if _busy(results) else times} | {_total(row)} |")
+            lines.append(f"| {name} | {' | | | |' if busy(results) else times} | {_total(row)} |")
         lines += [f"| {name} | {why} | | | | | |" for name, why in cell["raised"].items()]
     return "\n".join(lines)
 
@@ -243,7 +172,7 @@ def optimizer_first_steps() -> str:
     """What a first step takes with empty and with full caches, from `optimizers.json`."""
     results = _read("optimizers.json")
     found = results.get("first_step")
-    if not found or _busy(results):
+    if not found or busy(results):
         return NOT_MEASURED
     lines = [
         "| AdamW, 1 M parameters, one tensor | caches empty | of it compiling | caches full | of it loading | later |",
@@ -263,9 +192,18 @@ def _start(found: dict[str, Any]) -> tuple[str, str]:
     return f"{found['first']:.2f} s", "" if compiling is None else f"{compiling:.2f} s"
 
 
+def _bench(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    return lambda: part(_read("bench.json"))
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"demo": demo, "figures": figures, "optimizers": optimizers},
-    "docs/figures.md": {"training-steps": training_steps},
+    "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
+    "docs/figures.md": {
+        "bars": _bench(steps.bars),
+        "training-steps": _bench(steps.training_steps),
+        "loss": _bench(steps.loss_alone),
+        "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
+    },
     "docs/verdict.md": {"harms": harms},
     "docs/optimizers.md": {
         "modes": optimizer_modes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -15,27 +16,29 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def _filler() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def filler(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("readme")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/figures.md", "docs/verdict.md", "docs/optimizers.md"])
-def test_figures_are_those_of_the_result_files(page: str) -> None:
-    filler = _filler()
+def test_figures_are_those_of_the_result_files(page: str, filler: ModuleType) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert text == filler.filled(text, filler.PAGES[page])
 
 
+@pytest.mark.parametrize("name", ["bench.svg", "bench-dark.svg"])
+def test_the_plot_is_of_the_result_file(name: str, filler: ModuleType) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "bench.json").read_text(encoding="utf-8"))
+    digest = importlib.import_module("plot").digest(results)
+    assert digest in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("load", "shown"), [(0.5, True), (1.5, False)])
 def test_times_from_a_busy_machine_are_left_out(
-    load: float, shown: bool, monkeypatch: pytest.MonkeyPatch
+    load: float, shown: bool, monkeypatch: pytest.MonkeyPatch, filler: ModuleType
 ) -> None:
-    filler = _filler()
     row = {"ratio": 0.875, "interval": [0.8125, 0.9375], "median_ms": 1.0, "rounds": 9, "gb_per_s": 2.0}
     cell = {"size": "1M", "layout": "many", "parameters": 10, "tensors": 2, "raised": {}}
     start = {"first": 6.25, "third": 0.5, "compiling": None}

@@ -1,0 +1,218 @@
+"""What `bench.json` says in the README and in docs/figures.md: each function gives one part of a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+def busy(results: dict[str, Any]) -> bool:
+    """Whether the machine did something else as well, so that times are only a hint."""
+    return bool(results["load_at_start"] > results["machine"]["threads"] / 2)
+
+
+SHOWN = {
+    "fp32": "FP32",
+    "short-bf16": "Mezzo, FP32 weights",
+    "split-bf16": "Mezzo, split",
+    "lean-bf16": "Mezzo, lean",
+    "recompute": "split, GELU recomputed",
+    "fused-loss": "split, LinearCrossEntropy",
+}
+"""The contenders of `bench.json` that the README's tables show beside torch.amp, and their column heads."""
+AMP = "amp-bf16"
+
+
+def _machine(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    fast = [name for name in machine["isa"] if name.startswith(("avx512_bf", "avx512_fp", "amx"))]
+    return f"{machine['threads']} threads of {machine['cpu']} ({', '.join(fast)}), torch {machine['torch']}"
+
+
+def figures(results: dict[str, Any]) -> str:
+    """The plot of training steps, and its numbers: ratios to torch.amp."""
+    lines = [
+        f"Training steps on {_machine(results)}: `make bench`, one run of {results['minutes']:.0f} minutes"
+        f"{_about(results)}. Times are",
+        "ratios of medians of interleaved rounds, with their 95 % interval; peaks are those of all tensors: weights,",
+        "masters, gradients, optimizer state and activations. Left of the line is faster, or smaller, than torch.amp",
+        "in bf16. [docs/figures.md](docs/figures.md) has every second, byte and loss, what was asked, and what missed.",
+        "",
+        "<picture>",
+        '  <source media="(prefers-color-scheme: dark)" srcset="benchmarks/results/bench-dark.svg">',
+        '  <img src="benchmarks/results/bench.svg" alt="time and peak bytes of each workload over those of torch.amp">',
+        "</picture>",
+        "",
+    ]
+    for mode in ("eager", "compiled"):
+        columns = [
+            name for name in SHOWN if any(name in _ratios(row, mode) for row in results["rows"].values())
+        ]
+        lines += [
+            f"Time / torch.amp's, {mode}:",
+            "",
+            f"| | {' | '.join(SHOWN[name] for name in columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for name, row in results["rows"].items():
+            cells = [_ratio(_ratios(row, mode).get(column)) for column in columns]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    columns = [name for name in SHOWN if any(name in _peaks(row) for row in results["rows"].values())]
+    lines += [
+        "Peak tensor bytes of a step, eager:",
+        "",
+        f"| | torch.amp | {' | '.join(SHOWN[name] for name in columns)} |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for name, row in results["rows"].items():
+        peaks = _peaks(row)
+        cells = [_over(peaks, column) for column in columns]
+        lines.append(f"| {name} | {peaks[AMP] / 1e6:.0f} MB | {' | '.join(cells)} |")
+    lines += ["", *(f"- {name}: {_summary(row)}" for name, row in results["rows"].items())]
+    return "\n".join(lines)
+
+
+def _about(results: dict[str, Any]) -> str:
+    """What a reader must know of how the run was made."""
+    notes = ""
+    if results["settings"]["keep_memory"]:
+        notes += ", with `mezzo.keep_memory()` for every contender"
+    if busy(results):
+        notes += f", on a machine busy with something else (load {results['load_at_start']:g}): take times as a hint"
+    return notes
+
+
+def _ratios(row: dict[str, Any], mode: str) -> dict[str, Any]:
+    ratios: dict[str, Any] = row.get(mode, {}).get("ratios", {})
+    return ratios
+
+
+def _peaks(row: dict[str, Any]) -> dict[str, int]:
+    peaks: dict[str, int] = row.get("eager", {}).get("peak_bytes", {})
+    return peaks if AMP in peaks else {}
+
+
+def _over(peaks: dict[str, int], name: str) -> str:
+    return f"{peaks[name] / peaks[AMP]:.2f}" if name in peaks else ""
+
+
+def _summary(row: dict[str, Any]) -> str:
+    return next((str(found["summary"]) for found in row.values() if "summary" in found), "did not run")
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def bars(results: dict[str, Any]) -> str:
+    """What was asked of training steps, and what was reached."""
+    counts = Counter(line["verdict"] for line in results["bars"])
+    lines = [
+        f"{counts['met']} met, {counts['missed']} missed, {counts['open']} open (worse than the bar, but the interval"
+        f" reaches it), {counts['not measured']} not measured.",
+        "",
+        "| asked | where | of / of | at most | is | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in results["bars"]:
+        low, high = line.get("interval", (0, 0))
+        measured = f"{line['ratio']:.3f}" if "ratio" in line else ""
+        if low < high:
+            measured += f" ({low:.3f} to {high:.3f})"
+        verdict = line["verdict"] if line["verdict"] == "met" else f"**{line['verdict']}**"
+        place = (
+            f"{line['row']} classes"
+            if line["kind"] in ("logits", "head")
+            else f"{line['row']}, {line['mode']}"
+        )
+        pair = f"{line['contender']} / {line['below']}"
+        lines.append(f"| {line['bar']} | {place} | {pair} | {line['most']:.3f} | {measured} | {verdict} |")
+    return "\n".join(lines)
+
+
+def training_steps(results: dict[str, Any]) -> str:
+    """Seconds, rounds, bytes and losses of every contender, a table a mode."""
+    parts = [
+        f"{_machine(results)}; `make bench`, `benchmarks/results/bench.json`, {results['minutes']:.0f} minutes"
+        f"{_about(results)}."
+    ]
+    for mode in ("eager", "compiled", "fp16"):
+        rows = {name: row[mode] for name, row in results["rows"].items() if mode in row}
+        if not rows:
+            continue
+        compiled = mode == "compiled"
+        parts += [
+            "",
+            f"### {mode}",
+            "",
+            f"| row | contender | median step | time / baseline | rounds | peak | loss |{_more(compiled)}",
+            f"|---|---|---|---|---|---|---|{'---|---|' * compiled}",
+        ]
+        for name, found in rows.items():
+            parts += _contenders(name, found, compiled)
+    return "\n".join(parts)
+
+
+def _more(compiled: bool) -> str:
+    return " first step | graphs, breaks |" if compiled else ""
+
+
+def _contenders(name: str, found: dict[str, Any], compiled: bool) -> list[str]:
+    blank = "| " * (4 + 2 * compiled)
+    if "error" in found:
+        return [f"| {name} | | {found['error']} {blank}|"]
+    lines = []
+    for contender, seconds in found["median_seconds"].items():
+        ratio = "1" if contender == found["baseline"] else _ratio(found["ratios"].get(contender))
+        rounds, loss = len(found["seconds"][contender]), found["losses"][contender]
+        cells = (
+            f"{1e3 * seconds:.1f} ms | {ratio} | {rounds} | {found['peak_bytes'][contender] / 1e6:.0f} MB"
+            f" | {loss[-1]:.4f} after {len(loss)}"
+        )
+        if compiled:
+            graphs = f"{found['graphs'][contender]}, {found['graph_breaks'][contender]}"
+            cells += f" | {found['first_step_seconds'][contender]:.1f} s | {graphs}"
+        lines.append(f"| {name} | {contender} | {cells} |")
+    lines += [f"| {name} | {contender} | {why} {blank}|" for contender, why in found["raised"].items()]
+    return lines
+
+
+def loss_alone(results: dict[str, Any]) -> str:
+    """Time and bytes of the loss at growing vocabularies."""
+    lines = [
+        "| classes | tokens | scope | contender | time / torch.amp's | peak |",
+        "|---|---|---|---|---|---|",
+    ]
+    for classes, scopes in results["loss"].items():
+        for scope, found in scopes.items():
+            for name, peak in found["peak_bytes"].items():
+                ratio = "1" if name == AMP else _ratio(found["ratios"].get(name))
+                lines.append(
+                    f"| {classes} | {found['tokens']} | {scope} | {name} | {ratio} | {peak / 1e6:.1f} MB |"
+                )
+    return (
+        "\n".join(lines) if len(lines) > 2 else "Not measured in this file: a whole `make bench` writes it."
+    )
+
+
+def other_machine(results: dict[str, Any]) -> str:
+    """Seconds, rounds and bytes on a CPU whose bf16 is slow, from before `make bench`."""
+    parts = [
+        f"{_machine(results)}; `benchmarks/results/training_step_xeon.json`.",
+        "",
+        "| workload | contender | median step | rounds | peak tensor bytes |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in results["workloads"].items():
+        for contender, seconds in found["median_seconds"].items():
+            peak = found["peak_bytes"][contender] / 1e6
+            rounds = len(found["seconds"][contender])
+            parts.append(f"| {name} | {contender} | {seconds:.3f} s | {rounds} | {peak:.0f} MB |")
+        parts += [
+            f"| {name} | {contender} | raises: {why} | | |" for contender, why in found["raised"].items()
+        ]
+    return "\n".join(parts)

@@ -1,0 +1,256 @@
+"""`make bench`: fair to its contenders, and it loses nothing of what it measured."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+# PyTorch's own, while it imports Inductor.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+QUICK = ("fp32", "amp-bf16", "mezzo-bf16")
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def _tiny(load: Load) -> Callable[[], Any]:
+    models = load("models")
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        return models.Workload(model, torch.randn(6, 8), torch.randint(4, (6,)), "tiny", lr=0.01)
+
+    return make
+
+
+def _results() -> dict[str, Any]:
+    """What a run could have found."""
+    peaks = {"fp32": 150, "amp-bf16": 100, "split-bf16": 88, "lean-bf16": 66}
+    ratios = {
+        "fp32": {"ratio": 1.5, "interval": [1.4, 1.6], "rounds": 9},
+        "mezzo-bf16": {"ratio": 0.99, "interval": [0.98, 1.01], "rounds": 9},
+        "short-bf16": {"ratio": 1.01, "interval": [0.99, 1.02], "rounds": 9},
+        "split-bf16": {"ratio": 0.90, "interval": [0.85, 0.95], "rounds": 9},
+    }
+    found = {"summary": "a GPT", "ratios": ratios, "peak_bytes": peaks}
+    worse = copy.deepcopy(found)
+    worse["ratios"]["mezzo-bf16"] = {"ratio": 1.2, "interval": [1.1, 1.3], "rounds": 9}
+    rows = {
+        "gpt": {"eager": found, "compiled": {"error": "exit status 1: boom"}},
+        "lstm": {"eager": worse},
+        "fine-tune": {"eager": found},
+    }
+    loss = {"32768": {"logits": {"peak_bytes": {"amp-bf16": 100, "mezzo-bf16": 51}}}}
+    return {"rows": rows, "loss": loss}
+
+
+# bar, row, mode, of, over -> worst contender, verdict.
+VERDICTS = [
+    ("never slower than torch.amp", "gpt", "eager", "amp-bf16", "short-bf16", "open"),
+    ("never slower than torch.amp", "lstm", "eager", "amp-bf16", "mezzo-bf16", "missed"),
+    ("never slower than torch.amp", "cnn", "eager", "amp-bf16", "mezzo-bf16", "not measured"),
+    ("never slower than torch.amp", "gpt", "compiled", "amp-bf16", "mezzo-bf16", "not measured"),
+    ("1.10 times as fast in the fine-tune", "fine-tune", "eager", "amp-bf16", "split-bf16", "met"),
+    ("the loss's peak bytes, logits included", "32768", "", "amp-bf16", "mezzo-bf16", "missed"),
+    ("the loss's peak bytes, logits included", "131072", "", "amp-bf16", "mezzo-bf16", "not measured"),
+    ("peak bytes, exact", "gpt", "eager", "amp-bf16", "split-bf16", "met"),
+    ("peak bytes, lean", "gpt", "eager", "amp-bf16", "lean-bf16", "missed"),
+    ("peak bytes, lean", "gpt", "eager", "fp32", "lean-bf16", "met"),
+]
+
+
+@pytest.mark.parametrize(("bar", "row", "mode", "below", "contender", "verdict"), VERDICTS)
+def test_a_bar_is_judged_by_its_worst_contender_and_the_whole_interval(
+    load: Load, bar: str, row: str, mode: str, below: str, contender: str, verdict: str
+) -> None:
+    judged = [
+        (line["contender"], line["verdict"])
+        for line in load("bars").judge(_results())
+        if (line["bar"], line["row"], line["mode"], line["below"]) == (bar, row, mode, below)
+    ]
+    assert judged == [(contender, verdict)]
+
+
+def test_every_bar_names_what_the_run_measures(load: Load) -> None:
+    contenders, loss = load("step_contenders").CONTENDERS, load("bench_loss")
+    for bar in load("bars").BARS:
+        if bar.kind in loss.SCOPES:
+            assert int(bar.row) in loss.TOKENS
+            assert {*bar.above, bar.below} <= set(loss.REGIONS)
+        else:
+            assert bar.row in load("models").WORKLOADS
+            assert all(contenders[name].runs(bar.row, bar.mode) for name in (*bar.above, bar.below))
+    assert set(load("bars").ROWS) == set(load("models").WORKLOADS) == set(load("models").LARGE)
+
+
+def test_bars_are_printed_in_80_columns(load: Load) -> None:
+    bars, out = load("bars"), StringIO()
+    bars.show(bars.judge(_results()), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    line = next(line.split() for line in lines if "fine-tune, eager" in line and "0.909" in line)
+    assert line == ["fine-tune,", "eager", "split/amp", "0.909", "0.900", "(0.850", "to", "0.950)", "met"]
+    assert sum("missed" in line for line in lines) == 3
+
+
+def test_contenders_start_from_the_same_weights_and_take_the_same_steps(load: Load) -> None:
+    found = load("training_step").measure("cnn", "eager", _tiny(load), rounds=2, only=QUICK)
+    assert found["raised"] == {}
+    assert {name: len(series) for name, series in found["seconds"].items()} == dict.fromkeys(QUICK, 2)
+    assert {len(losses) for losses in found["losses"].values()} == {5}  # two of a warm-up, one to plan by
+    first = [losses[0] for losses in found["losses"].values()]
+    assert first == pytest.approx([first[0]] * 3, rel=0.01)
+    assert all(losses[-1] < losses[0] for losses in found["losses"].values())
+    assert set(found["ratios"]) == {"fp32", "mezzo-bf16"}
+    assert min(found["peak_bytes"].values()) > 0
+
+
+def test_a_contender_that_raises_is_recorded_and_the_others_are_measured(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_contenders, training_step = load("step_contenders"), load("training_step")
+
+    def build(work: object) -> object:
+        raise RuntimeError("no such thing\nand more")
+
+    broken = {**step_contenders.CONTENDERS, "split-bf16": step_contenders.Contender("", build)}
+    monkeypatch.setattr(training_step, "CONTENDERS", broken)
+    found = training_step.measure("cnn", "eager", _tiny(load), rounds=2, only=(*QUICK, "split-bf16"))
+    assert found["raised"] == {"split-bf16": "RuntimeError: no such thing"}
+    assert set(found["median_seconds"]) == set(QUICK)
+    out = StringIO()
+    training_step.show("cnn", "eager", found, Console(file=out, width=80))
+    assert "split-bf16: RuntimeError: no such thing" in out.getvalue()
+
+
+def test_peak_bytes_do_not_count_the_other_contenders(load: Load) -> None:
+    measure = load("training_step").measure
+    alone = measure("cnn", "eager", _tiny(load), rounds=1, only=("mezzo-bf16",))
+    beside = measure("cnn", "eager", _tiny(load), rounds=1, only=QUICK)
+    same = beside["peak_bytes"]["mezzo-bf16"] - beside["peak_bytes"]["fp32"]
+    assert abs(alone["peak_bytes"]["mezzo-bf16"] - beside["peak_bytes"]["mezzo-bf16"]) < 1000
+    assert abs(same) < 5000
+
+
+@pytest.mark.heavy
+@pytest.mark.compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_a_compiled_contender_compiles_once_for_all_of_its_objects(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training_step = load("training_step")
+    torch._dynamo.reset()
+    before = training_step._graphs()
+    found = training_step.measure("cnn", "compiled", _tiny(load), rounds=2, only=("fp32", "amp-bf16"))
+    made = training_step._graphs()[0] - before[0]
+    assert found["raised"] == {}
+    assert found["graph_breaks"] == {"fp32": 0, "amp-bf16": 0}
+    assert made == sum(found["graphs"].values()) == 2  # none for the objects that are timed
+
+
+def test_contenders_compile_code_of_their_own(load: Load) -> None:
+    work = _tiny(load)()
+    compiled = load("step_contenders").compiled
+    codes = [compiled(work, name).loss_of._torchdynamo_orig_callable.__code__ for name in ("a", "b")]
+    assert codes[0] is not codes[1]
+    assert codes[0].co_code == work.loss_of.__code__.co_code
+
+
+def test_the_fused_loss_trains_the_same_model(load: Load) -> None:
+    models = load("models")
+    sizes = {"layers": 1, "width": 16, "heads": 2, "batch": 2, "context": 8, "vocabulary": 32}
+    plain, fused = models.gpt(**sizes), models.with_fused_loss(models.gpt(**sizes))
+    assert fused.loss().item() == pytest.approx(plain.loss().item(), rel=1e-6)
+    shapes = [sorted(tuple(p.shape) for p in work.model.parameters()) for work in (plain, fused)]
+    assert shapes[0] == shapes[1]
+
+
+def _arguments(load: Load, *words: str) -> argparse.Namespace:
+    options = load("training_step").parser("")
+    options.add_argument("--out", type=Path)
+    found: argparse.Namespace = options.parse_args(words)
+    return found
+
+
+def test_a_whole_run_has_every_row_in_both_modes_the_loss_and_fp16_apart(load: Load) -> None:
+    bench, models = load("bench"), load("models")
+    chosen = [(part.row, part.mode) for part in bench.parts(_arguments(load))]
+    assert chosen[: 2 * len(models.WORKLOADS)] == [
+        (row, mode) for row in models.WORKLOADS for mode in ("eager", "compiled")
+    ]
+    assert chosen[2 * len(models.WORKLOADS) :] == [("", ""), *((row, "fp16") for row in bench.FP16_ROWS)]
+    part = list(bench.parts(_arguments(load, "--only", "gpt", "--mode", "eager", "--keep-memory")))
+    assert [(each.row, each.mode) for each in part] == [("gpt", "eager")]
+    assert "--keep-memory" in part[0].command
+
+
+def test_each_part_is_written_and_one_that_fails_is_recorded(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = load("bench")
+    found = {"workloads": {"gpt": {"eager": _results()["rows"]["gpt"]["eager"]}}}
+    writes = f"import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text({json.dumps(found)!r})"
+    fails = "import sys; sys.exit('first\\nlast words')"
+    commands = {"eager": ("-c", writes), "compiled": ("-c", fails)}
+    chosen = [bench.Part("gpt", mode, command) for mode, command in commands.items()]
+    monkeypatch.setattr(bench, "parts", lambda arguments: iter(chosen))
+    out = tmp_path / "deep" / "bench.json"
+    results = bench.collect(_arguments(load, "--out", str(out)), Console(file=StringIO()))
+    assert json.loads(out.read_text()) == results
+    assert results["rows"]["gpt"]["eager"]["summary"] == "a GPT"
+    assert results["rows"]["gpt"]["compiled"] == {"error": "exit status 1: last words"}
+    assert {line["verdict"] for line in results["bars"]} >= {"open", "met", "not measured"}
+    slow = bench.Part("gpt", "eager", ("-c", "import time; time.sleep(60)"))
+    assert bench.run(slow, {}, minutes=0.005) == {"error": "not done after 0.005 minutes"}
+
+
+def test_the_plot_shows_every_row_and_says_of_which_results_it_is(load: Load, tmp_path: Path) -> None:
+    plot, results = load("plot"), _results()
+    paths = plot.draw(results, tmp_path / "bench.json")
+    assert [path.name for path in paths] == ["bench.svg", "bench-dark.svg"]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    assert texts[0] != texts[1]
+    for text in texts:
+        assert plot.digest(results) in text
+        assert all(f">{row}<" in text for row in results["rows"])
+        assert "split weights" in text
+    other = copy.deepcopy(results)
+    other["rows"]["gpt"]["eager"]["peak_bytes"]["fp32"] += 1
+    assert plot.digest(other) != plot.digest(results)
+
+
+def test_gpt2s_rates_follow_from_its_size(load: Load) -> None:
+    gpt2 = load("gpt2")
+    model = gpt2.SIZES["tiny"].work().model
+    assert model.head.weight is model.token.weight
+    size = gpt2.SIZES["124M"]
+    products = (
+        124.5e6 - 1024 * 768 + 0.04e6
+    )  # parameters but the positions; the vocabulary is a little longer
+    attention = 6 * 12 * 768 * 1024
+    assert size.flops() / size.tokens == pytest.approx(6 * products + attention, rel=0.002)
+    found = gpt2.rates({"median_seconds": {"amp-bf16": 2.0}}, size, 1e15)["amp-bf16"]
+    assert found["tokens_per_second"] == size.tokens / 2
+    assert found["utilisation"] == pytest.approx(size.flops() / 2e15)
+    assert gpt2.peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert gpt2.peak("a toaster") is None
