@@ -27,6 +27,7 @@ from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["layer_norm"]
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad's is_grads_batched
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -121,7 +122,7 @@ class _LayerNorm(torch.autograd.Function):
         kernel, columns, eps, bias = ctx.rest
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         wanted = needs_x, weight.dtype if needs_weight else None, bias[0] if needs_bias else None
-        if torch.is_grad_enabled() or not is_plain(dy, x, weight):
+        if torch.is_grad_enabled() or not is_plain(dy, x, weight) or _is_batched(dy):
             dx, dweight, dbias = _by_operations(dy, x, weight, columns, eps, wanted)
         else:
             dx, dweight, dbias = kernel.backward(

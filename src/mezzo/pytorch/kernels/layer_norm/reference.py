@@ -21,7 +21,7 @@ def forward(
 
     Args:
         x: contiguous, fp16 or bf16, of which the last `columns` elements are a row.
-        weight: [columns], FP32, fp16 or bf16, or None for ones.
+        weight: `columns` elements, FP32, fp16 or bf16, or None for ones.
         bias: likewise, or None for zeros.
         columns: at least 1.
         epsilon: added to the variance.
@@ -98,5 +98,5 @@ def blocks(rows: int, columns: int) -> list[slice]:
 
 
 def widened(parameter: Tensor | None) -> Tensor | None:
-    """A parameter in FP32."""
-    return None if parameter is None else parameter.float()
+    """A parameter in FP32, as one row."""
+    return None if parameter is None else parameter.float().reshape(-1)

@@ -15,7 +15,7 @@ def forward(x: Tensor, weight: Tensor | None, columns: int, epsilon: float) -> t
 
     Args:
         x: contiguous, fp16 or bf16, of which the last `columns` elements are a row.
-        weight: [columns], FP32, fp16 or bf16, or None for ones.
+        weight: `columns` elements, FP32, fp16 or bf16, or None for ones.
         columns: at least 1.
         epsilon: added to the mean square.
 
