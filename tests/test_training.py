@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -95,8 +96,12 @@ def test_without_a_loss_scale_nothing_is_looked_at(precision: str) -> None:
     result = run(mp, factor=NAN)
     assert (result.moved, result.skipped, result.reason) == (True, False, "")
     assert result.loss_scale == 1.0
+    assert result.grad_norm is None  # measuring would read every gradient once more
+    mp.close()
+    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), precision, clip_norm=math.inf)
+    result = run(mp, factor=NAN)
     assert result.grad_norm is not None
-    assert result.grad_norm != result.grad_norm
+    assert math.isnan(result.grad_norm)
 
 
 def test_clipping_comes_after_unscaling(decides: str) -> None:
@@ -119,6 +124,8 @@ def test_clipping_comes_after_unscaling(decides: str) -> None:
         (3.5, None, [3.0, -3.5]),
         (None, 1.0, [0.6, -0.8]),
         (None, 10.0, [3.0, -4.0]),
+        (None, math.inf, [3.0, -4.0]),
+        (3.5, math.inf, [3.0, -3.5]),
         (1.0, 1.0, [0.5**0.5, -(0.5**0.5)]),
     ],
 )
@@ -135,7 +142,7 @@ def test_value_is_clipped_before_norm_and_the_norm_told_is_the_gradients_own(
         clip_norm=clip_norm,
     )
     result = mp.step((weight.weight * torch.tensor([[3.0, -4.0]])).sum())
-    assert result.grad_norm == 5.0
+    assert result.grad_norm == (None if clip_norm is None else 5.0)
     assert (-weight.weight.detach()).flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -251,7 +258,7 @@ def test_a_static_scale_skips_and_stays(decides: str) -> None:
 
 def test_an_fp16_loss_does_not_overflow_by_its_seed() -> None:
     model = nn.Linear(2, 1)
-    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16")
+    mp = mezzo.MixedPrecision(model, OPTIMIZERS["sgd"](model.parameters()), "fp16", clip_norm=math.inf)
     result = mp.step(model(torch.ones(1, 2)).half().mean())
     assert result.moved
     assert result.loss_scale == 2.0**15

@@ -134,6 +134,7 @@ def test_records_tell_of_every_loss_and_update(tmp_path: Path) -> None:
     )
     for factor in (1.0, 1.0, 1.0, INF):
         run(mp, factor=factor)
+    mp.close()
     writer.close()
     found = list(records.read(tmp_path / "run.jsonl"))
     losses = [record.index for record in found if isinstance(record, records.LossRecord)]

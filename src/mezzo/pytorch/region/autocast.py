@@ -6,7 +6,9 @@ that knows autocast knows this: the weight-cast cache, `custom_fwd`, checkpointi
 `torch.is_autocast_enabled()`.
 
 Inside `torch.compile` a region is replayed as genuine `torch.autocast` objects, the only ones that Dynamo
-puts into a graph: one for the device and one for each digit of the label.
+puts into a graph: one for the device and one for each digit of the label. Elsewhere the thread's autocast state is
+written by the functions that `torch.autocast` calls itself, in its order: what it checks each time it is made
+(whether the device is there, whether the dtype goes with it) is asked once a policy, of a genuine one.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.machine import ASSUME_NATIVE
 from mezzo.pytorch.region import checkpoint, dispatch, identity, weight_cache
+from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
 
 __all__ = ["Region", "autocast"]
 
@@ -40,10 +42,24 @@ class _Meaning:
     policy: Policy | None  # the policy in force; None for a region without one
     enabled: bool  # whether autocast itself is on
     dtype: torch.dtype | None
-    labels: dict[int, int] = field(default_factory=dict)  # label outside -> label inside
+    ways: dict[int, identity.Way] = field(default_factory=dict)  # label outside -> the way to the one inside
+    recomputes: bool = False  # whether some outputs are not kept for backward
+    checked: bool = False  # whether a genuine torch.autocast object has been made of it without complaint
 
+
+_Outside = tuple[identity.Way, torch.autocast | None, bool, torch.dtype, bool]
 
 _meanings: dict[tuple[Any, str, bool, str | None], _Meaning] = {}
+_regions: dict[tuple[Any, ...], Region] = {}  # one object serves all who ask for the same
+
+_get_ident = threading.get_ident
+_label, _assumed_native = identity.label, identity.assumed_native
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_cache_enabled, _set_cache_enabled = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+_increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_clear_cache = torch.clear_autocast_cache
+_function_mode = torch._C._is_torch_function_mode_enabled
 
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
@@ -82,7 +98,13 @@ def autocast(
     """
     if torch.compiler.is_dynamo_compiling():
         return cast("Region", _traced(policy, device_type, enabled, cache_enabled))
-    return Region(policy, device_type, enabled, cache_enabled)
+    key = (policy, device_type, enabled, cache_enabled, _assumed_native())
+    found = _regions.get(key)
+    if found is None:
+        found = Region(policy, device_type, enabled, cache_enabled)
+        if _is_lasting(policy):
+            _regions[key] = found
+    return found
 
 
 class Region:
@@ -104,7 +126,8 @@ class Region:
         self.device_type = default_device_type() if device_type is None else device_type
         self._meaning = _meaning_of(policy, self.device_type, enabled)
         self._cache_enabled = cache_enabled
-        self._entered: list[tuple[int, int, torch.autocast]] = []
+        # What each thread found outside, once for each time that it is inside.
+        self._entered: dict[int, list[_Outside]] = {}
 
     @property
     def policy(self) -> Policy | None:
@@ -112,30 +135,53 @@ class Region:
         return self._meaning.policy
 
     def __enter__(self) -> Region:
-        meaning = self._meaning
-        inner = torch.autocast(self.device_type, meaning.dtype, meaning.enabled, self._cache_enabled)
-        before = identity.label()
-        code = meaning.labels.get(before)
-        if code is None:
-            code = meaning.labels[before] = identity.successor(before, self.device_type, meaning.policy)
-        if meaning.enabled and not inner._enabled:
-            # torch has said why (the device is absent). Without autocast there is no policy either.
-            code = identity.successor(before, self.device_type, None)
-        inner.__enter__()
-        if code != before:
-            identity.set_label(code)
-        self._entered.append((threading.get_ident(), before, inner))
+        meaning, device = self._meaning, self.device_type
+        before = _label()
+        way = meaning.ways.get(before)
+        if way is None:
+            way = meaning.ways[before] = identity.way(before, device, meaning.policy)
+        enabled, dtype, cached = _is_enabled(device), _get_dtype(device), _is_cache_enabled()
+        genuine: torch.autocast | None = None
+        if not meaning.checked or _function_mode():
+            genuine = torch.autocast(device, meaning.dtype, meaning.enabled, self._cache_enabled)
+            meaning.checked = genuine._enabled == meaning.enabled and device in AUTOCAST_KEYS
+            if meaning.enabled and not genuine._enabled:
+                # torch has said why (the device is absent). Without autocast there is no policy either.
+                way = identity.way(before, device, None)
+            genuine.__enter__()
+        else:
+            _set_enabled(device, meaning.enabled)
+            if meaning.dtype is not None and meaning.dtype is not dtype:
+                _set_dtype(device, meaning.dtype)
+            _increment_nesting()
+            if self._cache_enabled is not None:
+                _set_cache_enabled(self._cache_enabled)
+        way.enter()
+        if meaning.recomputes:
+            from mezzo.pytorch.region import recompute
+
+            recompute.push()
+        thread = _get_ident()
+        if thread not in self._entered:
+            self._entered[thread] = []
+        self._entered[thread].append((way, genuine, enabled, dtype, cached))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        thread = threading.get_ident()
-        for index in range(len(self._entered) - 1, -1, -1):
-            if self._entered[index][0] == thread:
-                break
-        _, before, inner = self._entered.pop(index)
-        if identity.label() != before:
-            identity.set_label(before)
-        inner.__exit__(None, None, None)
+        way, genuine, enabled, dtype, cached = self._entered[_get_ident()].pop()
+        if self._meaning.recomputes:
+            from mezzo.pytorch.region import recompute
+
+            recompute.pop()
+        way.leave()
+        if genuine is not None:
+            genuine.__exit__(None, None, None)
+            return
+        if _decrement_nesting() == 0:
+            _clear_cache()
+        _set_enabled(self.device_type, enabled)
+        _set_dtype(self.device_type, dtype)
+        _set_cache_enabled(cached)
 
     def __call__(self, function: _Function) -> _Function:
         """The function, with a region of its own around each call."""
@@ -151,8 +197,13 @@ class Region:
             self._cache_enabled,
         )
 
+        shared = Region(policy, device_type, enabled, cache_enabled)
+
         @functools.wraps(function)
         def in_region(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                with shared:
+                    return function(*args, **kwargs)
             with autocast(policy, device_type, enabled, cache_enabled):
                 return function(*args, **kwargs)
 
@@ -173,13 +224,18 @@ def default_device_type() -> str:
 
 def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
     """The policy resolved for a device: worked out once, but a file, which may change, is read each time."""
-    key = (policy, device_type, enabled, os.environ.get(ASSUME_NATIVE))
+    key = (policy, device_type, enabled, identity.assumed_native())
     found = _meanings.get(key)
     if found is None:
         found = _work_out(policy, device_type, enabled)
-        if isinstance(policy, Policy) or (isinstance(policy, str) and not policy.endswith(".toml")):
+        if _is_lasting(policy):
             _meanings[key] = found
     return found
+
+
+def _is_lasting(policy: object) -> bool:
+    """Whether a policy means the same at every call: a file may change."""
+    return isinstance(policy, Policy) or (isinstance(policy, str) and not policy.endswith(".toml"))
 
 
 def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
@@ -199,7 +255,7 @@ def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled
         return _Meaning(None, False, None)
     if resolved.compute == "fp32":
         return _Meaning(resolved, False, None)
-    return _Meaning(resolved, True, dtype_of(resolved.compute))
+    return _Meaning(resolved, True, dtype_of(resolved.compute), recomputes=bool(resolved.recomputed))
 
 
 @contextmanager
@@ -222,6 +278,7 @@ def _traced(
             policy.modules,
             policy.masters,
             policy.state,
+            policy.recompute,
         )
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield

@@ -46,9 +46,17 @@ _states: dict[int, tuple[tuple[str, torch.dtype | None], ...]] = {}
 _successors: dict[tuple[int, str, Policy | None, str | None], int] = {}
 _listeners: list[Callable[[int, str, Policy], None]] = []
 _devices: tuple[str, ...] = ()
+_resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast where it is off
+_ways: list[Way] = []
 _digits = 1
 _user_tag: str | None = None
 _own_tag: str | None = None
+
+# os.environ's own table, where it has one of bytes (POSIX).
+_RAW_NAME = os.fsencode(ASSUME_NATIVE)
+_raw_environment: dict[bytes, bytes] | None = (
+    getattr(os.environ, "_data", None) if os.name == "posix" else None
+)
 
 _is_enabled = torch.is_autocast_enabled
 _get_dtype = torch.get_autocast_dtype
@@ -64,6 +72,7 @@ def label_devices() -> tuple[str, ...]:
         accelerator = torch.accelerator.current_accelerator()
         present = {"" if accelerator is None else accelerator.type}
         known = set(torch._C._autocast_supported_devices())
+        _resting.update({name: _get_dtype(name) for name in _CANDIDATES if name in known})
         _devices = tuple(name for name in _CANDIDATES if name in known and name not in present)
     return _devices
 
@@ -83,16 +92,16 @@ def label() -> int:
 
 
 def set_label(code: int) -> None:
-    """Write a label into this thread's autocast state, as it was read by `label`."""
+    """Write a label into this thread's autocast state, as it was read by `label`.
+
+    A switch that is off keeps the dtype that every thread begins with, so that turning it on may need no dtype.
+    """
     settings = _states.get(code, ())
     if len(settings) != _digits:  # unknown so far, or made when labels had fewer digits
         settings = label_state(code)
     for device, dtype in settings:
-        if dtype is None:
-            _set_enabled(device, False)
-        else:
-            _set_enabled(device, True)
-            _set_dtype(device, dtype)
+        _set_enabled(device, dtype is not None)
+        _set_dtype(device, dtype or _resting[device])
 
 
 def label_state(code: int) -> tuple[tuple[str, torch.dtype | None], ...]:
@@ -104,6 +113,14 @@ def label_state(code: int) -> tuple[tuple[str, torch.dtype | None], ...]:
         settings.append((device, _DTYPES[digit]))
     _states[code] = tuple(settings)
     return tuple(settings)
+
+
+def assumed_native() -> str | None:
+    """What `MEZZO_ASSUME_NATIVE` says; asked at each region, and `os.environ.get` would be a third of its time."""
+    if _raw_environment is None:
+        return os.environ.get(ASSUME_NATIVE)
+    raw = _raw_environment.get(_RAW_NAME)
+    return None if raw is None else os.fsdecode(raw)
 
 
 def binding_of(code: int) -> Binding:
@@ -136,7 +153,7 @@ def state(device_type: str = "cpu") -> str:
 def successor(code: int, device_type: str, policy: Policy | None) -> int:
     """The label after `policy` (None: no policy) is bound to `device_type` in a region whose label is
     `code`."""
-    key = (code, device_type, policy, os.environ.get(ASSUME_NATIVE))
+    key = (code, device_type, policy, assumed_native())
     found = _successors.get(key)
     if found is None:
         rest = tuple(pair for pair in binding_of(code) if pair[0] != device_type)
@@ -146,6 +163,61 @@ def successor(code: int, device_type: str, policy: Policy | None) -> int:
         found = _label_for(binding)
         _successors[key] = found
     return found
+
+
+class Way:
+    """From one label to another and back, as the fewest autocast settings that say so.
+
+    Args:
+        before: the label outside.
+        code: the label inside.
+    """
+
+    __slots__ = ("_inside", "_outside", "before", "code")
+
+    def __init__(self, before: int, code: int) -> None:
+        self.before = before
+        self.code = code
+        self.work_out()
+        _ways.append(self)
+
+    def work_out(self) -> None:
+        """Compare both labels digit by digit; again whenever labels have got another digit."""
+        pairs = [
+            (device, outside, inside)
+            for (device, outside), (_, inside) in zip(label_state(self.before), label_state(self.code))
+            if outside is not inside
+        ]
+        self._inside = tuple((device, *_step(device, outside, inside)) for device, outside, inside in pairs)
+        self._outside = tuple((device, *_step(device, inside, outside)) for device, outside, inside in pairs)
+
+    def enter(self) -> None:
+        """Write the label inside into this thread's autocast state, which holds the one outside."""
+        for device, on, dtype in self._inside:
+            _set_enabled(device, on)
+            if dtype is not None:
+                _set_dtype(device, dtype)
+
+    def leave(self) -> None:
+        """Write the label outside again."""
+        for device, on, dtype in self._outside:
+            _set_enabled(device, on)
+            if dtype is not None:
+                _set_dtype(device, dtype)
+
+
+def way(before: int, device_type: str, policy: Policy | None) -> Way:
+    """The way from a region whose label is `before` into one in which `policy` rules `device_type`."""
+    return Way(before, successor(before, device_type, policy))
+
+
+def _step(
+    device: str, held: torch.dtype | None, wanted: torch.dtype | None
+) -> tuple[bool, torch.dtype | None]:
+    """Whether a device's switch is then on, and the dtype to be written; None if it is there already."""
+    resting = _resting[device]
+    written = wanted or resting
+    return wanted is not None, None if written is (held or resting) else written
 
 
 @contextmanager
@@ -181,7 +253,7 @@ def _label_for(binding: Binding) -> int:
     global _digits
     if not binding:
         return 0
-    key = (binding, os.environ.get(ASSUME_NATIVE))
+    key = (binding, assumed_native())
     with _lock:
         found = _labels.get(key)
         if found is not None:
@@ -201,8 +273,11 @@ def _label_for(binding: Binding) -> int:
                 listener(code, device_type, policy)
         _labels[key] = code
         _bindings[code] = binding
-        while 3**_digits <= code:
-            _digits += 1
+        if 3**_digits <= code:
+            while 3**_digits <= code:
+                _digits += 1
+            for known in _ways:
+                known.work_out()
         _tag_compile_caches()
         return code
 

@@ -58,7 +58,7 @@ _setter_installed = False
 
 _label = identity.label
 _is_grad_enabled = torch.is_grad_enabled
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
 _clear = torch.clear_autocast_cache
 _ExcludeKey = torch._C._ExcludeDispatchKeyGuard
 
@@ -246,4 +246,4 @@ def _install_setter() -> None:
         if _label():
             _clear()
 
-    torch.Tensor.data = property(plain.__get__, assign, None, plain.__doc__)  # type: ignore[assignment, misc]
+    torch.Tensor.data = property(plain.__get__, assign, None, plain.__doc__)  # type: ignore[assignment]

@@ -46,8 +46,9 @@ class DeviceDynamicLossScale:
         """
         pure = self.pure
         found = found_inf.clamp(max=1.0)
-        overflows = (self.overflows + 1.0) * found
-        stuck = (self.stuck + 1.0) * (found * (self.scale <= pure.floor))
+        stays = found * (self.scale <= pure.floor)
+        overflows = torch.addcmul(found, self.overflows, found)  # (overflows + 1) * found
+        stuck = torch.addcmul(stays, self.stuck, stays)
         scale, good_steps = self.scale.clone(), self.good_steps.clone()
         if pure.hysteresis == 1 and pure.ceiling * pure.growth_factor <= _FP32_MAX:
             # PyTorch's own kernel is the unbounded machine in one launch: bounding its result gives ours.
@@ -145,3 +146,10 @@ def inverse(scale: Tensor) -> Tensor:
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+def reading_is_free(tensor: Tensor) -> bool:
+    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches
+    nothing.
+    """
+    return tensor.device.type == "cpu"

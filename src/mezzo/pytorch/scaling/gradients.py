@@ -5,6 +5,7 @@ A sparse gradient takes part by its values. Each pass is one fused call per devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -86,18 +87,18 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor:
-    """Clip unscaled gradients in place and return their total 2-norm as it was before.
+def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
+    """Clip unscaled gradients in place and return their total 2-norm as it was before, if `clip_norm` asks for it.
 
     Value first, then norm: shrinking the norm can't push an element past the value bound again, so that both
     bounds hold afterwards. The returned norm is of the gradients as backward left them: 0-dim, NaN or
-    infinite if they are.
+    infinite if they are. A `clip_norm` of infinity measures and clips nothing.
     """
-    total = torch.nn.utils.get_total_norm(grads)
+    total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
     if clip_value is not None:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
-    if clip_norm is not None:
+    if clip_norm is not None and total is not None and clip_norm < math.inf:
         bounded = total if clip_value is None else torch.nn.utils.get_total_norm(grads)
         # As torch.nn.utils.clip_grad_norm_: a factor of 1 is multiplied in rather than branched on.
         factor = (clip_norm / (bounded + 1e-6)).clamp(max=1.0)
@@ -119,7 +120,7 @@ def clipped(
     Args:
         sum_of_squares: 0-dim FP64, over gradients as they lie.
         multiplier: 0-dim FP32 that they are multiplied with in any case; None for 1.
-        clip_norm: largest total 2-norm; None for any.
+        clip_norm: largest total 2-norm; None or infinity for any.
 
     Returns:
         0-dim FP32 each; None for a multiplier of 1.
@@ -127,7 +128,7 @@ def clipped(
     norm = sum_of_squares.sqrt()
     if multiplier is not None:
         norm = norm * multiplier
-    if clip_norm is not None:
+    if clip_norm is not None and clip_norm < math.inf:
         # As torch.nn.utils.clip_grad_norm_: a factor of 1 is multiplied in rather than branched on.
         factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
         multiplier = (factor if multiplier is None else factor * multiplier).float()

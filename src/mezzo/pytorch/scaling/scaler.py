@@ -33,7 +33,7 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
-from mezzo.pytorch.scaling.device_scale import inverse
+from mezzo.pytorch.scaling.device_scale import inverse, reading_is_free
 from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
 from mezzo.pytorch.scaling.scaler_numbers import ScalerNumbers
 
@@ -55,12 +55,16 @@ class OptimizerState:
         found_inf: device -> 0-dim FP32 flag, of this iteration; empty until the gradients have been checked.
         stepped_at: the scaler's count of `scale()` calls when this optimizer last stepped.
         skipped: whether its last step was skipped; a tensor where only the device knows so far.
+        step_known: its `step`, as it was when it was last looked at.
+        takes_scaler: whether that takes a `grad_scaler`.
     """
 
     stage: Stage = Stage.READY
     found_inf: dict[torch.device, Tensor] = field(default_factory=dict)
     stepped_at: int = 0
     skipped: Tensor | bool | None = None
+    step_known: Any = None
+    takes_scaler: bool = False
 
 
 class GradScaler(ScalerNumbers):
@@ -263,7 +267,7 @@ class GradScaler(ScalerNumbers):
         closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
         if closure is not None:
             result = self._step_with_closure(optimizer, state, closure, args, kwargs)
-        elif _takes_scaler(optimizer):
+        elif _takes_scaler(optimizer, state):
             result = self._step_taking_scaler(optimizer, state, args, kwargs)
         elif can_skip_on_device(optimizer):
             used = None
@@ -389,7 +393,9 @@ class GradScaler(ScalerNumbers):
                 "scaler.scale(loss).backward() and scaler.step(optimizer) first."
             )
         device = self._machine.scale.device
-        host_knows = device.type == "cpu" or any(state.skipped is True for state in self._optimizers.values())
+        host_knows = reading_is_free(found[0]) or any(
+            state.skipped is True for state in self._optimizers.values()
+        )
         self._machine = self._machine.next(gradients.combined(found, device))
         self._begin_iteration()
         self._unchecked += 1
@@ -455,8 +461,12 @@ class GradScaler(ScalerNumbers):
         return self._state(optimizer).found_inf
 
 
-def _takes_scaler(optimizer: Optimizer) -> bool:
-    return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and "grad_scaler" in inspect.signature(optimizer.step).parameters
-    )
+def _takes_scaler(optimizer: Optimizer, state: OptimizerState) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # A scheduler may have put its own in the place of the class's. The method itself would hold the optimizer.
+    step = getattr(optimizer.step, "__func__", None)
+    if step is None or state.step_known is not step:
+        state.step_known = step
+        state.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return state.takes_scaler

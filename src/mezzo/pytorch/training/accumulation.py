@@ -14,10 +14,11 @@ There the sums are kept apart, and each loss's averaged 16-bit gradients are add
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.pytorch.scaling import gradients
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -25,10 +26,10 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class Gradients:
     """Gradients as PyTorch keeps them, in `.grad` and in the parameter's format."""
 
-    def cover(self, params: Iterable[Tensor]) -> None:
-        """Prepare these parameters for a window's first backward."""
+    def cover(self, optimizer: Optimizer) -> None:
+        """Prepare an optimizer's parameters for a window's first backward."""
 
-    def take(self, params: Iterable[Tensor]) -> None:
+    def take(self, optimizer: Optimizer) -> None:
         """Add up what one loss's backward has left in `.grad`."""
 
     def give(self) -> None:
@@ -55,9 +56,9 @@ class FP32Gradients(Gradients):
     def __init__(self) -> None:
         self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
 
-    def cover(self, params: Iterable[Tensor]) -> None:
+    def cover(self, optimizer: Optimizer) -> None:
         """Let the gradients of those in 16 bits be FP32; a gradient that is there already is converted."""
-        for param in params:
+        for param in gradients.parameters(optimizer):
             if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
                 self._changed[id(param)] = (param, param.grad_dtype)
                 _set(param, torch.float32)
@@ -76,9 +77,9 @@ class FP32Sums(Gradients):
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def take(self, params: Iterable[Tensor]) -> None:
+    def take(self, optimizer: Optimizer) -> None:
         """Add the 16-bit gradients to the sums, and let go of them."""
-        for param in params:
+        for param in gradients.parameters(optimizer):
             grad = param.grad
             if grad is None or param.dtype not in SIXTEEN_BITS:
                 continue

@@ -66,8 +66,12 @@ def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: in
         UsageError: one is out of range.
     """
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        if bound is not None and not (math.isfinite(bound) and bound > 0):
-            raise UsageError(f"MixedPrecision: {name} is {bound!r}; give a finite number above 0, or None")
+        measures = name == "clip_norm" and bound == math.inf
+        if bound is not None and not measures and not (math.isfinite(bound) and bound > 0):
+            only = ", math.inf to be told the norm only," if name == "clip_norm" else ""
+            raise UsageError(
+                f"MixedPrecision: {name} is {bound!r}; give a finite number above 0,{only} or None"
+            )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from weakref import finalize
 
 from torch import Tensor
 
 from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
 from mezzo.pytorch.training.result import StepResult
 
+EVERY = 16
+"""Updates whose records are read and written together: reading one number waits for the device."""
+
+_Entry = tuple[int, float, Tensor | StepResult]
+
 
 class Journal:
-    """Counts losses and updates; each is read and written if there is a writer, which waits for the device.
+    """Counts losses and updates, and keeps what there is to write until it is flushed.
 
     Args:
         writer: of a run's records; None to count only.
@@ -22,28 +28,47 @@ class Journal:
         self.updates = 0
         self._writer = writer
         self._started = time.monotonic()
+        self._kept: list[_Entry] = []
+        if writer is not None:
+            finalize(self, _write, writer, self._kept)  # whoever forgets close() has the records all the same
 
     def loss(self, value: Tensor) -> None:
         """A loss was handed in: 0-dim, detached."""
         if self._writer is not None:
-            self._writer.write(LossRecord(self.losses, float(value), self._now()))
+            self._kept.append((self.losses, self._now(), value))
         self.losses += 1
 
     def update(self, result: StepResult) -> None:
         """The optimizer's turn has come and gone."""
         if self._writer is not None:
-            self._writer.write(
-                UpdateRecord(
-                    index=self.updates,
-                    optimizer=0,
-                    moved=result.moved,
-                    skipped=result.skipped,
-                    loss_scale=result.loss_scale,
-                    at=self._now(),
-                    reason=result.reason,
-                )
-            )
+            self._kept.append((self.updates, self._now(), result))
+            if (self.updates + 1) % EVERY == 0:
+                self.flush()
         self.updates += 1
+
+    def flush(self) -> None:
+        """Read and write what was kept; waits for the device once for all of it."""
+        if self._writer is not None:
+            _write(self._writer, self._kept)
 
     def _now(self) -> float:
         return time.monotonic() - self._started
+
+
+def _write(writer: RecordWriter, kept: list[_Entry]) -> None:
+    entries, kept[:] = list(kept), []
+    for index, at, what in entries:
+        if isinstance(what, Tensor):
+            writer.write(LossRecord(index, float(what), at))
+            continue
+        writer.write(
+            UpdateRecord(
+                index=index,
+                optimizer=0,
+                moved=what.moved,
+                skipped=what.skipped,
+                loss_scale=what.loss_scale,
+                at=at,
+                reason=what.reason,
+            )
+        )

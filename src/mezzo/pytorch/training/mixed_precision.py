@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -87,7 +87,7 @@ class MixedPrecision:
             scale. One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
         precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes what the hardware has,
             times the first steps against FP32, and keeps the faster; `decision` says which, and why.
-        clip_norm: largest total 2-norm of the unscaled gradients.
+        clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` to be told the norm only.
         clip_value: largest magnitude of an element; with `clip_norm` too, it comes first.
         accumulate: losses in a window. Each is divided by this number, so that four quarters of a batch move
             the parameters as the batch would if the loss is a mean over the batch.
@@ -105,8 +105,8 @@ class MixedPrecision:
         loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a
             number.
         device_type: of the region; by default that of the model's first parameter.
-        records: where losses and updates are written, one record a step. Each is read for it: one wait a
-            step.
+        records: where losses and updates are written, one record each. They are read and written every 16
+            updates, at `close()` and where something raises, so that not every step waits for the device.
 
     Raises:
         UsageError: a model without parameters, an optimizer of another model, parameters that another
@@ -191,12 +191,14 @@ class MixedPrecision:
             if release and self.accumulate == 1:
                 self._release = Released(trained.fused, optimizer, self.clip_norm)
         self._backward = OptimizerBackward(trained.optimizer)
+        # What torch's own does besides (a profiler's range) takes longer than the rest of it.
+        self._clears_itself = weight_modes.clears_plainly(optimizer)
         self._gradients = Gradients()
         # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
         if self.accumulate > 1 or self.clip_value is not None or trained.wants_fp32_gradients:
             in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
             self._gradients = FP32Sums() if in_buckets else FP32Gradients()
-        self._gradients.cover(gradients.parameters(optimizer))
+        self._gradients.cover(optimizer)
         self._let_go = finalize(self, self._gradients.undo)
         self._let_go.atexit = False
 
@@ -249,11 +251,17 @@ class MixedPrecision:
         # The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
         return None if self._trial is not None and self._trial.precision == "fp32" else self._machine
 
-    @contextmanager
-    def autocast(self) -> Iterator[Region]:
+    def autocast(self) -> AbstractContextManager[Region]:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
         """
+        if self._trial is None and (self._machine is None or not self._statistics.watches):
+            return self._regions[self._policy.compute]
+        return self._watched_region()
+
+    @contextmanager
+    def _watched_region(self) -> Iterator[Region]:
+        """The region; entering it begins a trial's clock, and copies running statistics."""
         training = self.model.training and torch.is_grad_enabled()
         if training and self._trial is not None:
             self._trial.start()
@@ -294,10 +302,11 @@ class MixedPrecision:
                 outcome = self._release(loss, self._backward.params(), window)
             else:
                 if window.seen == 0:
-                    self._gradients.cover(gradients.parameters(self.optimizer))
+                    self._gradients.cover(self.optimizer)
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
-                self._gradients.take(gradients.parameters(self.optimizer))
+                self._gradients.take(self.optimizer)
         except BaseException:
+            self._journal.flush()
             # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
             self._window = Window(self.accumulate)
             self._clear_gradients()
@@ -335,13 +344,15 @@ class MixedPrecision:
                 self._gradients.give()
                 outcome = self._turn(window, follows=follows)
             except BaseException:
+                self._journal.flush()
                 self._clear_gradients()
                 raise
         found, skipped = outcome.found_inf, outcome.skipped
         if isinstance(skipped, Tensor) and (follows or turns.reading_is_free(skipped)):
             skipped = bool(skipped)
         self._clear_gradients()
-        self._statistics.restore(skipped)
+        if self._statistics.remembers:
+            self._statistics.restore(skipped)
         if skipped is False:
             if self._average is not None:
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
@@ -364,11 +375,19 @@ class MixedPrecision:
         self._unchecked += 1
         if machine is not None and (skipped is True or self._unchecked >= machine.pure.patience):
             self._unchecked = 0
-            machine.check()
+            try:
+                machine.check()
+            except BaseException:
+                self._journal.flush()
+                raise
         return result
 
     def _clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        if self._clears_itself:
+            for param in gradients.parameters(self.optimizer):
+                param.grad = None
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
         self._gradients.clear()
 
     def _weight_overflow(self) -> Tensor | None:
@@ -419,5 +438,6 @@ class MixedPrecision:
         the next. `mezzo.master_state_dict` gives the model in FP32.
         """
         _ALIVE.discard(self)
+        self._journal.flush()
         self._remove_overrides()
         self._let_go()

@@ -20,7 +20,7 @@ class StepResult:
             without a loss scale a step is never skipped.
         loss_tensor: 0-dim, detached, as it was handed in (not divided, not scaled); None for a flush.
         grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and
-            where a fused step had no use for it.
+            where the step had no use for it.
         scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
         note: why nothing happened, where nothing did.
         weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format;
@@ -73,10 +73,10 @@ class StepResult:
     @property
     def grad_norm(self) -> float | None:
         """The gradients' total 2-norm, unscaled and before clipping; None where the optimizer's turn did not
-        come, and where a fused step had no use for it: with neither a loss scale nor `clip_norm`, a
-        `mezzo.optim` optimizer reads the gradients once, and that is the step.
+        come, and where the step had no use for it: without `clip_norm` (`math.inf` asks for the norm alone), unless
+                a `mezzo.optim` optimizer looks for NaN under a loss scale, which gives it too.
 
-        NaN or infinite if a gradient is.
+                NaN or infinite if a gradient is.
         """
         return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 

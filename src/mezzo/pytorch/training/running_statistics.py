@@ -29,6 +29,11 @@ class RunningStatistics:
         self._groups: list[tuple[list[Tensor], Tensor]] = []
 
     @property
+    def watches(self) -> bool:
+        """Whether the model has such layers at all."""
+        return bool(self._layers)
+
+    @property
     def remembers(self) -> bool:
         """Whether there is a copy."""
         return bool(self._groups)

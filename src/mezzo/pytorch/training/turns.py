@@ -19,7 +19,7 @@ from mezzo.pytorch import distributed
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.scaling.device_scale import inverse
+from mezzo.pytorch.scaling.device_scale import inverse, reading_is_free
 from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
 from mezzo.pytorch.training import checks as checks_of_training
 from mezzo.pytorch.training.release import GradientRelease
@@ -67,6 +67,7 @@ class InPlace:
         self._optimizer = optimizer
         self._clip_value = clip_value
         self._clip_norm = clip_norm
+        self._clips = clip_value is not None or clip_norm is not None
 
     def __call__(self, window: Window, *, follows: bool) -> Outcome:
         """Take the turn; see `Turn`."""
@@ -80,7 +81,7 @@ class InPlace:
         elif window.rescale != 1.0:
             with torch.no_grad():
                 torch._foreach_mul_(grads, window.rescale)
-        norm = gradients.clip_(grads, self._clip_value, self._clip_norm)
+        norm = gradients.clip_(grads, self._clip_value, self._clip_norm) if self._clips else None
         return Outcome(found, self._step(found, follows), norm)
 
     def _step(self, found: Tensor | None, follows: bool) -> Tensor | bool:
@@ -186,10 +187,3 @@ class Released:
         self._shown._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
         torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
         return Outcome(found, False if found is None else found, norm)
-
-
-def reading_is_free(tensor: Tensor) -> bool:
-    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches
-    nothing.
-    """
-    return tensor.device.type == "cpu"

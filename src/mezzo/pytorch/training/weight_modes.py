@@ -208,6 +208,16 @@ def has_16_bit(optimizer: Optimizer) -> bool:
     return any(param.dtype in SIXTEEN_BITS for param in gradients.parameters(optimizer))
 
 
+def clears_plainly(optimizer: Optimizer) -> bool:
+    """Whether `zero_grad(set_to_none=True)` only sets every parameter's gradient to None."""
+    own = own_optimizer(optimizer)
+    return (
+        type(own).zero_grad is Optimizer.zero_grad
+        and "zero_grad" not in vars(own)
+        and "zero_grad" not in vars(optimizer)
+    )
+
+
 def own_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer behind an adopted one's alias; any other is its own."""
     return optimizer.fused if isinstance(optimizer, Adopted) else optimizer

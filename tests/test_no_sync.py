@@ -1,0 +1,207 @@
+"""A training step asks the device nothing: no `_local_scalar_dense`, no `nonzero`, no copy to the host.
+
+Counted by a dispatch mode. On CUDA each of those ops makes the host wait for everything that is queued. Here the
+tensors are on a CPU, where reading a number is free and the code may read on purpose; so the steps run with
+`reading_is_free` saying no, which is the way that CUDA goes. Mezzo's optimizers run without their last part, the
+kernel that moves the rows: its CPU form reads two numbers, and CUDA's is a launch. What an optimizer of torch's reads
+in its own step on a CPU is counted apart and subtracted. What this can't show is what a CUDA library does inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.scaling import scaler
+from mezzo.pytorch.training import turns
+
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+
+class Waits(TorchDispatchMode):
+    """Counts the ops that would make the host wait for an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if any(name.startswith(wait) for wait in WAITS):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch AdamW": lambda params: torch.optim.AdamW(params, fused=True),
+    "torch Adam": lambda params: torch.optim.Adam(params, fused=True),
+    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    "Mezzo AdamW": lambda params: mezzo.optim.AdamW(params),
+    "Mezzo SGD": lambda params: mezzo.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Mezzo Lion": lambda params: mezzo.optim.Lion(params),
+}
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch AdamW, foreach": lambda params: torch.optim.AdamW(params, foreach=True, capturable=False),
+    "torch RMSprop": lambda params: torch.optim.RMSprop(params),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip_norm": {"clip_norm": 1.0},
+    "clip_norm and value": {"clip_norm": 1.0, "clip_value": 0.1},
+    "accumulate": {"accumulate": 2},
+    "accumulate, clip_norm": {"accumulate": 2, "clip_norm": 1.0},
+}
+
+
+def _reading_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (turns, scaler):
+        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host doesn't read, and the kernel at the end of a step of Mezzo's optimizers is left out."""
+    _reading_waits(monkeypatch)
+    monkeypatch.setenv("MEZZO_KERNELS", "reference")
+    monkeypatch.setattr(
+        FusedOptimizer, "_stepper", lambda self, device, partial: lambda groups, **numbers: None
+    )
+
+
+def _losses(mp: mezzo.MixedPrecision, net: nn.Module) -> list[Any]:
+    results = []
+    for _ in range(2):
+        with mp.autocast():
+            loss = nn.functional.mse_loss(net(torch.randn(16, 4)), torch.randn(16, 3))
+        results.append(mp.step(loss))
+    return results
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_step_of_the_short_loop_waits(precision: str, make: Any, mode: dict[str, Any]) -> None:
+    net = _net()
+    mp = mezzo.MixedPrecision(net, make(net.parameters()), precision, **mode)
+    _losses(mp, net)
+    with Waits() as waits:
+        results = _losses(mp, net)
+    assert not waits.seen
+    assert results[-1].updated
+    with Waits() as waits:  # it is the reading of a result that waits
+        assert results[-1].loss > 0
+    assert waits.seen == {"_local_scalar_dense": 1}
+    mp.close()
+
+
+def _scaled_step(
+    scaling: Any, net: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object] | None = None
+) -> None:
+    with mezzo.autocast("fp16", "cpu"):
+        loss = nn.functional.mse_loss(net(torch.randn(16, 4)), torch.randn(16, 3))
+    scaling.scale(loss).backward()
+    if clip is not None:
+        clip()
+    scaling.step(optimizer)
+    scaling.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_no_step_with_the_scaler_waits_over_a_fused_optimizer(make: Any, clips: bool) -> None:
+    net = _net()
+    optimizer, scaling = make(net.parameters()), mezzo.GradScaler()
+    clip = (lambda: scaling.clip_grad_norm_(optimizer, 1.0)) if clips else None
+    for _ in range(2):
+        _scaled_step(scaling, net, optimizer, clip)
+    with Waits() as waits:
+        _scaled_step(scaling, net, optimizer, clip)
+    assert not waits.seen
+    with Waits() as waits:
+        assert not scaling.was_skipped(optimizer)
+    assert waits.seen == {"_local_scalar_dense": 1}
+
+
+def _own_waits(make: Any) -> Counter[str]:
+    """What the optimizer's own step does on a CPU: torch keeps the step counts of some on the host."""
+    net = _net()
+    optimizer = make(net.parameters())
+    for _ in range(2):
+        net(torch.randn(16, 4)).sum().backward()
+        with Waits() as waits:
+            optimizer.step()
+    return waits.seen
+
+
+@pytest.mark.parametrize("way", ["scaler", "short"])
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_any_other_optimizer_costs_one_wait_for_the_skip(
+    make: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _reading_waits(monkeypatch)
+    net = _net()
+    optimizer = make(net.parameters())
+    if way == "scaler":
+        scaling = mezzo.GradScaler()
+        _scaled_step(scaling, net, optimizer)
+        with Waits() as waits:
+            _scaled_step(scaling, net, optimizer)
+    else:
+        mp = mezzo.MixedPrecision(net, optimizer, "fp16", accumulate=2)
+        _losses(mp, net)
+        with Waits() as waits:
+            _losses(mp, net)
+        mp.close()
+    # The skip, and what the optimizer's own step reads: torch.amp waits as often.
+    assert waits.seen - _own_waits(make) == {"_local_scalar_dense": 1}
+
+
+def test_records_are_read_together(tmp_path: Any) -> None:
+    from mezzo.core import records
+    from mezzo.pytorch.training.journal import EVERY
+
+    net, path = _net(), tmp_path / "run.jsonl"
+    writer = records.RecordWriter(path)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    mp = mezzo.MixedPrecision(net, optimizer, "bf16", records=writer)
+
+    def step() -> Counter[str]:
+        with mp.autocast():
+            loss = nn.functional.mse_loss(net(torch.randn(16, 4)), torch.randn(16, 3))
+        with Waits() as waits:
+            mp.step(loss)
+        return waits.seen
+
+    seen = [sum(step().values()) for _ in range(EVERY + 2)]
+    assert [count > 0 for count in seen] == [False] * (EVERY - 1) + [True, False, False]
+    assert len(list(records.read(path))) == 2 * EVERY
+    mp.close()
+    written = list(records.read(path))
+    assert [r.kind for r in written] == ["loss", "update"] * (EVERY + 2)
+    assert [r.index for r in written if r.kind == "loss"] == list(range(EVERY + 2))  # type: ignore[union-attr]
+    writer.close()
+
+
+def test_the_counter_counts() -> None:
+    with Waits() as waits:
+        x: Tensor = torch.randn(3)
+        x.sum().item()
+        assert bool(x.sum() == x.sum())
+        x.nonzero()
+    assert waits.seen == {"_local_scalar_dense": 2, "nonzero": 1}
