@@ -1,10 +1,11 @@
-"""exp in FP32 for a loop over many numbers: no branches, 12 operations, so that 16 lanes compute at once.
+"""exp in FP32 for a loop over many numbers: no branches, 13 operations, so that 16 lanes compute at once.
 
 ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)`` and ``|r| <= log(2) / 2``. Added to
 1.5 * 2**23 a number is rounded to an integer, which is then the sum's lowest bits; shifted by 23 they are an exponent.
-The polynomial is the one of degree 5 that starts with ``1 + r`` and has the least relative error on the interval,
-1.05e-7 (Lawson's iteration, weights of the errors). log(2) is one FP32 number: what is lost to it is a twentieth of
-what is lost in ``x`` itself, which is a difference of two rounded numbers.
+The polynomial is the one of degree 6 that starts with ``1 + r`` and has the least relative error on the interval, 3e-9
+(Lawson's iteration, weights of the errors). log(2) is one FP32 number: what is lost to it is a twentieth of what is
+lost in ``x`` itself, which is a difference of two rounded numbers. Measured on a grid of FP32 numbers: 1.3 ulp from -16
+to 0, and 4.5 at -87. Degree 5 would be 2.5 ulp.
 
 The constants are handed over, from `constants`, once for each row. Seen as constants they are loaded again and again:
 LLVM moves them out of all loops, where calls of other functions leave no register for them, and then back to where
@@ -32,10 +33,11 @@ _LEAST = f32(-126 * math.log(2))
 _LEAST_BIASED = f32(-(126 + BIAS) * math.log(2))
 _PER_LOG2 = f32(1 / math.log(2))
 _LOG2 = f32(-math.log(2))
-_C5 = f32(0.008312501013278961)
-_C4 = f32(0.041890330612659454)
-_C3 = f32(0.16667115688323975)
-_C2 = f32(0.499992311000824)
+_C6 = f32(0.0013814540579915047)
+_C5 = f32(0.00836874540614519)
+_C4 = f32(0.04166838899254799)
+_C3 = f32(0.1666652113199234)
+_C2 = f32(0.4999999403953552)
 _ONE = f32(1.0)
 
 
@@ -61,7 +63,8 @@ def hold(value: float) -> float:
 def constants() -> Constants:
     """For `exp`, up to 88. Of less than -87.3, where it would be subnormal, it is 2**-126 or less."""
     return (
-        hold(_LEAST), hold(_PER_LOG2), hold(_ROUND), hold(_LOG2), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE)
+        hold(_LEAST), hold(_PER_LOG2), hold(_ROUND), hold(_LOG2),
+        hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
     )  # fmt: skip
 
 
@@ -70,18 +73,19 @@ def biased_constants() -> Constants:
     """For 2**64 times the exponential, up to 44. Of less than -131.7 it is 2**-126 or less."""
     return (
         hold(_LEAST_BIASED), hold(_PER_LOG2), hold(_ROUND_BIASED), hold(_LOG2),
-        hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
+        hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
     )  # fmt: skip
 
 
 @inline
 def exp(x: float, given: Constants) -> float:
     """exp, or what the constants make of it; NaN if x is, with its lowest 9 bits 0."""
-    least, per_log2, rounding, log2, c5, c4, c3, c2, one = given
+    least, per_log2, rounding, log2, c6, c5, c4, c3, c2, one = given
     x = least if x < least else x  # in this order a NaN is kept
     t = fma(x, per_log2, rounding)
     r = fma(f32(t - rounding), log2, x)
-    p = fma(c5, r, c4)
+    p = fma(c6, r, c5)
+    p = fma(p, r, c4)
     p = fma(p, r, c3)
     p = fma(p, r, c2)
     p = fma(p, r, one)

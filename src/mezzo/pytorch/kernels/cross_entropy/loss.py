@@ -167,6 +167,7 @@ class _Classes(torch.autograd.Function):
                 piece = take(logits, block)
                 ctx.kernel.rows_gradient(piece, flat[rows], lse[rows], scale[rows], *given, piece)
                 put(gradient, block, piece)
+                del piece  # before the next is made
         return gradient, None, None, None
 
 

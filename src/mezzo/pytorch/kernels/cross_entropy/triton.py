@@ -8,6 +8,10 @@ FP64: the sum of exponentials, its logarithm, and the target's own gradient, whe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +22,9 @@ from mezzo.pytorch.kernels.cross_entropy.reference import check_targets
 
 BLOCK = 4096
 """Classes that a program holds at once."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
+"""How the kernels are compiled."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in `block`
 
@@ -46,7 +53,7 @@ def rows_loss(
                 SMOOTHED=label_smoothing > 0,
                 WEIGHTED=weight is not None,
                 BLOCK=_block(classes),
-                num_warps=8,
+                **OPTIONS,
             )
     return loss, lse
 
@@ -74,7 +81,7 @@ def rows_gradient(
             scale,
             lse if weight is None else weight,
             every,
-            out,
+            _patterns(out),
             classes,
             logits.stride(0),
             out.stride(0),
@@ -85,19 +92,19 @@ def rows_gradient(
             SMOOTHED=label_smoothing > 0,
             WEIGHTED=weight is not None,
             BLOCK=_block(classes),
-            num_warps=8,
+            **OPTIONS,
         )
 
 
-def _patterns(logits: Tensor) -> Tensor:
-    return logits.view(torch.int16) if logits.dtype is torch.bfloat16 else logits
+def _patterns(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
 def _block(classes: int) -> int:
     return min(BLOCK, int(triton.next_power_of_2(classes)))
 
 
-@triton.jit(do_not_specialize=["classes", "stride", "ignored"])
+@triton.jit(do_not_specialize=["ignored"])
 def losses_kernel(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -156,7 +163,7 @@ def losses_kernel(
     tl.store(losses + row, tl.where(counts, loss, 0.0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["classes", "stride", "gradient_stride", "scale_stride", "ignored"])
+@triton.jit(do_not_specialize=["ignored"])
 def gradients_kernel(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -212,4 +219,15 @@ def gradients_kernel(
             value += shift.to(tl.float32)
     value = tl.where(counts, value, 0.0)
     to = gradients + row * gradient_stride + column
-    tl.store(to, value.to(gradients.dtype.element_ty), mask=is_class)
+    if gradients.dtype.element_ty == tl.int16:
+        tl.store(to, _bf16_pattern(value), mask=is_class)
+    else:
+        tl.store(to, value.to(gradients.dtype.element_ty), mask=is_class)
+
+
+@triton.jit
+def _bf16_pattern(value: tl.tensor) -> tl.tensor:
+    """The nearest bf16's, ties to even: the interpreter's own conversion cuts."""
+    pattern = value.to(tl.int32, bitcast=True)
+    rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
+    return tl.where(value != value, 0x7FC0, rounded).to(tl.int16)

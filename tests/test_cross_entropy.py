@@ -1,0 +1,422 @@
+"""Cross entropy on 16-bit logits: PyTorch's FP32 loss, a gradient rounded once, and no FP32 copy.
+
+The truth is PyTorch's own op on the same 16-bit numbers in FP64. `test_cross_entropy_triton.py` runs this file once
+more on Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alive import bytes_alive
+from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, layout, loss, reference
+from mezzo.pytorch.memory import PeakTensorBytes
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IMPLEMENTATIONS = ["triton"] if IS_INTERPRETED else ["reference", "numba"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+INF, NAN = float("inf"), float("nan")
+
+if IS_INTERPRETED:
+    np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    monkeypatch.setenv("MEZZO_KERNELS", name)
+    monkeypatch.setattr(loss, "SMALL", 0)  # or the shapes here would be PyTorch's
+    return name
+
+
+class Result(NamedTuple):
+    loss: Tensor
+    gradient: Tensor
+
+
+def ours(
+    logits: Tensor, target: Tensor, reduction: str = "mean", seed: Tensor | None = None, **options
+) -> Result:
+    leaf = logits.detach().requires_grad_()
+    weight, ignored, smoothing = (
+        options.get("weight"),
+        options.get("ignore_index", -100),
+        options.get("label_smoothing", 0.0),
+    )
+    out = cross_entropy_loss(leaf, target, weight, REDUCTIONS[reduction], ignored, smoothing)
+    out.backward(torch.ones_like(out) if seed is None else seed)
+    assert out.dtype is torch.float32
+    assert leaf.grad is not None
+    assert leaf.grad.dtype is logits.dtype
+    return Result(out.detach(), leaf.grad)
+
+
+def torchs(
+    dtype: torch.dtype,
+    logits: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    seed: Tensor | None = None,
+    **options,
+) -> Result:
+    """PyTorch's own op on the same numbers in another format, and the gradient in that."""
+    leaf = logits.detach().to(dtype).requires_grad_()
+    options = {k: v.to(dtype) if isinstance(v, Tensor) else v for k, v in options.items()}
+    target = target.to(dtype) if target.is_floating_point() else target
+    out = F.cross_entropy(leaf, target, reduction=reduction, **options)
+    out.backward((torch.ones_like(out) if seed is None else seed).to(out.dtype))
+    assert leaf.grad is not None
+    return Result(out.detach(), leaf.grad)
+
+
+def half_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance between a number's neighbours in a 16-bit format."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(x.abs().clamp(min=info.tiny))[1] - 1
+    return torch.ldexp(torch.full_like(x, info.eps / 2), exponent)
+
+
+def assert_right(got: Result, truth: Result, fp32: Result, dtype: torch.dtype) -> None:
+    """Loss: no further from the truth than PyTorch's FP32, and 4 ulp. Gradient: the truth rounded once, and FP32's
+    own error on the way, which is twice what PyTorch's is at most."""
+    naive = (fp32.loss.double() - truth.loss).abs()
+    assert_near(got.loss, truth.loss, naive + 4 * 2**-23 * truth.loss.abs() + 1e-7)
+    naive = (fp32.gradient.double() - truth.gradient).abs()
+    allowed = half_ulp(truth.gradient, dtype) + 2 * naive + 2e-6 * truth.gradient.abs()
+    if truth.gradient.dim() > 1 and truth.gradient.shape[1] == 1:
+        allowed += 1e-7  # all is 0, of terms that cancel
+    assert_near(got.gradient, truth.gradient, allowed)
+
+
+def assert_near(got: Tensor, truth: Tensor, allowed: Tensor) -> None:
+    """The same NaNs and infinities; all else within what is allowed."""
+    assert torch.equal(got.isnan(), truth.isnan())
+    is_near = (got.double() - truth).abs() <= allowed
+    is_near = torch.where(truth.isfinite(), is_near, (got == truth) | truth.isnan())
+    assert bool(is_near.all()), (got[~is_near], truth[~is_near])
+
+
+def check(logits: Tensor, target: Tensor, reduction: str = "mean", **options) -> Result:
+    got = ours(logits, target, reduction, **options)
+    truth = torchs(torch.float64, logits, target, reduction, **options)
+    fp32 = torchs(torch.float32, logits, target, reduction, **options)
+    assert got.loss.shape == fp32.loss.shape
+    assert_right(got, truth, fp32, logits.dtype)
+    return got
+
+
+def values(*shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+
+
+def classes(logits: Tensor, ignored: int | None = None, seed: int = 0) -> Tensor:
+    shape = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else ()
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, logits.shape[min(1, logits.dim() - 1)], shape, generator=generator)
+    if ignored is not None and target.numel():
+        target.view(-1)[::3] = ignored
+    return target
+
+
+def weights(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(5)) + 0.1
+
+
+# Every option with every other.
+
+# Around the lanes and blocks of the kernels: 64 and 1,024 classes; the interpreter's block is 4,096.
+SHAPES = [(5, 7), (3, 64), (4, 1000), (3, 2500)] + ([(2, 5000)] if IS_INTERPRETED else [])
+OPTIONS = list(itertools.product(REDUCTIONS, (False, True), (-100, 1), (0.0, 0.1)))
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_option_with_every_other(fmt: str, shape: tuple[int, ...]) -> None:
+    logits = values(*shape, dtype=DTYPES[fmt])
+    for reduction, has_weight, ignored, smoothing in OPTIONS:
+        options = {"weight": weights(shape[1])} if has_weight else {}
+        target = classes(logits, ignored)
+        rows = len(target) if reduction == "none" else 1
+        seed = torch.linspace(-2, 3, rows) if reduction == "none" else torch.tensor(1.7)
+        got = check(
+            logits, target, reduction, seed=seed, ignore_index=ignored, label_smoothing=smoothing, **options
+        )
+        assert not got.gradient[target == ignored].any()
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_targets_that_are_probabilities(fmt: str, smoothing: float, reduction: str) -> None:
+    for shape in [(5, 7), (2, 9, 3), (7,)]:
+        logits = values(*shape, dtype=DTYPES[fmt])
+        target = values(*shape, dtype=torch.float32, seed=3).softmax(min(1, len(shape) - 1))
+        for options in ({}, {"weight": weights(shape[min(1, len(shape) - 1)])}):
+            check(logits, target, reduction, label_smoothing=smoothing, **options)
+
+
+def test_the_gradient_is_fp32s_rounded_within_an_ulp(implementation: str) -> None:
+    for dtype in DTYPES.values():
+        logits = values(8, 3000, dtype=dtype)
+        target = classes(logits)
+        got = ours(logits, target).gradient
+        want = torchs(torch.float32, logits, target).gradient.to(dtype)
+        apart = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
+        assert int(apart.max()) <= 1
+        assert float((apart > 0).float().mean()) < 0.01
+
+
+def test_it_is_nearer_to_the_truth_than_the_16_bit_op() -> None:
+    logits = values(16, 1000)
+    target = classes(logits)
+    truth = torchs(torch.float64, logits, target)
+    results = ours(logits, target), torchs(torch.bfloat16, logits, target)
+    near, far = ([float((a.double() - b).norm()) for a, b in zip(result, truth)] for result in results)
+    assert near[0] < 0.01 * far[0]
+    assert near[1] < far[1]
+
+
+# Layouts.
+
+LAYOUTS = {
+    "[C]": lambda: values(40),
+    "[N, C, d]": lambda: values(3, 20, 11),
+    "[N, C, d, d], channels last": lambda: values(2, 6, 5, 4).to(memory_format=torch.channels_last),
+    "[N, C, d, d, d]": lambda: values(2, 3, 2, 3, 2),
+    "permuted [N, C, d]": lambda: values(11, 3, 20).permute(1, 2, 0),
+    "[C, N] transposed": lambda: values(20, 9).t(),
+    "columns of a wider matrix": lambda: values(5, 100)[:, :70],
+    "every other column": lambda: values(5, 100)[:, ::2],
+    "one row for all": lambda: values(1, 50).expand(4, 50),
+    "[N, 1]": lambda: values(4, 1),
+    "[N, 1, d]": lambda: values(4, 1, 3),
+    "[N, C, 1]": lambda: values(4, 3, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "BLOCK", 64)  # several blocks, of samples and of places
+    monkeypatch.setattr(reference, "CHUNK", 64)
+    logits = LAYOUTS[name]()
+    before = logits.clone()
+    dim = min(1, logits.dim() - 1)
+    target = classes(logits) if kind == "classes" else values(*logits.shape, seed=4).float().softmax(dim)
+    for reduction in ("none", "mean"):
+        check(logits, target, reduction, label_smoothing=0.1)
+    assert torch.equal(logits, before)
+
+
+def test_a_gradient_whose_classes_lie_last_stays_so() -> None:
+    logits = values(2, 6, 5, 4).to(memory_format=torch.channels_last)
+    gradient = ours(logits, classes(logits)).gradient
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 5, 3), (2, 5, 0)])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_no_rows_at_all(shape: tuple[int, ...], kind: str) -> None:
+    logits = values(*shape)
+    target = classes(logits) if kind == "classes" else torch.ones(shape)
+    for reduction in REDUCTIONS:
+        got = ours(logits, target, reduction)
+        want = torchs(torch.float32, logits, target, reduction)
+        torch.testing.assert_close(got.loss, want.loss, equal_nan=True)
+        assert got.gradient.shape == shape
+
+
+# What numbers there are.
+
+LARGEST = 65504.0
+SPECIAL = {
+    "a class at -inf": [[1.0, -INF, 2.0, 0.5]],
+    "all others at -inf": [[1.0, -INF, -INF, -INF]],
+    "the target at -inf": [[-INF, 1.0, 2.0, 3.0]],
+    "nothing but -inf": [[-INF] * 4],
+    "a class at inf": [[1.0, INF, 0.0, 0.0]],
+    "the target at inf": [[INF, 1.0, 0.0, 0.0]],
+    "two at inf": [[INF, INF, 0.0, 0.0]],
+    "nan": [[1.0, NAN, 0.0, 0.0]],
+    "nan and -inf": [[-INF, NAN, -INF, -INF]],
+    "all equal": [[3.0] * 4],
+    "all zero": [[0.0, -0.0, 0.0, -0.0]],
+    "far apart": [[0.0, 200.0, -200.0, 100.0]],
+    "the target far above": [[300.0, 0.0, -5.0, 2.0]],
+    "fp16's largest": [[LARGEST, LARGEST, -LARGEST, 0.0]],
+    "fp16's largest, all": [[LARGEST] * 4],
+    "next to it": [[65472.0, LARGEST, 65440.0, 0.0]],
+    "subnormal": [[1e-7, -1e-7, 0.0, 6e-8]],
+}
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_numbers(name: str, smoothing: float, fmt: str) -> None:
+    row = torch.tensor(SPECIAL[name])
+    usual = torch.tensor([[0.5, -1.0, 2.0, 1.0]])
+    logits = torch.cat([row, usual]).to(DTYPES[fmt])
+    wide = torch.cat(
+        [logits, logits.new_full((2, 1200), -3.0)], 1
+    )  # beyond a block, whose largest is another
+    wider = torch.cat([logits.new_full((2, 1200), -INF), logits], 1)  # after a block of nothing
+    for given, target in ((logits, 0), (wide, 0), (wider, 1200)):
+        check(given, torch.tensor([target, 1]), "none", label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("sign", [0x0000, 0x8000])
+def test_a_nan_of_either_sign_is_seen(sign: int) -> None:
+    for pattern, dtype in ((0x7FC1, torch.bfloat16), (0x7F81, torch.bfloat16), (0x7E01, torch.float16)):
+        logits = values(1, 2000, dtype=dtype)
+        for place in (0, 1500):
+            bad = logits.clone()
+            bad.view(torch.int16)[0, place] = np.uint16(pattern | sign).astype(np.int16).item()
+            got = ours(bad, torch.tensor([3]), "sum")
+            assert got.loss.isnan()
+            assert got.gradient.isnan().all()
+
+
+def test_ignored_rows_may_hold_anything() -> None:
+    """PyTorch's gradient of such a row is NaN if the row holds one."""
+    logits = torch.tensor([[NAN, 1.0, 2.0], [INF, INF, 0.0], [-INF] * 3, [1.0, 2.0, 0.5]]).bfloat16()
+    target = torch.tensor([-100, -100, -100, 2])
+    for smoothing in (0.0, 0.2):
+        got = ours(logits, target, label_smoothing=smoothing)
+        alone = check(logits[3:], target[3:], label_smoothing=smoothing)
+        assert torch.equal(got.loss, alone.loss)
+        assert torch.equal(got.gradient[3:], alone.gradient)
+        assert not got.gradient[:3].any()
+
+
+def test_the_mean_over_no_row_is_nan_and_its_gradient_zero() -> None:
+    logits, target = values(3, 5), torch.full((3,), -100)
+    got = ours(logits, target)
+    assert got.loss.isnan()
+    assert not got.gradient.any()
+    assert float(ours(logits, target, "sum").loss) == 0
+
+
+def test_classes_without_weight_are_nan_in_a_mean_as_pytorchs() -> None:
+    logits = values(3, 5)
+    options = {"weight": torch.tensor([1.0, 0, 1, 1, 1])}
+    for target in (torch.tensor([1, 1, 1]), torch.tensor([1, 2, 3])):
+        check(logits, target, **options)
+
+
+# The gradient's scale.
+
+SCALES = [2.0**k for k in (0, 15, 24, 39, 41, 60, 100, -10, -24, -59, -61, -100)]
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+def test_any_scale_of_the_gradient(fmt: str) -> None:
+    """From FP32 to 16 bits the gradient rounds as IEEE 754 has it: beyond the largest it is infinite."""
+    logits = values(4, 200, dtype=DTYPES[fmt], spread=8)
+    logits[:, 7] = -INF
+    target = classes(logits)
+    for scale in SCALES:
+        got = ours(logits, target, "sum", seed=torch.tensor(scale))
+        want = torchs(torch.float64, logits, target, "sum", seed=torch.tensor(scale)).gradient
+        rounded = want.to(DTYPES[fmt]).double()
+        near = half_ulp(want, DTYPES[fmt]) * 2.01  # FP32 may end on the other side of a tie
+        assert bool(
+            ((got.gradient.double() - rounded).abs() <= near).logical_or(got.gradient == rounded).all()
+        )
+        assert not got.gradient[:, 7].any()
+    assert fmt == "bf16" or ours(logits, target, "sum", seed=torch.tensor(1e9)).gradient.isinf().any()
+
+
+@pytest.mark.parametrize("seed", [INF, -INF, NAN])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_scale_that_is_not_finite(seed: float, smoothing: float) -> None:
+    logits = values(2, 70)
+    logits[0, 3] = -INF
+    given = {"seed": torch.tensor(seed), "label_smoothing": smoothing}
+    got = ours(logits, torch.tensor([1, 2]), "sum", **given).gradient
+    assert not got.isfinite().any()  # which of them are NaN depends on the order of the factors
+
+
+def test_a_scale_of_zero_and_a_negative_one() -> None:
+    logits, target = values(3, 100), torch.tensor([1, 2, 3])
+    got = ours(logits, target, "none", seed=torch.tensor([0.0, -1.0, 1.0])).gradient
+    assert not got[0].any()
+    assert torch.equal(
+        got[1:], check(logits[1:], target[1:], "none", seed=torch.tensor([-1.0, 1.0])).gradient
+    )
+
+
+# What it keeps.
+
+
+def test_the_logits_can_be_read_after_backward_and_are_no_part_of_the_gradient() -> None:
+    logits = values(6, 300).requires_grad_()
+    before, target = logits.detach().clone(), torch.arange(6)
+    cross_entropy_loss(logits, target).backward()
+    assert logits.grad is not None
+    assert logits.grad.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
+    assert torch.equal(logits.detach(), before)
+    assert logits._version == 0
+    assert torch.equal((logits.argmax(1) == target), before.argmax(1) == target)
+
+
+def test_logits_changed_before_backward_are_noticed() -> None:
+    logits = values(6, 300).requires_grad_()
+    copy = logits * 1
+    out = cross_entropy_loss(copy, torch.arange(6))
+    copy.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
+    peak = PeakTensorBytes()
+    others = bytes_alive()
+    leaf = logits.clone().requires_grad_()
+    peak.start()
+    cross_entropy_loss(leaf, target, **options).backward()
+    return peak.stop().peak_bytes - others
+
+
+@pytest.mark.parametrize("fmt", DTYPES)
+@pytest.mark.parametrize(
+    ("make", "extra"),
+    [
+        (lambda: values(600, 4096), 0),
+        (lambda: values(600, 5000)[:, :4096].detach(), 0),
+        (lambda: values(12, 4096, 50), 2 << 19),  # a block's copy
+    ],
+)
+def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
+    fmt: str, make: object, extra: int, implementation: str
+) -> None:
+    logits = make().to(DTYPES[fmt])  # type: ignore[operator]
+    target = classes(logits)
+    scratch = 0 if implementation == "numba" else 5 * 4 * reference.CHUNK
+    most = 4 * logits.numel() + 64 * target.numel() + extra + scratch
+    assert 4 * logits.numel() <= peak_of(logits, target) <= most
+
+
+def test_the_number_of_threads_does_not_move_a_bit() -> None:
+    logits = values(70, 3000)
+    target = classes(logits, -100)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(ours(logits, target, "none", label_smoothing=0.1))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert torch.equal(other.loss, results[0].loss)
+        assert torch.equal(other.gradient, results[0].gradient)
