@@ -1,0 +1,276 @@
+"""Rows of the tests of compiled training: small models, places where `torch.compile` stands, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+WORDS, WIDTH = 31, 16
+STEPS = 4
+WARM = 2  # steps after which nothing may be compiled any more
+
+Region = Callable[[], AbstractContextManager[Any]]
+Wrap = Callable[[Any], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length, _ = x.shape
+        q, k, v = self.qkv(self.before(x)).view(count, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).reshape(count, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.position = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position)))
+
+
+class CNN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.stages(images).mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """A table that is the head's weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.norm(F.silu(self.middle(self.token(tokens)))), self.token.weight)
+
+
+class LSTM(nn.Module):
+    """Dynamo leaves recurrent layers to eager PyTorch, and breaks the graph at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.token(tokens))[0])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 5))
+
+
+def words() -> tuple[Tensor, Tensor]:
+    return torch.randint(WORDS, (4, 8)), torch.randint(WORDS, (4, 8))
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "mlp": (mlp, lambda: (torch.randn(8, 12), torch.randint(5, (8,)))),
+    "gpt": (GPT, words),
+    "cnn": (CNN, lambda: (torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))),
+    "tied": (Tied, words),
+    "lstm": (LSTM, words),
+}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _compiled_model(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+    net = wrap(model)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with region():
+            return cross_entropy(net(x), y)
+
+    return step(loss_of)
+
+
+def _region_around(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+    compiled = wrap(lambda x, y: cross_entropy(model(x), y))
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with region():
+            return compiled(x, y)
+
+    return step(loss_of)
+
+
+def _region_inside(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        with region():
+            return model(x)
+
+    compiled = wrap(forward)
+    return step(lambda x, y: cross_entropy(compiled(x).float(), y))
+
+
+def _compiled_loss(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with region():
+            return cross_entropy(model(x), y)
+
+    return step(wrap(loss_of))
+
+
+def _compiled_step(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with region():
+            return cross_entropy(model(x), y)
+
+    return wrap(step(loss_of))
+
+
+PLACES: Mapping[str, Callable[[nn.Module, Region, Wrap, Any], Any]] = {
+    "model in a region": _compiled_model,
+    "loss in a region": _region_around,
+    "region in a forward": _region_inside,
+    "region in a loss": _compiled_loss,
+    "region in a step": _compiled_step,
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a few steps left behind.
+
+    Args:
+        losses: one a step.
+        gradients: of the first step, by parameter.
+        formats: of the logits in an evaluation after the training.
+        graphs: how many Dynamo made.
+        breaks: how often it broke one.
+        late: graphs made after the first steps.
+    """
+
+    losses: list[Tensor]
+    gradients: list[Tensor]
+    graphs: int
+    breaks: int
+    late: int
+
+
+def train(name: str, place: str, region: Region, backend: Any) -> Trained:
+    """A few steps of SGD from the same weights and data; `backend` None: eager."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    make, data = MODELS[name]
+    model = make()
+    inputs, targets = data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_of(loss_of: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = loss_of(x, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    wrap = (
+        (lambda function: torch.compile(function, backend=backend))
+        if backend
+        else (lambda function: function)
+    )
+    step = PLACES[place](model, region, wrap, step_of)
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
+    graphs = 0
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(inputs, targets).detach().clone())
+        if index == 0:
+            gradients = [param.grad.clone() for param in model.parameters()]
+        if index + 1 == WARM:
+            graphs = counters["stats"]["unique_graphs"]
+    total = counters["stats"]["unique_graphs"]
+    broken = sum(counters["graph_break"].values())
+    torch._dynamo.reset()
+    return Trained(losses, gradients, total, broken, total - graphs)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What AOTAutograd hands to Inductor.
+
+    Args:
+        forward: operations of the forward graph.
+        backward: and of the backward graph.
+        saved: the floating tensors that forward leaves for backward, and the gradients that arrive.
+    """
+
+    forward: list[torch.fx.Node]
+    backward: list[torch.fx.Node]
+    saved: list[Tensor]
+
+    def bytes_saved(self, *dtypes: torch.dtype) -> int:
+        """Bytes of what is saved, in these formats or in all."""
+        return sum(t.numel() * t.element_size() for t in self.saved if not dtypes or t.dtype in dtypes)
+
+
+def graphs_of(loss_of: Callable[..., Tensor], *inputs: Tensor) -> Graphs:
+    """A loss function compiled up to Inductor's door: its decompositions, its choice of what to save, no code."""
+    import torch._inductor.lowering
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def compiler(side: str) -> Any:
+        def keep(module: Any, arguments: Any) -> Any:
+            assert side not in found, "the function broke into several graphs"
+            found[side] = module, arguments
+            return make_boxed_func(module.forward)
+
+        return keep
+
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch.compile(loss_of, backend=backend, fullgraph=True)(*inputs).backward()
+    torch._dynamo.reset()
+    operations = {
+        side: [node for node in module.graph.nodes if node.op == "call_function"]
+        for side, (module, _) in found.items()
+    }
+    saved = [t for t in found["backward"][1] if isinstance(t, Tensor) and t.is_floating_point()]
+    return Graphs(operations["forward"], operations["backward"], saved)
