@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from launching import launcher
 from mezzo.pytorch.launch.losses import fp32_logits
 
 ROWS, CLASSES = 6, 5
@@ -47,3 +49,31 @@ def test_bytes_of_widened_logits(name: str, loss: Callable[[Tensor], Tensor], ex
 
 def test_logits_that_were_fp32_all_along_are_no_copy() -> None:
     assert fp32_logits(F.cross_entropy(logits(torch.float32), TARGET)) == 0
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+classes = {classes}
+model = nn.Linear(8, classes)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x, y = torch.randn(64, 8), torch.randint(classes, (64,))
+for _ in range(3):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "classes", "told"), [("bf16", 4096, "2 MiB"), ("bf16", 16, ""), ("fp32", 4096, "")]
+)
+def test_a_run_says_what_moving_the_loss_would_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, classes: int, told: str
+) -> None:
+    ran = launcher(tmp_path, capsys)(SCRIPT.format(classes=classes), policy=policy)
+    assert ran.status == 0
+    note = "with their log-softmax takes"
+    assert (f"{note} {told} until backward" in ran.notes) if told else (note not in ran.notes)

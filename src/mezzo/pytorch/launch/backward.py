@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from mezzo.pytorch.launch.losses import WORTH_TELLING, fp32_logits
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Found, Veto
 
@@ -287,6 +288,14 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
 
 @quiet
 def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
+    if session.lowers and not session.journal.losses:
+        wide = sum(fp32_logits(root) for root in roots if isinstance(root, Tensor))
+        if wide >= WORTH_TELLING:
+            session.journal.note(
+                f"the loss reads an FP32 copy of its logits, which with their log-softmax takes {wide / 2**20:.0f} MiB "
+                "until backward. Computed inside the model's forward, it reads the 16-bit logits and keeps no copy "
+                "(docs/losses.md)"
+            )
     session.journal.loss(_value(roots, seeds))
 
 

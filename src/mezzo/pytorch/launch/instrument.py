@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 # Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose.
 _MARK = "_mezzo_launch_files_are_skipped"
 _NOT_TRACED = (
-    *("backward", "foreign", "journal", "optimizers", "prepare", "quiet", "session", "storage", "veto"),
+    *(
+        "backward",
+        "foreign",
+        "journal",
+        "losses",
+        "optimizers",
+        "prepare",
+        "quiet",
+        "session",
+        "storage",
+        "veto",
+    ),
     "watch",
 )
 

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WORTH_TELLING = 2**20
+"""Bytes from which on a note says what the copy takes."""
+
 # How far below the loss a cross entropy is looked for: sums and means of a few of them, scalings, selections.
 _NODES = 64
 # What only shows a tensor in another shape, between the logits and the loss.
