@@ -17,7 +17,8 @@ Most writes are not weights, and that is decided by what a tensor is, not by a l
 All else clears the cache: an alias of something that is no weight costs a cast more than torch.amp, never a
 wrong number. ``p.data = t`` is no op; the setter of `torch.Tensor.data` tells.
 
-A kernel costs about 2 microseconds a call, and 1 more where no gradients are recorded. What it can't see: memory
+A kernel costs some 2 microseconds a call, 2 more where it must look at the storage, and 3 more where a number stands in
+a tensor's place (`benchmarks/overhead.py`). What it can't see: memory
 written behind PyTorch's back (NumPy's view of a weight, an extension with a raw pointer, another process, a
 collective), and ops of a library that is loaded after the first region. `torch.optim` optimizers of any kind are
 seen by their hook (`weight_cache`).
@@ -46,6 +47,10 @@ _INNOCENT = frozenset(
         *("aten::rrelu_with_noise_", "aten::retain_grad", "aten::record_stream", "aten::requires_grad_"),
         *("aten::detach_", "aten::set_data", "aten::_backward"),
     }
+)
+# On every device they call another op in place, which tells.
+_TOLD_BY_ANOTHER = frozenset(
+    {"aten::relu_", "aten::add_.Scalar", "aten::sub_.Scalar", "aten::mul_.Scalar", "aten::div_.Scalar"}
 )
 # Of PyTorch's own libraries, those that write what autograd knows. Others' (torchvision's, a user's) are all taken.
 _PASSED_OVER = frozenset(
@@ -118,7 +123,7 @@ def _is_written(argument: Any) -> bool:
 def _register(schema: Any, device_type: str) -> None:
     key_name = AUTOCAST_KEYS[device_type]
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    if not torch._C._dispatch_has_kernel(name) or has_kernel(name, device_type):
+    if name in _TOLD_BY_ANOTHER or not torch._C._dispatch_has_kernel(name) or has_kernel(name, device_type):
         return  # TorchScript's own; or one that autocast has an opinion on, which is no writer's
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return  # made of other ops, which pass the key themselves

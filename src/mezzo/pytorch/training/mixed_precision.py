@@ -347,9 +347,7 @@ class MixedPrecision:
                 self._journal.flush()
                 self._clear_gradients()
                 raise
-        found, skipped = outcome.found_inf, outcome.skipped
-        if isinstance(skipped, Tensor) and (follows or turns.reading_is_free(skipped)):
-            skipped = bool(skipped)
+        found, skipped = outcome.found_inf, turns.settled(outcome.skipped, follows=follows)
         self._clear_gradients()
         if self._statistics.remembers:
             self._statistics.restore(skipped)

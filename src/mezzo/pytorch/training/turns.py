@@ -187,3 +187,10 @@ class Released:
         self._shown._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
         torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
         return Outcome(found, False if found is None else found, norm)
+
+
+def settled(skipped: Tensor | bool, *, follows: bool) -> Tensor | bool:
+    """Whether the optimizer held still, as a bool where the host must know at once or reads it for nothing."""
+    if isinstance(skipped, Tensor) and (follows or reading_is_free(skipped)):
+        return bool(skipped)
+    return skipped

@@ -1,0 +1,239 @@
+"""What a step dispatches, counted beside torch.amp's; and a region touches autocast's state as torch's does."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mezzo
+from mezzo.pytorch.region import identity
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that reach the devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both formats count as native: emulated fp16 dispatches more, and that is not what is counted here."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")
+
+
+def _net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return net, torch.optim.AdamW(net.parameters(), fused=True)
+
+
+def _loop(region: Callable[[], Any], scaler: Any) -> Callable[[], object]:
+    net, optimizer = _net()
+    x, y = torch.ones(3, 4), torch.ones(3, 2)
+
+    def step() -> None:
+        with region():
+            loss = nn.functional.mse_loss(net(x), y)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _short(precision: str, **keywords: Any) -> Callable[[], object]:
+    net, optimizer = _net()
+    mp = mezzo.MixedPrecision(net, optimizer, precision, **keywords)
+    x, y = torch.ones(3, 4), torch.ones(3, 2)
+
+    def step() -> None:
+        with mp.autocast():
+            loss = nn.functional.mse_loss(net(x), y)
+        mp.step(loss)
+
+    return step
+
+
+def _ops(step: Callable[[], object]) -> Counter[str]:
+    for _ in range(2):
+        step()
+    with Ops() as ops:
+        step()
+    return ops.seen
+
+
+def test_a_step_in_bf16_dispatches_what_torch_amp_does() -> None:
+    expected = _ops(_loop(lambda: torch.autocast("cpu", BF16), None))
+    assert _ops(_loop(lambda: mezzo.autocast("bf16", "cpu"), None)) == expected
+    short = _ops(_short("bf16"))
+    assert short - expected == {"aten.detach.default": 1}  # the loss that the result tells
+    split = _ops(_short("bf16", weights="split"))
+    casts = "aten._to_copy.default"
+    assert split[casts] < expected[casts]
+
+
+def test_a_step_in_fp16_dispatches_little_more_than_torch_amp_does() -> None:
+    """More by the counts that floor and patience need: a handful of 0-dim ops, whatever the model's size."""
+    expected = _ops(_loop(lambda: torch.autocast("cpu", FP16), torch.amp.GradScaler("cpu")))
+    ours = _ops(_loop(lambda: mezzo.autocast("fp16", "cpu"), mezzo.GradScaler("cpu")))
+    assert sum((ours - expected).values()) <= 10
+    for name in ("aten._amp_foreach_non_finite_check_and_unscale_.default", "aten._fused_adamw_.default"):
+        assert ours[name] <= expected[name] == 1
+
+
+def test_the_norm_is_measured_only_for_clip_norm() -> None:
+    assert not any("norm" in name for name in _ops(_short("bf16")))
+    assert any("_foreach_norm" in name for name in _ops(_short("bf16", clip_norm=1.0)))
+
+
+def _state() -> tuple[Any, ...]:
+    devices = torch._C._autocast_supported_devices()
+    return (
+        torch.is_autocast_cache_enabled(),
+        tuple((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices),
+    )
+
+
+def _own(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    return state[0], tuple(entry for entry in state[1] if entry[0] not in identity.label_devices())
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: torch.autocast("cpu", enabled=False),
+    "bf16": lambda: torch.autocast("cpu", BF16),
+    "fp16, no cache": lambda: torch.autocast("cpu", FP16, cache_enabled=False),
+    "off, another dtype": lambda: torch.autocast("cpu", FP16, enabled=False),
+    "Mezzo's": lambda: mezzo.autocast("fp16", "cpu"),
+}
+INSIDE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "bf16": (lambda: mezzo.autocast("bf16", "cpu"), lambda: torch.autocast("cpu", BF16)),
+    "fp16": (lambda: mezzo.autocast("fp16", "cpu"), lambda: torch.autocast("cpu", FP16)),
+    "no cache": (
+        lambda: mezzo.autocast("bf16", "cpu", cache_enabled=False),
+        lambda: torch.autocast("cpu", BF16, cache_enabled=False),
+    ),
+    "fp32": (lambda: mezzo.autocast("fp32", "cpu"), lambda: torch.autocast("cpu", enabled=False)),
+    "disabled": (
+        lambda: mezzo.autocast("bf16", "cpu", enabled=False),
+        lambda: torch.autocast("cpu", enabled=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+def test_a_region_sets_and_restores_what_torch_autocast_does(
+    inside: tuple[Callable[[], Any], Callable[[], Any]], outside: Callable[[], Any]
+) -> None:
+    ours, theirs = inside
+    first = _state()
+    for _ in range(2):  # the first entry of a policy goes through a genuine object, later ones don't
+        with outside():
+            before = _state()
+            with ours():
+                seen = _state()
+                torch.set_autocast_dtype("cpu", torch.float32)
+            assert _state() == before
+            with theirs():
+                assert _own(seen) == _own(_state())
+        assert _state() == first
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
+
+
+def test_a_region_is_left_by_an_exception_and_by_each_thread_for_itself() -> None:
+    region = mezzo.autocast("bf16", "cpu")
+    first = _state()
+    with pytest.raises(ZeroDivisionError), region:
+        1 / 0
+    assert _state() == first
+    inside, leave = threading.Event(), threading.Event()
+    states: list[Any] = []
+
+    def other() -> None:
+        states.append(_state())
+        with region:
+            inside.set()
+            leave.wait(10)
+        states.append(_state())
+
+    thread = threading.Thread(target=other)
+    with region:
+        thread.start()
+        assert inside.wait(10)
+    assert _state() == first  # though the other entered last
+    leave.set()
+    thread.join()
+    assert states == [first, first]
+
+
+def test_many_labels_are_left_behind_nowhere() -> None:
+    """Labels of several digits: a way that was worked out before there were as many leaves nothing on."""
+    first = _state()
+    regions = [
+        mezzo.autocast(f"bf16,op.softmax={rule}", "cpu") for rule in ("lower", "fp32", "internal_fp32")
+    ]
+    regions += [mezzo.autocast(f"fp16,op.gelu={rule}", "cpu") for rule in ("lower", "fp32")]
+    for a in regions:
+        for b in regions:
+            with a, b:
+                assert identity.current_policy() == b.policy
+            assert _state() == first
+
+
+def test_asking_for_the_same_region_gives_the_same_object() -> None:
+    assert mezzo.autocast("bf16", "cpu") is mezzo.autocast("bf16", "cpu")
+    assert mezzo.autocast("bf16", "cpu") is not mezzo.autocast("bf16", "cpu", cache_enabled=False)
+
+
+def test_under_a_function_mode_genuine_objects_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    original = torch.autocast.__enter__
+
+    def enter(self: torch.autocast) -> Any:
+        made.append(self.device)
+        return original(self)
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with mezzo.autocast("bf16", "cpu"):
+        pass
+    monkeypatch.setattr(torch.autocast, "__enter__", enter)
+    with mezzo.autocast("bf16", "cpu"):
+        pass
+    assert made == []
+    with Mode(), mezzo.autocast("bf16", "cpu"):
+        pass
+    assert made == ["cpu"]
+
+
+def test_a_policy_that_recomputes_pushes_its_hooks_and_pops_them() -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    with mezzo.autocast("bf16,recompute=gelu", "cpu"):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        out = layer(torch.randn(2, 4))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    out.sum().backward()
