@@ -186,11 +186,11 @@ def gradients(
     return out.detach(), [g for g in found if g is not None]
 
 
-def in_region(name: str, row: Row, fmt: str) -> Callable[..., Tensor]:
+def in_region(name: str, row: Row, fmt: str, device: str = "cpu") -> Callable[..., Tensor]:
     op = name.partition(",")[0]
 
     def call(*args: Tensor) -> Tensor:
-        with mezzo.autocast(f"{fmt},op.{op}=internal_fp32" if op in ASKED_FOR else fmt, "cpu"):
+        with mezzo.autocast(f"{fmt},op.{op}=internal_fp32" if op in ASKED_FOR else fmt, device):
             return row.call(*args)
 
     return call
@@ -213,17 +213,26 @@ CASES = [
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("name", "shape", "low"), CASES)
 def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> None:
+    check(name, shape, low, fmt, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("name", "shape", "low"), CASES)
+def test_fp32_inside_on_a_gpu(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> None:
+    check(name, shape, low, fmt, "cuda")
+
+
+def check(name: str, shape: tuple[int, ...], low: bool, fmt: str, device: str) -> None:
     row, dtype = ROWS[name], dtype_of(fmt)
-    rule = (
-        "internal_fp32"
-        if name.partition(",")[0] in ASKED_FOR
-        else plan(policy(fmt))[name.partition(",")[0]].rule
-    )
-    inputs = made(shape, row, dtype, dtype if low else torch.float32)
+    op = name.partition(",")[0]
+    rule = "internal_fp32" if op in ASKED_FOR else plan(policy(fmt), device)[op].rule
+    inputs = [t.to(device) for t in made(shape, row, dtype, dtype if low else torch.float32)]
     wide = row.call(*[t.float() for t in inputs], *[torch.empty(0)] * (3 - len(inputs)))
     torch.manual_seed(1)
-    upstream = torch.randn(wide.shape).to(dtype)
-    out, ours = gradients(in_region(name, row, fmt), inputs, upstream)
+    upstream = torch.randn(wide.shape).to(device, dtype)
+    out, ours = gradients(in_region(name, row, fmt, device), inputs, upstream)
     assert out.dtype is (dtype if rule == "internal_fp32" else torch.float32)
     assert out.shape == wide.shape
     assert ulp_excess(out, wide, fmt) <= 0
@@ -232,7 +241,7 @@ def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> 
     _, single = gradients(row.call, [t.float() for t in inputs], upstream.float())
     try:
         _, naive = gradients(row.call, [t.to(dtype) for t in inputs], upstream)
-    except NotImplementedError:  # what no 16-bit kernel does can't be worse than FP32
+    except RuntimeError:  # what no 16-bit kernel does can't be worse than FP32
         naive = single
     for mine, theirs, exact, true, leaf in zip(ours, naive, single, truth, inputs[: len(truth)], strict=True):
         assert mine.dtype is leaf.dtype
