@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,35 @@ def test_the_failed_step_keeps_nothing_alive() -> None:
     )
     error.__traceback__ = None  # this test's own hold on the frames
     assert bytes_alive() - before <= mine
+
+
+def test_gradients_of_a_size_that_failed_half_way_are_gone_at_the_next() -> None:
+    model = nn.Linear(4, 1)
+    began_clean: dict[int, bool] = {}
+
+    def step(size: int) -> None:
+        began_clean.setdefault(size, model.weight.grad is None)
+        model(torch.ones(size, 4)).sum().backward()
+        if size > 10:
+            raise MemoryError
+
+    mezzo.find_batch_size(step, limit="10 GB", rounds=0, model=model)
+    assert all(began_clean.values())
+
+
+def test_what_earlier_sizes_left_in_cycles_is_not_counted() -> None:
+    def step(size: int) -> None:
+        cycle: list[Any] = [torch.zeros(size * 1000)]
+        cycle.append(cycle)
+
+    gc.collect()
+    gc.disable()
+    try:
+        trials = mezzo.find_batch_size(step, limit="10 GB", max_size=32, rounds=0).trials
+    finally:
+        gc.enable()
+    assert [trial.size for trial in trials] == [8, 16, 32]
+    assert [b.peak_bytes - a.peak_bytes for a, b in pairwise(trials)] == [32_000, 64_000]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
