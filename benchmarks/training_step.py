@@ -271,7 +271,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--budget",
         type=float,
-        default=30,
+        default=20,
         help="seconds of timed steps for a row in a mode (default %(default)s)",
     )
     made.add_argument(
