@@ -304,6 +304,13 @@ def test_only_the_gradients_that_are_wanted_are_made(
     assert [tensor.grad is not None for tensor in tensors] == list(wanted)
 
 
+def test_fp32_products_add_to_their_sum_by_themselves(of_64_rows: tuple[Tensor, ...]) -> None:
+    x, weight, target = of_64_rows
+    with Watch() as watch:
+        linear_cross_entropy(x.requires_grad_(), weight.requires_grad_(), target)
+    assert watch.products == 8 * 3
+
+
 def test_evaluation_makes_no_gradients(of_64_rows: tuple[Tensor, ...]) -> None:
     x, weight, target = of_64_rows
     for mode in (torch.no_grad, torch.inference_mode):
@@ -331,6 +338,40 @@ def test_native_fp16_gradients_neither_vanish_nor_overflow(
         assert float((mine - expected).norm() / expected.norm()) < 5e-4
         rest = (mine[1:] - expected[1:]).norm() / expected[1:].norm()  # classes that are no row's target
         assert float(rest) < 1e-3
+
+
+def test_an_fp16_weight_s_gradient_is_not_rounded_before_its_scale_is_taken_back(
+    of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """26,000 fits fp16; 128 times as much, on the way there in a single chunk, does not."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "fp16")
+    monkeypatch.setattr(sweep, "FEWEST", 512)
+    x, weight, target = of_64_rows
+    low = leaves([x.abs() * 64, weight / 2048], torch.float16)
+    ours(low, torch.zeros_like(target), None, {"reduction": "sum"}).backward()
+    assert low[1].grad is not None
+    assert 2e4 < float(low[1].grad.abs().max()) < 65504
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_impossible_class(dtype: torch.dtype, probabilities: bool, chunks: str) -> None:
+    """A bias of -inf takes a class out: neither loss nor gradients notice it."""
+    row = Row({}, bias=True, probabilities=probabilities)
+    tensors, target, _ = row.inputs()
+    tensors[2][3] = float("-inf")
+    if probabilities:
+        target[:, 3] = 0.0
+    else:
+        target[target == 3] = 4
+    low = leaves(tensors, dtype)
+    loss = ours(low, target, None, {})
+    loss.backward()
+    assert bool(loss.isfinite())
+    for tensor in low:
+        assert tensor.grad is not None
+        assert bool(tensor.grad.isfinite().all())
+    assert not low[1].grad[3].any()  # type: ignore[index]
 
 
 def test_backward_twice_and_second_derivatives(chunks: str) -> None:
@@ -378,11 +419,12 @@ def test_inputs_of_any_rank_and_no_rows() -> None:
 
 def test_nothing_to_learn_from_and_what_is_not_finite(chunks: str) -> None:
     tensors, target, _ = Row({}).inputs()
-    low = leaves(tensors, torch.bfloat16)
-    loss = ours(low, torch.full_like(target, -100), None, {})
-    loss.backward()
-    assert bool(loss.isnan())
-    assert [bool(tensor.grad.any()) for tensor in low] == [False, False]  # type: ignore[union-attr]
+    for dtype in (torch.bfloat16, torch.float64):
+        low = leaves(tensors, dtype)
+        loss = ours(low, torch.full_like(target, -100), None, {})
+        loss.backward()
+        assert bool(loss.isnan())
+        assert [bool(tensor.grad.any()) for tensor in low] == [False, False]  # type: ignore[union-attr]
     tensors[0][4] = float("nan")
     rows = ours(leaves(tensors, torch.bfloat16), target, None, {"reduction": "none"})
     assert rows.isnan().nonzero().flatten().tolist() == [4]

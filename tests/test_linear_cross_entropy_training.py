@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from mezzo.nn import LinearCrossEntropy, linear_cross_entropy
 from mezzo.pytorch.nn import sweep
 from mezzo.pytorch.region.modules import apply_module_overrides
 
+PAGE = Path(__file__).parent.parent / "docs" / "losses.md"
 VOCABULARY, WIDTH = 31, 16
 TOKENS = torch.arange(40).view(4, 10) * 7 % VOCABULARY
 
@@ -252,3 +255,13 @@ def test_compiled(region: str | None) -> None:
         assert right.grad is not None
         off = float((left.grad - right.grad).norm() / left.grad.norm())
         assert off < (1e-5 if region is None else 1e-2)
+
+
+def test_the_code_of_the_page_runs() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) == 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
