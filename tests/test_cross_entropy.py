@@ -94,6 +94,8 @@ def assert_right(got: Result, truth: Result, fp32: Result, dtype: torch.dtype) -
     allowed = half_ulp(truth.gradient, dtype) + 2 * naive + 2e-6 * truth.gradient.abs()
     if truth.gradient.dim() > 1 and truth.gradient.shape[1] == 1:
         allowed += 1e-7  # all is 0, of terms that cancel
+    if IS_INTERPRETED:
+        allowed += 1e-7 * (truth.gradient < 0)  # the target: p - 1, and exponentials are summed in FP32
     assert_near(got.gradient, truth.gradient, allowed)
 
 
