@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 LAUNCH = (sys.executable, "-m", "mezzo.pytorch.launch")
 """What runs a request; the request's file is its one argument."""
@@ -88,3 +89,21 @@ class _StepCounter:
             for line in whole.splitlines()
         )
         return self._updates or self._losses
+
+
+@contextlib.contextmanager
+def terminated_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM ends what is done here as Ctrl-C does, so that no child is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

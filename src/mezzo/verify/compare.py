@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.pytorch.launch.request import RunRequest
-from mezzo.verify.children import LAUNCH, run_child
+from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, prepare, write_whole
 from mezzo.verify.judgement import Runs, verdict
@@ -92,7 +91,7 @@ def compare(
     """
     with _writing(folder):
         resumed = prepare(folder, request, fresh=fresh)
-    with watcher or Silent() as told, _terminated_like_an_interrupt(), _writing(folder):
+    with watcher or Silent() as told, terminated_like_an_interrupt(), _writing(folder):
         if resumed:
             told.say(f"{folder}: finished runs are kept")
         runs = _run_all(request, folder, told, tuple(command))
@@ -227,21 +226,3 @@ def _full(folder: Path) -> UsageError:
         f"{folder}: no space left on the disk. Free some and give the same command again: finished runs are "
         "kept. Or name a folder elsewhere with --out."
     )
-
-
-@contextmanager
-def _terminated_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM ends the comparison as Ctrl-C does, so that no child is left behind."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -21,6 +21,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.pytorch.launch.storage import check
 from mezzo.verify.metric import Metric
+from mezzo.verify.precisions import split_precisions
 
 FILE = "comparison.json"
 BASELINE = "fp32"
@@ -101,29 +102,14 @@ class Request:
 def candidates(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """The candidates that ``--precision`` names, each once, and remarks on those left out.
 
-    A word is split at its commas, except that what holds an ``=`` belongs to the policy string before it::
-
-        "bf16,fp16"                     -> bf16 and fp16
-        "bf16,op.softmax=fp32,fp16"     -> "bf16,op.softmax=fp32" and fp16
-        "params=fp32,compute=bf16"      -> one policy
-
-    FP32 is the baseline and always runs, so it is left out, as is whatever is named twice.
+    What a word names is `split_precisions`' to say. FP32 is the baseline and always runs, so it is left out,
+    as is whatever is named twice.
 
     Raises:
         UsageError: an unknown precision, op, or format (with the nearest right one), weights stored as no unmodified
             script can be run with, or no candidate left.
     """
-    found: list[str] = []
-    for word in words:
-        parts: list[str] = []
-        for piece in (piece.strip() for piece in word.split(",")):
-            if not piece:
-                continue
-            if "=" in piece and parts and not parts[-1].endswith(".toml"):
-                parts[-1] += f",{piece}"
-            else:
-                parts.append(piece)
-        found += parts
+    found = split_precisions(words)
     kept: dict[str, str] = {}
     remarks = []
     for name in found:

@@ -15,6 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.tf32 import switch_off_tf32
+from mezzo.pytorch.region import dispatch
 from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class Preparation:
             session.modules.setdefault(name)
         if session.policy.modules and not session.policy.is_fp32:
             self._override(module, first)
+        if first and session.lowers:
+            # After the overrides, which may bring another policy: then nothing rules alone.
+            dispatch.rule_alone(session.policy, session.device_type)
         if session.request.nudge and not session.journal.updates:
             fresh = [p for p in own if not is_lazy(p) and p not in self._nudged]
             self._nudged.update(dict.fromkeys(fresh))

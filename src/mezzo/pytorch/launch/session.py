@@ -79,6 +79,10 @@ class Session:
         Once weights are in 16 bits, a call outside a region would fail for its FP32 inputs. So regions then go on,
         and what the script does itself rules only inside its own.
         """
+        if self.device_type:
+            from mezzo.pytorch.region import dispatch
+
+            dispatch.end_rule(self.device_type)
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: inside that its own choice rules")
         elif self.left_alone is None:

@@ -30,7 +30,7 @@ from mezzo.pytorch.region.actions import Action, action
 from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, has_kernel
 
-__all__ = ["OpPlan", "passed_through", "plan", "registered", "rule_alone"]
+__all__ = ["OpPlan", "end_rule", "passed_through", "plan", "registered", "rule_alone"]
 
 _lock = threading.RLock()
 _libraries: dict[str, torch.library.Library] = {}
@@ -67,7 +67,7 @@ def install(code: int, device_type: str, policy: Policy) -> None:
     with _lock:
         _policies.setdefault(device_type, set()).add(policy)
         if device_type in _alone and _alone[device_type][0] != policy:
-            _end_rule(device_type)
+            end_rule(device_type)
         for op_plan in plan(policy, device_type).values():
             for name in op_plan.overloads:
                 found = action(op_plan, name, device_type, compute)
@@ -121,10 +121,12 @@ def passed_through(device_type: str) -> tuple[str, ...]:
     return _alone[device_type][2] if device_type in _alone else ()
 
 
-def _end_rule(device_type: str) -> None:
-    _, libraries, _ = _alone.pop(device_type)
-    for library in libraries.values():
-        library._destroy()  # the kernels beneath are in force again
+def end_rule(device_type: str) -> None:
+    """End what `rule_alone` began: the kernels beneath are in force again, also under a plain `torch.autocast`."""
+    with _lock:
+        _, libraries, _ = _alone.pop(device_type, (None, {}, ()))
+        for library in libraries.values():
+            library._destroy()
 
 
 def _kernel(name: str, device_type: str) -> _Kernel:

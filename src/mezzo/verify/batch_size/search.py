@@ -14,8 +14,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.free_memory import spendable_bytes
 from mezzo.verify.batch_size.child import FailedError, explained, run_size
 from mezzo.verify.batch_size.request import BatchSizeRequest
-from mezzo.verify.children import LAUNCH
-from mezzo.verify.compare import _terminated_like_an_interrupt
+from mezzo.verify.children import LAUNCH, terminated_like_an_interrupt
 from mezzo.verify.progress import Silent, Watcher
 
 FILE = "batch-size.json"
@@ -50,7 +49,7 @@ def search_script(
         UnsupportedPrecisionError: a precision that this machine can't run.
     """
     limit = request.limit if request.limit is not None else spendable_bytes()
-    with _place(folder) as runs, watcher or Silent() as told, _terminated_like_an_interrupt():
+    with _place(folder) as runs, watcher or Silent() as told, terminated_like_an_interrupt():
         one = _Search(request, runs, limit, told, tuple(command))
         return {precision: one.under(precision) for precision in request.precisions}
 
