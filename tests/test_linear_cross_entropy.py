@@ -16,6 +16,7 @@ from alive import bytes_alive
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.nn import linear_cross_entropy
 from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.nn import linear_cross_entropy as linear_cross_entropy_module
 from mezzo.pytorch.nn import sweep
 
 ROWS, WIDTH, CLASSES = 90, 24, 41
@@ -351,6 +352,30 @@ def test_an_fp16_weight_s_gradient_is_not_rounded_before_its_scale_is_taken_back
     ours(low, torch.zeros_like(target), None, {"reduction": "sum"}).backward()
     assert low[1].grad is not None
     assert 2e4 < float(low[1].grad.abs().max()) < 65504
+
+
+def test_large_class_weights_do_not_overflow_fp16(
+    of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "fp16")
+    x, weight, target = of_64_rows
+    low, exact = (leaves([x.half(), weight.half()], dtype) for dtype in (torch.float16, torch.float64))
+    heavy = torch.full((len(weight),), 4096.0)
+    for value in (
+        ours(low, target, heavy, {"reduction": "sum"}),
+        naive(exact, target, heavy, {"reduction": "sum"}),
+    ):
+        value.mul(2.0**-12).backward()
+    for mine, expected in zip(low, exact):
+        assert mine.grad is not None
+        assert expected.grad is not None
+        assert float((mine.grad - expected.grad).norm() / expected.grad.norm()) < 2e-3
+
+
+def test_a_bf16_gradient_is_multiplied_in_fp32() -> None:
+    gradient, factor = torch.randn(1000).bfloat16(), torch.tensor(0.3)
+    expected = (gradient.float() * factor).bfloat16()
+    assert torch.equal(linear_cross_entropy_module._times(gradient.clone(), factor, torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
