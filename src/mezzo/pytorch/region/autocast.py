@@ -53,6 +53,7 @@ _meanings: dict[tuple[Any, str, bool, str | None], _Meaning] = {}
 _regions: dict[tuple[Any, ...], Region] = {}  # one object serves all who ask for the same
 
 _get_ident = threading.get_ident
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _label, _assumed_native = identity.label, identity.assumed_native
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
@@ -135,6 +136,8 @@ class Region:
         return self._meaning.policy
 
     def __enter__(self) -> Region:
+        if _is_dynamo_compiling():
+            torch._dynamo.graph_break(msg="a Region that was made outside of what is compiled")
         meaning, device = self._meaning, self.device_type
         before = _label()
         way = meaning.ways.get(before)
@@ -211,6 +214,17 @@ class Region:
 
     def __repr__(self) -> str:
         return f"mezzo.autocast({str(self.policy) if self.policy else 'fp32'!r}, {self.device_type!r})"
+
+
+def _keep_from_dynamo() -> None:
+    """After a graph break Dynamo would compile what a region does to its thread, a frame at a time."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in (Region.__enter__, Region.__exit__):
+        frames.set_code_exec_strategy(function.__code__, skip)
+
+
+_keep_from_dynamo()
 
 
 @functools.cache

@@ -7,7 +7,8 @@ weight and by ``p.data = t`` (`writers`), and by the step of every `torch.optim.
 No copy outlives its outermost region, not even between the losses of an accumulation window, where a second
 forward could use it. A write between two regions passes no Autocast key; ``p.data.add_`` raises no version counter
 of the parameter's; and what holds the memory otherwise (NumPy, another process) is seen by nothing. The price is a
-cast a forward: 48 ms for 17 M weights where each copy is made on new pages, a sixteenth of a GPT's step there. Weights stored in 16 bits (``weights="split"``) have nothing to cast.
+cast a forward: 48 ms for 17 M weights where each copy is made on new pages, a sixteenth of a GPT's step there.
+Weights stored in 16 bits (``weights="split"``) have nothing to cast.
 """
 
 from __future__ import annotations
