@@ -85,7 +85,7 @@ OPTIONS = [
 
 
 def leaves(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
 
 
 def naive(tensors: list[Tensor], target: Tensor, weight: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
@@ -352,6 +352,25 @@ def test_an_fp16_weight_s_gradient_is_not_rounded_before_its_scale_is_taken_back
     ours(low, torch.zeros_like(target), None, {"reduction": "sum"}).backward()
     assert low[1].grad is not None
     assert 2e4 < float(low[1].grad.abs().max()) < 65504
+
+
+def test_a_rare_class_still_learns_in_fp16(
+    of_64_rows: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probability of 2e-7 over 512 rows: nothing in fp16, whatever the loss scale does afterwards."""
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "fp16")
+    x, weight, _ = of_64_rows
+    bias = torch.zeros(2000)
+    bias[5] = -8.0
+    tensors, target = [x, (weight / 64).half().float(), bias], torch.zeros(512, dtype=torch.int64)
+    low, exact = leaves([x.half().float(), *tensors[1:]], torch.float32), leaves(tensors, torch.float64)
+    with mezzo.autocast("fp16", "cpu"):
+        ours(low, target, None, {}).backward()
+    naive(exact, target, None, {}).backward()
+    found, expected = low[2].grad, exact[2].grad
+    assert found is not None
+    assert expected is not None
+    assert float(found[5]) == pytest.approx(float(expected[5]), rel=5e-3)
 
 
 def test_large_class_weights_do_not_overflow_fp16(
