@@ -25,13 +25,8 @@ pytestmark = [
 ]
 
 OVERRIDES = "bf16,op.softmax=lower,op.gelu=fp32"
-# Dynamo looks at frames that the dispatcher calls, once a layer has broken the graph.
-SEEN = pytest.mark.xfail(
-    strict=True, reason="region/dispatch.py's kernel is compiled: `kernels.unseen` has to mark it"
-)
 ROWS = [
-    *((model, place, "bf16") for model in MODELS for place in PLACES if model != "lstm"),
-    *(pytest.param("lstm", place, "bf16", marks=SEEN) for place in PLACES),
+    *((model, place, "bf16") for model in MODELS for place in PLACES),
     *(("gpt", place, OVERRIDES) for place in PLACES),
     *(("mlp", place, "fp16") for place in PLACES),
     ("gpt", "region in a loss", "fp16"),

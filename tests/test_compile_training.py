@@ -120,9 +120,6 @@ def test_compiled_equals_eager_in_one_graph(name: str, mode: str, place: str) ->
     assert (got.graphs, got.breaks, got.late) == (1, 0, 0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="MixedPrecision.step is traced: it has to be one break, as an optimizer's step"
-)
 @pytest.mark.parametrize("mode", ["bf16", "split, accumulate"])
 def test_a_step_that_is_compiled_whole(mode: str) -> None:
     got = train("gpt", mode, "step", "aot_eager")

@@ -536,5 +536,15 @@ def test_a_policy_with_masters_survives_being_traced_field_by_field() -> None:
     fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
     names = [field.name for field in dataclasses.fields(value)]
     # The order in which `mezzo.autocast` hands it to Dynamo.
-    assert names == ["compute", "params", "output", "loss_scale", "ops", "modules", "masters", "state"]
+    assert names == [
+        "compute",
+        "params",
+        "output",
+        "loss_scale",
+        "ops",
+        "modules",
+        "masters",
+        "state",
+        "recompute",
+    ]
     assert type(value)(*fields) == value

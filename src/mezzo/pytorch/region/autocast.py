@@ -27,7 +27,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.region import checkpoint, dispatch, identity, weight_cache
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.region import checkpoint, dispatch, identity, weight_cache, writers
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
 
 __all__ = ["Region", "autocast"]
@@ -57,6 +58,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _label, _assumed_native = identity.label, identity.assumed_native
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_grad_enabled = torch.is_grad_enabled
 _is_cache_enabled, _set_cache_enabled = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 _increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _clear_cache = torch.clear_autocast_cache
@@ -68,6 +70,7 @@ identity.on_new_label(checkpoint.install)
 identity.on_new_label(weight_cache.install)
 
 
+@unseen
 def autocast(
     policy: str | os.PathLike[str] | Policy,
     device_type: str | None = None,
@@ -135,6 +138,7 @@ class Region:
         """The policy, with ``auto`` resolved; None where the region is disabled."""
         return self._meaning.policy
 
+    @unseen
     def __enter__(self) -> Region:
         if _is_dynamo_compiling():
             torch._dynamo.graph_break(msg="a Region that was made outside of what is compiled")
@@ -159,6 +163,8 @@ class Region:
             _increment_nesting()
             if self._cache_enabled is not None:
                 _set_cache_enabled(self._cache_enabled)
+            elif cached and not _is_grad_enabled():  # a weight could be written at any moment (`writers`)
+                _set_cache_enabled(False)
         way.enter()
         if meaning.recomputes:
             from mezzo.pytorch.region import recompute
@@ -170,6 +176,7 @@ class Region:
         self._entered[thread].append((way, genuine, enabled, dtype, cached))
         return self
 
+    @unseen
     def __exit__(self, *exc_info: object) -> None:
         way, genuine, enabled, dtype, cached = self._entered[_get_ident()].pop()
         if self._meaning.recomputes:
@@ -182,6 +189,7 @@ class Region:
             return
         if _decrement_nesting() == 0:
             _clear_cache()
+            writers.forget_aliases()
         _set_enabled(self.device_type, enabled)
         _set_dtype(self.device_type, dtype)
         _set_cache_enabled(cached)

@@ -25,6 +25,7 @@ import torch
 
 from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.region import identity, recompute
 from mezzo.pytorch.region.actions import Action, action
 from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
@@ -151,6 +152,7 @@ def _register(kernel: _Kernel) -> None:
 
     find = kernel.actions.get
 
+    @unseen  # else Dynamo compiles it, once a compiled function has broken its graph
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         found = find(_label())
         if found is not None and _get_dtype(device_type) is found[0]:

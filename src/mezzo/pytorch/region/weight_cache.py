@@ -1,11 +1,11 @@
 """Autocast's 16-bit copies of weights are dropped as soon as a weight is written.
 
 `torch.autocast` keeps the copy of an FP32 weight until the outermost region ends, and does not notice that the
-weight changed. In Mezzo's regions the cache is cleared by whoever writes: by every op of PyTorch's that may write a
-weight and by ``p.data = t`` (`writers`), and by the step of every `torch.optim.Optimizer`, whatever its kernel is.
+weight changed. In Mezzo's regions it is made to forget wherever a weight may be written (`writers`), and by the step of
+every `torch.optim.Optimizer`, whatever its kernel is.
 
 No copy outlives its outermost region, not even between the losses of an accumulation window, where a second
-forward could use it. A write between two regions passes no Autocast key; ``p.data.add_`` raises no version counter
+forward could use it. A write between two regions can be of any kind; ``p.data.add_`` raises no version counter
 of the parameter's; and what holds the memory otherwise (NumPy, another process) is seen by nothing. The price is a
 cast a forward: 48 ms for 17 M weights where each copy is made on new pages, a sixteenth of a GPT's step there.
 Weights stored in 16 bits (``weights="split"``) have nothing to cast.

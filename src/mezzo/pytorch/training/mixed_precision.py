@@ -21,6 +21,7 @@ from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError
@@ -256,6 +257,8 @@ class MixedPrecision:
         like.
         """
         if self._trial is None and (self._machine is None or not self._statistics.watches):
+            if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
+                return autocast(self._policy, self._device_type)
             return self._regions[self._policy.compute]
         return self._watched_region()
 
@@ -270,6 +273,7 @@ class MixedPrecision:
         with self._regions[self.precision] as region:
             yield region
 
+    @_disable_dynamo
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
         """Backward of one loss, and at the end of a window the optimizer's turn.
 
