@@ -28,7 +28,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.region import checkpoint, dispatch, identity, weight_cache, writers
+from mezzo.pytorch.region import checkpoint, dispatch, identity, writers
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
 
 __all__ = ["Region", "autocast"]
@@ -67,7 +67,7 @@ _function_mode = torch._C._is_torch_function_mode_enabled
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
 identity.on_new_label(checkpoint.install)
-identity.on_new_label(weight_cache.install)
+identity.on_new_label(writers.install)
 
 
 @unseen
@@ -170,10 +170,11 @@ class Region:
             from mezzo.pytorch.region import recompute
 
             recompute.push()
-        thread = _get_ident()
-        if thread not in self._entered:
-            self._entered[thread] = []
-        self._entered[thread].append((way, genuine, enabled, dtype, cached))
+        outside = (way, genuine, enabled, dtype, cached)
+        try:
+            self._entered[_get_ident()].append(outside)
+        except KeyError:
+            self._entered[_get_ident()] = [outside]
         return self
 
     @unseen

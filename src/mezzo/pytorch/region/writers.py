@@ -5,35 +5,35 @@ alone: a weight that is written in between is used at its old value, in silence.
 see each write, and tax each activation that is written in place and each buffer that an op fills on its way. But
 PyTorch itself leaves few ways to write a leaf that requires a gradient, and they can be watched instead:
 
-- while gradients are not recorded (`torch.no_grad`, `set_grad_enabled`, `inference_mode`): then no copies are kept;
+- while gradients are not recorded (`torch.no_grad`, `set_grad_enabled`, `inference_mode`): then no copies are kept. The
+  step of an optimizer is such a time;
 - through what shares the weight's memory without a gradient, ``p.data`` and ``p.detach()``: once it was asked for,
   the region keeps no copies;
-- by ``p.data = t``, and by the step of an optimizer (`weight_cache`): the copies that there are are dropped.
+- by ``p.data = t``: the copies that there are are dropped.
 
 Nothing of this is on the way of an ordinary forward pass. What it can't see: an alias that was taken before the region
-and is written inside it while gradients are recorded; a weight that is frozen, written and thawed in one region; memory
-written behind PyTorch's back (NumPy's view of a weight, a storage's own `copy_`, an extension, another process).
+and is written inside it while gradients are recorded; `detach()` of a leaf that is no `nn.Parameter`; a weight that is
+frozen, written and thawed in one region; memory written behind PyTorch's back (NumPy's view of a weight, a storage's own
+`copy_`, an extension, another process).
+
+No copy outlives its outermost region, not even between the losses of an accumulation window, where a second forward
+could use it. A write between two regions can be of any kind: ``p.data.add_`` raises no version counter of the
+parameter's, and what holds the memory otherwise is seen by nothing. The price is a cast a forward. Weights stored in 16
+bits (``weights="split"``) have nothing to cast.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.region import identity
-from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
 
-__all__ = ["forget_aliases", "install", "installed_ops"]
+__all__ = ["forget_aliases", "install"]
 
-# Ops after which a weight can be written without another word: each is given a kernel at the Autocast key.
-_UNTYING = ("detach",)
-
-_libraries: dict[str, torch.library.Library] = {}
 _patched = False
 
 _label = identity.label
@@ -51,25 +51,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def install(device_type: str) -> None:
-    """Watch from now on; once a process and a device type."""
+def install(*_: object) -> None:
+    """Watch from now on; called when the first policy gets its label."""
     global _patched
     if not _patched:
         _patched = True
         _watch_data()
+        _watch_detach()
         _watch_grad_mode()
-    if device_type in _libraries or device_type not in AUTOCAST_KEYS:
-        return
-    library = _libraries[device_type] = torch.library.Library("aten", "IMPL")
-    for op in _UNTYING:
-        library.impl(
-            op, _untying(op, AUTOCAST_KEYS[device_type]), AUTOCAST_KEYS[device_type], with_keyset=True
-        )
-
-
-def installed_ops() -> tuple[str, ...]:
-    """The ops that have a kernel of this file's: all else that writes is untouched."""
-    return _UNTYING if _libraries else ()
 
 
 def forget_aliases() -> None:
@@ -98,19 +87,6 @@ def _untied(tensor: Tensor) -> None:
             _set_cache_enabled(False)
 
 
-def _untying(op: str, key_name: str) -> Callable[..., Any]:
-    redispatch = getattr(torch.ops.aten, op).default._handle.redispatch_boxed
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.__members__[key_name])
-
-    @unseen
-    def go_on(keyset: torch._C.DispatchKeySet, tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        if _label():
-            _untied(tensor)
-        return redispatch(keyset & below, tensor, *args, **kwargs)
-
-    return go_on
-
-
 def _watch_data() -> None:
     plain: Any = torch._C.TensorBase.data
 
@@ -125,6 +101,16 @@ def _watch_data() -> None:
             _clear()
 
     torch.Tensor.data = property(read, assign, None, plain.__doc__)  # type: ignore[assignment]
+
+
+def _watch_detach() -> None:
+    # A parameter's, and no other tensor's: an op's kernel would be met by each tensor that a tracer detaches.
+    def detach(parameter: Tensor) -> Tensor:
+        if _label():
+            _untied(parameter)
+        return torch.Tensor.detach(parameter)
+
+    torch.nn.Parameter.detach = detach  # type: ignore[assignment]
 
 
 def _watch_grad_mode() -> None:
