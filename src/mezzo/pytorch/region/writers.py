@@ -13,8 +13,8 @@ PyTorch itself leaves few ways to write a leaf that requires a gradient, and the
 
 Nothing of this is on the way of an ordinary forward pass. What it can't see: an alias that was taken before the region
 and is written inside it while gradients are recorded; `detach()` of a leaf that is no `nn.Parameter`; a weight that is
-frozen, written and thawed in one region; memory written behind PyTorch's back (NumPy's view of a weight, a storage's own
-`copy_`, an extension, another process).
+frozen, written and thawed in one region; memory written behind PyTorch's back (NumPy's view of a weight, a storage's
+own `copy_`, an extension, another process).
 
 No copy outlives its outermost region, not even between the losses of an accumulation window, where a second forward
 could use it. A write between two regions can be of any kind: ``p.data.add_`` raises no version counter of the
