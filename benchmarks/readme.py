@@ -196,6 +196,29 @@ def _bench(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
     return lambda: part(_read("bench.json"))
 
 
+def keep_memory() -> str:
+    """One row a workload and contender of `keep_memory.json`."""
+    results = _read("keep_memory.json")
+    machine = results["machine"]
+    lines = [
+        f"On {machine['threads']} threads of {machine['cpu']} (`python benchmarks/keep_memory.py`): pairs of whole",
+        "processes, the median step of each; page faults of a step and the most resident bytes, kept / system.",
+        "",
+        "| workload | contender | time, kept / system | faults | resident MB | pairs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for workload, rows in results["workloads"].items():
+        for contender, row in rows.items():
+            low, high = row["interval"]
+            faults = f"{row['faults_kept']:,.0f} / {row['faults_system']:,.0f}"
+            resident = f"{row['resident_bytes_kept'] / 1e6:.0f} / {row['resident_bytes_system'] / 1e6:.0f}"
+            lines.append(
+                f"| {workload} | {contender} | {row['ratio']:.3f} ({low:.3f} to {high:.3f}) | {faults} | {resident} |"
+                f" {row['pairs']} |"
+            )
+    return "\n".join(lines)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
     "docs/figures.md": {
@@ -204,6 +227,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
+    "docs/losses.md": {"losses": _bench(steps.losses)},
+    "docs/memory.md": {"keep-memory": keep_memory},
     "docs/verdict.md": {"harms": harms},
     "docs/optimizers.md": {
         "modes": optimizer_modes,

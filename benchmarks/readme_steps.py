@@ -216,3 +216,32 @@ def other_machine(results: dict[str, Any]) -> str:
             f"| {name} | {contender} | raises: {why} | | |" for contender, why in found["raised"].items()
         ]
     return "\n".join(parts)
+
+
+LOSSES = {
+    "amp-bf16": "torch.autocast",
+    "mezzo-bf16": "`F.cross_entropy` in a region",
+    "fused-loss": "`LinearCrossEntropy`",
+}
+"""The contenders of the loss alone, and their column heads."""
+
+
+def losses(results: dict[str, Any]) -> str:
+    """Time and bytes of a linear layer and its loss at each vocabulary."""
+    lines = [
+        f"A linear layer of width 384 with FP32 weights and its loss, forward and backward, on {_machine(results)}",
+        "(`make bench`, or `python benchmarks/bench_loss.py`): peak bytes above hidden states and weights, and time",
+        f"over that of torch.autocast{_about(results)}.",
+        "",
+        f"| classes | tokens | {' | '.join(LOSSES.values())} |",
+        "|---" * (len(LOSSES) + 2) + "|",
+    ]
+    for classes, scopes in results["loss"].items():
+        found = scopes["head"]
+        cells = []
+        for name in LOSSES:
+            ratio = _ratio(found["ratios"].get(name))
+            peak = f"{found['peak_bytes'][name] / 1e6:.1f} MB" if name in found["peak_bytes"] else "not run"
+            cells.append(f"{peak}, {ratio}" if ratio else peak)
+        lines.append(f"| {int(classes):,} | {found['tokens']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
