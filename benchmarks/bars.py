@@ -4,7 +4,8 @@
     python benchmarks/bars.py FILE.json
 
 A ratio that is better than its bar is *met*. One that is worse is *missed* where its whole interval is worse, and
-*open* where the interval reaches the bar: the run cannot tell. Bytes have no interval.
+*open* where the interval reaches the bar: the run cannot tell. Bytes have no interval. Bars that a run passed easily
+were raised after it; none is ever lowered.
 """
 
 from __future__ import annotations
@@ -58,24 +59,25 @@ NEVER_SLOWER = tuple(
 )
 BARS = (
     *NEVER_SLOWER,
-    Bar("1.10 times as fast in the fine-tune", "time", "fine-tune", "eager", ("split-bf16",), AMP, 1 / 1.10),
+    Bar("1.15 times as fast in the fine-tune", "time", "fine-tune", "eager", ("split-bf16",), AMP, 1 / 1.15),
+    Bar("1.10 times as fast on the GPT", "time", "gpt", "eager", ("split-bf16",), AMP, 1 / 1.10),
     *(
-        Bar("1.05 times as fast with 32,768 classes", "time", "lm-32k", "eager", (name,), AMP, 1 / 1.05)
+        Bar("1.40 times as fast with 32,768 classes", "time", "lm-32k", "eager", (name,), AMP, 1 / 1.40)
         for name in (*EXACT, "fused-loss")
     ),
     *(
-        Bar("the loss's peak bytes, logits included", "logits", classes, "", ("mezzo-bf16",), AMP, 0.5)
+        Bar("the loss's peak bytes, logits included", "logits", classes, "", ("mezzo-bf16",), AMP, 0.30)
         for classes in ("32768", "131072")
     ),
     *(
-        Bar("the loss's peak bytes, linear layer included", "head", classes, "", ("fused-loss",), AMP, 0.5)
+        Bar("the loss's peak bytes, linear layer included", "head", classes, "", ("fused-loss",), AMP, 0.25)
         for classes in ("32768", "131072")
     ),
-    Bar("peak bytes, exact", "peak", "gpt", "eager", ("split-bf16",), AMP, 0.88),
-    Bar("peak bytes, exact", "peak", "gpt", "eager", ("split-bf16",), "fp32", 0.66),
-    Bar("peak bytes, lean", "peak", "gpt", "eager", ("lean-bf16",), AMP, 0.65),
-    Bar("peak bytes, lean", "peak", "gpt", "eager", ("lean-bf16",), "fp32", 0.50),
-    Bar("peak bytes, exact with GELU recomputed", "peak", "gpt", "eager", ("recompute",), AMP, 0.80),
+    Bar("peak bytes, exact", "peak", "gpt", "eager", ("split-bf16",), AMP, 0.72),
+    Bar("peak bytes, exact", "peak", "gpt", "eager", ("split-bf16",), "fp32", 0.61),
+    Bar("peak bytes, lean", "peak", "gpt", "eager", ("lean-bf16",), AMP, 0.52),
+    Bar("peak bytes, lean", "peak", "gpt", "eager", ("lean-bf16",), "fp32", 0.44),
+    Bar("peak bytes, exact with GELU recomputed", "peak", "gpt", "eager", ("recompute",), AMP, 0.66),
 )
 
 

@@ -223,6 +223,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
     "docs/figures.md": {
         "bars": _bench(steps.bars),
+        "kept": lambda: steps.kept(_read("training_step_kept.json")),
         "training-steps": _bench(steps.training_steps),
         "loss": _bench(steps.loss_alone),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),

@@ -75,7 +75,7 @@ def is_installed(module: str) -> bool:
 @functools.cache
 def _warn_once(device_type: str, compiler: str, install: str) -> None:
     warnings.warn(
-        f"{compiler} is not installed, so Mezzo's optimizers on {device_type} use plain PyTorch operations: the "
+        f"{compiler} is not installed, so Mezzo's kernels on {device_type} are plain PyTorch operations: the "
         f"same numbers, many times slower. To compile them: {install}",
         UserWarning,
         stacklevel=4,
