@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.cross_entropy.layout import as_matrix, blocks, empty_like, put, take
@@ -113,14 +112,7 @@ def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
     else:
         rows = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else ()
         fits = target.dtype in (torch.int64, torch.uint8) and target.shape == rows
-    return fits and not _is_dual(logits, target, weight)
-
-
-def _is_dual(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode differentiation is under way; a level below 0 is none."""
-    return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
+    return fits
 
 
 class _Classes(torch.autograd.Function):

@@ -105,7 +105,8 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         (grad,) = grads
-        if torch.is_grad_enabled() and grad.requires_grad:  # for a second derivative, by what has one itself
+        # For a second derivative, and for a batch of gradients: by what has them itself.
+        if (torch.is_grad_enabled() and grad.requires_grad) or not is_plain(grad):
             wide = torch.ops.aten.embedding_dense_backward(grad.float(), indices, *ctx.rest)
             return wide.to(grad.dtype), None, None, None
         return _summed(grad, indices, *ctx.rest), None, None, None

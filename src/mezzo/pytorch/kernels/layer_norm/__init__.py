@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.layer_norm import reference
@@ -27,7 +26,6 @@ from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["layer_norm"]
 
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad's is_grads_batched
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -84,7 +82,7 @@ def columns_of(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None
 ) -> int:
     """The elements of a row, if a kernel of ours may take these tensors whole; else 0."""
-    if not is_plain(input, weight, bias) or forward_ad._current_level >= 0:
+    if not is_plain(input, weight, bias):
         return 0
     shape = tuple(normalized_shape)
     device, dims = input.device, len(shape)
@@ -122,7 +120,7 @@ class _LayerNorm(torch.autograd.Function):
         kernel, columns, eps, bias = ctx.rest
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         wanted = needs_x, weight.dtype if needs_weight else None, bias[0] if needs_bias else None
-        if torch.is_grad_enabled() or not is_plain(dy, x, weight) or _is_batched(dy):
+        if torch.is_grad_enabled() or not is_plain(dy, x, weight):
             dx, dweight, dbias = _by_operations(dy, x, weight, columns, eps, wanted)
         else:
             dx, dweight, dbias = kernel.backward(

@@ -25,7 +25,6 @@ from mezzo.pytorch.kernels.rms_norm import reference
 
 __all__ = ["rms_norm"]
 
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad's is_grads_batched
 _HALVES = (torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -89,7 +88,7 @@ class _RMSNorm(torch.autograd.Function):
         kernel, columns, epsilon = ctx.rest
         needs_x, needs_weight, _, _ = ctx.needs_input_grad
         wanted = needs_x, weight.dtype if needs_weight else None
-        if torch.is_grad_enabled() or not is_plain(dy, x, weight) or _is_batched(dy):
+        if torch.is_grad_enabled() or not is_plain(dy, x, weight):
             dx, dweight = _by_operations(dy, x, weight, columns, epsilon, wanted)
         else:
             flat = None if weight is None else weight.contiguous()
