@@ -90,7 +90,8 @@ def autocast(
         device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this machine, else ``"cpu"``.
         enabled: False for a region without autocast and without a policy, wherever it stands.
         cache_enabled: whether 16-bit copies of weights are kept until the outermost region ends (autocast's
-            own cache, cleared after each optimizer step). Default: as outside.
+            own cache, which forgets where a weight may be written: `mezzo.pytorch.region.writers`). Default: as
+            outside, but not where gradients aren't recorded, since there any op may write a weight.
 
     A region inside another takes its place until it ends; a thread that should compute in a policy enters it
     itself. One region object may be entered many times, nested, and by several threads.
