@@ -17,7 +17,8 @@ def faults():
     for _ in range(8):
         torch.ones(16 << 20)  # 64 MiB, above what malloc keeps of its own accord
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
+for _ in range(3):  # malloc lays out eight or nine such blocks before it comes back to the first
+    faults()
 print(keep, faults())
 """
 
@@ -38,7 +39,7 @@ def test_blocks_are_made_of_the_same_pages_again() -> None:
         pytest.skip("the C library is not glibc, or malloc is another's")
     pages = 8 * (64 << 20) // 4096
     assert few < pages // 100
-    assert faults(keep=False)[1] > 100 * max(few, 1)
+    assert faults(keep=False)[1] >= pages
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
