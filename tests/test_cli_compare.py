@@ -187,6 +187,8 @@ def verdict_of(here: Path, behaviour: dict[str, Any]) -> dict[str, Any]:
 )
 def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) -> None:
     found = verdict_of(here, {"bf16": {"crash": "[bold]ValueError[/]: [red]x"}, "*": {"metric": 0.9}})
+    note = "a long remark of many words, each of which is worth reading, up to and including the last one"
+    next(iter(found["candidates"].values()))["notes"].append(note)
     file = io.StringIO()
     show(
         Console(file=file, width=width, force_terminal=terminal, color_system=None),
@@ -196,6 +198,7 @@ def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) 
     )
     text = file.getvalue()
     joined = "".join(text.split())
+    assert "".join(note.split()) in joined
     assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
     assert "fp16isconsistent" in joined
     assert "'ab'" in joined

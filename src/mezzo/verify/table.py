@@ -33,8 +33,11 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
         line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
         console.print(line, soft_wrap=not console.is_terminal)
         for note in one["notes"]:
-            hint = Padding(Text(f"note: {note}", style="dim"), (0, 0, 0, 2))
-            console.print(hint, soft_wrap=not console.is_terminal)
+            hint = Text(f"note: {note}", style="dim")
+            if console.is_terminal:
+                console.print(Padding(hint, (0, 0, 0, 2)))
+            else:  # a Padding is cut at the width, however it is printed
+                console.print(Text.assemble("  ", hint), soft_wrap=True)
     console.print()
     if report is not None:
         console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)
