@@ -262,3 +262,19 @@ def test_without_a_backward_nothing_is_kept() -> None:
     peak.start()
     cross_entropy_loss(logits, torch.zeros(300, dtype=torch.int64))
     assert peak.stop().peak_bytes - others < 2 * logits.numel() + 64 * 300
+
+
+@pytest.mark.parametrize("reduction", [0, 1])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_a_batch_of_gradients(reduction: int, probabilities: bool) -> None:
+    x = values(3, 4).requires_grad_()
+    target = torch.eye(4)[TARGET] if probabilities else TARGET
+    out = cross_entropy_loss(x, target, None, reduction)
+    seeds = torch.rand(2, *out.shape)
+    (found,) = torch.autograd.grad(out, x, seeds, is_grads_batched=True, retain_graph=True)
+    for one, seed in zip(found, seeds):
+        (alone,) = torch.autograd.grad(out, x, seed, retain_graph=True)
+        assert one.dtype is x.dtype
+        torch.testing.assert_close(
+            one, alone, rtol=2**-7, atol=1e-6
+        )  # one ulp: two orders of FP32's operations

@@ -171,3 +171,18 @@ def test_an_op_that_can_not_be_recomputed() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown op to recompute 'gleu'.*Did you mean 'gelu'"):
         mezzo.policy("bf16,recompute=gleu+silu")
     assert str(mezzo.policy("bf16,recompute=silu+gelu")) == "bf16,recompute=gelu+silu"
+
+
+def test_inside_a_transform_all_is_kept() -> None:
+    weight = torch.randn(8, 8)
+
+    def loss(policy: str) -> Callable[[Tensor], Tensor]:
+        def of(w: Tensor) -> Tensor:
+            with mezzo.autocast(policy, "cpu"):
+                return F.gelu(F.linear(torch.ones(2, 8), w)).float().sum()
+
+        return of
+
+    found = torch.func.grad(loss("bf16,recompute=gelu"))(weight)
+    assert torch.equal(found, torch.func.grad(loss("bf16"))(weight))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

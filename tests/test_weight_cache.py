@@ -392,3 +392,14 @@ def test_emulated_fp16_sees_writes() -> None:
         F.linear(x, p)
         p.data.zero_()
         assert F.linear(x, p).abs().max() == 0
+
+
+def test_a_policys_first_region_sees_writes_too() -> None:
+    """A policy's first entry is a genuine `torch.autocast`'s; later ones are not."""
+    for _ in range(2):
+        p, x = nn.Parameter(torch.randn(SHAPE)), torch.randn(3, 4)
+        with torch.no_grad(), mezzo.autocast("bf16,op.tan=lower,op.sinh=lower", "cpu"):
+            F.linear(x, p)
+            p.zero_()
+            assert F.linear(x, p).abs().max() == 0
+        assert torch.is_autocast_cache_enabled()

@@ -1,9 +1,9 @@
 """Freed memory stays with the process: a training step on a CPU then pays for its pages once, and not every time.
 
 glibc's `malloc` asks the kernel for each large block and gives it back when it is freed, so that the activations and
-gradients of every step are made of new pages: the kernel clears them, one fault for each 4 KiB. A GPT step of
-`benchmarks/models.py` takes some 97,000 faults that way. PyTorch's CUDA allocator keeps what it once got for the same
-reason. `benchmarks/keep_memory.py` measures what it brings.
+gradients of every step are made of new pages: the kernel clears them, one fault for each 4 KiB. PyTorch's
+CUDA allocator keeps what it once got for the same reason. `benchmarks/keep_memory.py` counts the faults of a step, and
+measures what it brings.
 """
 
 from __future__ import annotations
@@ -38,12 +38,8 @@ def keep_memory() -> bool:
 
 def _is_replaced() -> bool:
     """Whether `malloc` comes from elsewhere than the C library that `mallopt` would tune."""
-    libc = ctypes.CDLL(None)
     found, own = (
-        ctypes.cast(function, ctypes.c_void_p).value for function in (libc.malloc, _c_library().malloc)
+        ctypes.cast(library.malloc, ctypes.c_void_p).value
+        for library in (ctypes.CDLL(None), ctypes.CDLL("libc.so.6"))
     )
     return found != own
-
-
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL("libc.so.6")

@@ -252,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = _three(ctx.needs_input_grad[:3])
         made, ctx.made = ctx.made, None
         with torch.autocast(grad.device.type, enabled=False):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not is_plain(grad):
                 return (*_differentiable(ctx, grad, needs), *[None] * 5)
             if made is not None:
                 gradients, factor = made
@@ -331,15 +331,17 @@ def _again(ctx: Any, grad: Tensor, needs: tuple[bool, bool, bool]) -> tuple[Grad
 
 
 def _differentiable(ctx: Any, grad: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
-    """The gradients as PyTorch operations that can be differentiated once more: the definition's own."""
+    """The gradients as PyTorch operations, the definition's own: for a second derivative, and for a batch of them."""
     input, weight, bias, target, class_weight, _, _ = ctx.saved_tensors
     options, arithmetic = ctx.rest
-    low_bias = None if bias is None else arithmetic.operand(bias)
-    loss = _naive(
-        arithmetic.operand(input), arithmetic.operand(weight), target, low_bias, class_weight, options
-    )
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        low_bias = None if bias is None else arithmetic.operand(bias)
+        loss = _naive(
+            arithmetic.operand(input), arithmetic.operand(weight), target, low_bias, class_weight, options
+        )
     wanted = [tensor for tensor, needed in zip((input, weight, bias), needs) if needed]
-    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
+    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=again))
     return [next(found) if needed else None for needed in needs]
 
 

@@ -164,8 +164,8 @@ class Region:
             _increment_nesting()
             if self._cache_enabled is not None:
                 _set_cache_enabled(self._cache_enabled)
-            elif cached and not _is_grad_enabled():  # a weight could be written at any moment (`writers`)
-                _set_cache_enabled(False)
+        if self._cache_enabled is None and cached and not _is_grad_enabled():
+            _set_cache_enabled(False)  # a weight could be written at any moment (`writers`)
         way.enter()
         if meaning.recomputes:
             from mezzo.pytorch.region import recompute
@@ -188,6 +188,8 @@ class Region:
         way.leave()
         if genuine is not None:
             genuine.__exit__(None, None, None)
+            if not _label():
+                writers.forget_aliases()
             return
         if _decrement_nesting() == 0:
             _clear_cache()
@@ -224,17 +226,6 @@ class Region:
 
     def __repr__(self) -> str:
         return f"mezzo.autocast({str(self.policy) if self.policy else 'fp32'!r}, {self.device_type!r})"
-
-
-def _keep_from_dynamo() -> None:
-    """After a graph break Dynamo would compile what a region does to its thread, a frame at a time."""
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for function in (Region.__enter__, Region.__exit__):
-        frames.set_code_exec_strategy(function.__code__, skip)
-
-
-_keep_from_dynamo()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ Only what autograd saves is affected, and only in eager mode: a compiler decides
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,14 +64,31 @@ class _Recomputed:
 _made: dict[int, _Made] = {}
 
 
+class _Thread(threading.local):
+    """For each `push` of this thread that is not over, whether it could hook anything."""
+
+    def __init__(self) -> None:
+        self.hooked: list[bool] = []
+
+
+_thread = _Thread()
+
+
 def push() -> None:
-    """From now on, what autograd saves in this thread is not kept where it can be made again."""
-    torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+    """From now on, what autograd saves in this thread is not kept where it can be made again.
+
+    Inside a transform of `torch.func`, which takes no hooks, all is kept.
+    """
+    hooked = bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+    if hooked:
+        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
+    _thread.hooked.append(hooked)
 
 
 def pop() -> None:
     """End what the last `push` began."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    if _thread.hooked.pop():
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def remembering(op: Action) -> Action:

@@ -143,7 +143,7 @@ class _Classes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, weight, lse, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not is_plain(grads[0]):
             return _twice(logits, target, weight, ctx.settings, grads[0]), None, None, None
         _, ignore_index, label_smoothing = ctx.settings
         flat = target.reshape(-1).long()
@@ -184,7 +184,7 @@ class _Probabilities(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, weight, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not is_plain(grads[0]):
             return _twice(logits, target, weight, ctx.settings, grads[0]), None, None, None
         scale = _row_scale(grads[0], divisor, logits.numel() // logits.shape[1])
         gradient = empty_like(logits)
@@ -227,7 +227,11 @@ def _row_scale(grad: Tensor, divisor: Tensor | None, rows: int) -> Tensor:
 
 
 def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:
-    """A gradient that can be differentiated again: of PyTorch operations, whose FP32 intermediates are held."""
-    loss = _in_fp32(logits, target, weight, settings)
-    (gradient,) = torch.autograd.grad(loss, logits, grad, create_graph=True)
+    """A gradient that can be differentiated again, and one for each of a batch: of PyTorch operations, whose FP32
+    intermediates are held.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = _in_fp32(logits, target, weight, settings)
+    (gradient,) = torch.autograd.grad(loss, logits, grad, create_graph=again)
     return gradient
