@@ -500,3 +500,8 @@ def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = names["found"]
     assert found.largest % 8 == 0
     assert f"batch size {found.largest} is the largest that fits" in capsys.readouterr().out
+
+
+def test_a_step_that_is_no_function_is_named() -> None:
+    with pytest.raises(UsageError, match="step is a int: give a function of the batch size"):
+        mezzo.find_batch_size(3)  # type: ignore[arg-type]

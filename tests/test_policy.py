@@ -482,6 +482,8 @@ NOTES = [
     ("bf16,masters=none", ["masters=none: an update under an ulp of its weight is kept on average"]),
     ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
     ("bf16,op.tanh=lower,op.exp=fp32", []),
+    ("bf16,recompute=gelu", []),
+    ("fp32,recompute=gelu", ["recompute=gelu does nothing in FP32"]),
     ("fp32,op.sigmoid=lower", []),
     ("auto", []),
 ]

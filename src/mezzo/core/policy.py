@@ -197,6 +197,10 @@ class Policy:
                 "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for "
                 "two."
             )
+        if self.recomputed and self.computed == {"fp32"}:
+            found.append(
+                f"recompute={self.recompute} does nothing in FP32: only 16-bit outputs are made again."
+            )
         if not self.is_fp32:
             for op, rule in self.ops:
                 row = RULES.get(op)

@@ -86,6 +86,10 @@ def find_batch_size(
     for one in models:
         if not isinstance(one, nn.Module):
             raise UsageError(f"model is a {type(one).__name__}: give an nn.Module, or a list of them")
+    if not callable(step):
+        raise UsageError(
+            f"step is a {type(step).__name__}: give a function of the batch size that runs one step"
+        )
     place = _device_of(device, models)
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
