@@ -22,6 +22,7 @@ VERBS = {
     "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
     "run": "run a script in mixed precision, unchanged",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
+    "reproduce": "the experiments that mixed precision rests on, run again at a small size",
     "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
     "formats": "the number formats, and any number's bits in each of them",
 }
