@@ -19,7 +19,8 @@ from mezzo.core import masters as masters_module
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.core.masters import bytes_per_parameter
-from mezzo.core.policy import PRESETS, Policy, matches, policy
+from mezzo.core.patterns import matches
+from mezzo.core.policy import PRESETS, Policy, policy
 from mezzo.core.rules import RULES, Rule
 
 # Any policy that can be built, by strategy.
@@ -178,11 +179,13 @@ def test_a_policy_is_itself_a_spec_and_frozen() -> None:
 
 
 def test_presets() -> None:
-    assert list(PRESETS) == ["fp32", "bf16", "fp16", "auto"]
+    assert list(PRESETS) == ["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
     assert {name: value.loss_scale for name, value in PRESETS.items()} == {
         "fp32": "none",
+        "tf32": "none",
         "bf16": "none",
         "fp16": "dynamic",
+        "fp8": "none",
         "auto": "auto",
     }
     assert [name for name, value in PRESETS.items() if value.is_fp32] == ["fp32"]
@@ -259,11 +262,18 @@ def test_no_digit_of_a_loss_scale_is_lost(scale: float) -> None:
 
 REFUSED = [
     ("compute=f15", r"^policy 'compute=f15': unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
-    ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32\."),
+    ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, tf32\."),
     ("", "unknown precision ''"),
     ("float16", "Did you mean 'fp16'"),
     ("bfloat16", "Did you mean 'bf16'"),
-    ("compute=tf32", "unknown format 'tf32'"),
+    ("compute=e5m2", "unknown format 'e5m2'"),
+    ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and no precision: fp8 multiplies in it"),
+    ("binary128", "no path on any device trains in it"),
+    ("fp8,params=fp16", "Use params=fp32 or params=bf16"),
+    ("tf32,masters=split", "an FP32 parameter is its own master"),
+    ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
+    ("fp8,scaling=rowwise(history=4)", "rowwise"),
+    ("bf16,hidden=bf16", "unknown kind of hidden state 'bf16'. Use one of auto, compute, fp32"),
     ("bf16,params=f16", "unknown format 'f16'. Use one of auto, bf16, fp16, fp32. Did you mean 'fp16'"),
     ("bf16,masters=spilt", r"unknown kind of masters 'spilt'\. .*Did you mean 'split'\?$"),
     ("bf16,masters=split16", "Did you mean 'split"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
+from mezzo.core.compute import COMPUTE, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
+from mezzo.core.fp8 import Fp8Scaling
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
+from mezzo.core.patterns import is_pattern, matches
+from mezzo.core.policy_notes import notes_of
 from mezzo.core.policy_text import (
     KEYS,
     Entry,
@@ -32,7 +35,8 @@ from mezzo.core.policy_text import (
 from mezzo.core.rules import RULES, TABLE_VERSION, Rule, bare
 
 STORED_FORMATS = ("fp32", "bf16", "fp16")
-COMPUTE_FORMATS = (*STORED_FORMATS, "auto")
+COMPUTE_FORMATS = (*COMPUTE, "auto")
+HIDDEN = ("auto", "fp32", "compute")
 # What each key may say: the noun for an error, and the words.
 _ALLOWED = {
     "compute": ("format", COMPUTE_FORMATS),
@@ -40,17 +44,14 @@ _ALLOWED = {
     "output": ("format", STORED_FORMATS),
     "masters": ("kind of masters", (*MASTERS, "auto")),
     "state": ("state format", STATE_FORMATS),
-    "module": ("format", STORED_FORMATS),
+    "hidden": ("kind of hidden state", HIDDEN),
+    "module": ("format", tuple(COMPUTE)),
 }
 
 # Ops whose output backward can make again from what they save anyway: one pass over memory, or two.
 RECOMPUTABLE = ("gelu", "layer_norm", "mish", "rms_norm", "silu")
 
-_WIDE = (Rule.FP32, Rule.BANNED)
-
 _FOREIGN_OP = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
-_COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
-_PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ class Policy:
     'bf16,module.head=fp32'
 
     Args:
-        compute: what ops under the rule `lower` run in: fp32, bf16, fp16, or auto until `resolved`.
-        params: what parameters are stored in: fp32, bf16, fp16, or auto, which becomes `compute`'s format
-            where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters in any case.
+        compute: what ops under the rule `lower` run in: fp32, tf32, bf16, fp16, fp8 (`mezzo.core.compute`),
+            or auto until `resolved`.
+        params: what parameters are stored in: fp32, bf16, fp16, or auto, which becomes the format of
+            `activations` where `masters` are named and fp32 elsewhere. Normalisations keep FP32 parameters in
+            any case.
         output: what floating tensors leave the model in: fp32, bf16 or fp16.
         loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
             `DynamicLossScale`; a number (``1024``, ``2**10``) for a constant; or ``auto``, which becomes
@@ -97,6 +100,11 @@ class Policy:
         state: what the optimizer's moments are stored in: fp32, bf16 or int8.
         recompute: ``none``, or ops (``gelu``, ``gelu+layer_norm``) whose 16-bit output is not kept for
             backward but made again there from their input, which is kept in any case: bytes for time.
+        scaling: how fp8 factors are scaled: ``tensorwise``, ``rowwise``, ``tensorwise(history=16,margin=1)``;
+            see `mezzo.core.fp8.Fp8Scaling`. Read where anything is computed in fp8.
+        hidden: what recurrent layers carry from one time step to the next, their hidden and cell state:
+            ``fp32``; ``compute``, the format of `activations`; or ``auto``: FP32 where Mezzo has a kernel that
+            does it at no cost in time (CPUs), elsewhere what the device's library does.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.
@@ -112,6 +120,8 @@ class Policy:
     masters: str = "auto"
     state: str = "fp32"
     recompute: str = "none"
+    scaling: str = "tensorwise"
+    hidden: str = "auto"
 
     def __post_init__(self) -> None:
         given = [Entry(key, "", str(getattr(self, key)), "") for key in KEYS]
@@ -126,15 +136,15 @@ class Policy:
         # The order of ops means nothing, the order of patterns decides.
         object.__setattr__(self, "ops", tuple(sorted((e.name, e.value) for e in checked if e.key == "op")))
         object.__setattr__(self, "modules", tuple((e.name, e.value) for e in checked if e.key == "module"))
-        params, masters = storage_of(self.compute, self.params, self.masters)
+        params, masters = storage_of(self.activations, self.params, self.masters)
         object.__setattr__(self, "params", params)
         object.__setattr__(self, "masters", masters)
         for key in ("params", "output"):
-            if {self.compute, getattr(self, key)} == {"bf16", "fp16"}:
+            if {self.activations, getattr(self, key)} == {"bf16", "fp16"}:
                 raise UsageError(
                     f"policy 'compute={self.compute},{key}={getattr(self, key)}': values would pass between "
                     "two 16-bit formats and lose range one way, digits the other. "
-                    f"Use {key}=fp32 or {key}={self.compute}."
+                    f"Use {key}=fp32 or {key}={self.activations}."
                 )
         if self.loss_scale == "auto" and self.compute != "auto":
             object.__setattr__(self, "loss_scale", "dynamic" if "fp16" in self.computed else "none")
@@ -147,7 +157,7 @@ class Policy:
         # Of params and masters, each implies the other's usual value.
         if self.masters == usual_masters(self.params):
             told.discard("masters")
-        elif self.params == self.compute:
+        elif self.params == self.activations:
             told.discard("params")
             told.add("masters")
         else:
@@ -173,6 +183,16 @@ class Policy:
         return self.computed | {self.params, self.output, self.state} == {"fp32"}
 
     @property
+    def activations(self) -> str:
+        """The format in which ops under the rule `lower` hand on their results: bf16 for fp8, fp32 for tf32."""
+        return activations_of(self.compute)
+
+    @cached_property
+    def fp8_scaling(self) -> Fp8Scaling:
+        """`scaling` as a value."""
+        return Fp8Scaling.parse(self.scaling)
+
+    @property
     def recomputed(self) -> tuple[str, ...]:
         """The ops whose output is made again in backward."""
         return () if self.recompute == "none" else tuple(self.recompute.split("+"))
@@ -180,33 +200,7 @@ class Policy:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is allowed but seldom meant, a sentence each; for `explain` and the command line to show."""
-        found = []
-        scale = None if self.loss_scale == "auto" else self.make_loss_scale()
-        if "fp16" in self.computed and isinstance(scale, NoLossScale):
-            found.append(
-                "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
-            )
-        if isinstance(scale, StaticLossScale) and math.frexp(scale.scale)[0] != 0.5:
-            found.append(
-                f"loss_scale={self.loss_scale} is no power of two: it rounds every gradient once more than "
-                f"2**{math.frexp(scale.scale)[1] - 1} does."
-            )
-        if self.masters == "none":
-            found.append(
-                "masters=none: an update under an ulp of its weight is kept on average, by rounding "
-                "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for "
-                "two."
-            )
-        if self.recomputed and self.computed == {"fp32"}:
-            found.append(
-                f"recompute={self.recompute} does nothing in FP32: only 16-bit outputs are made again."
-            )
-        if not self.is_fp32:
-            for op, rule in self.ops:
-                row = RULES.get(op)
-                if row and row.rule in _WIDE and Rule(rule) not in _WIDE:
-                    found.append(f"op.{op}={rule} in place of {row.rule}: {row.reason}.")
-        return tuple(found)
+        return notes_of(self)
 
     def rule_for(self, op: str) -> Decision | None:
         """The rule for an op: `softmax`, `aten::softmax.int`, or another library's `mylib::fused`.
@@ -222,7 +216,7 @@ class Policy:
             )
         if row is None:
             return None
-        return Decision(name, *row.in_format(self.compute), "table", row.remedy)
+        return Decision(name, *row.in_format(self.activations), "table", row.remedy)
 
     def format_for_module(self, path: str) -> str | None:
         """The format that the last matching pattern gives to the module at this dotted path, or None.
@@ -309,27 +303,6 @@ def _parsed(spec: str) -> Policy:
     return _assembled(read_string(spec, PRESETS), f"policy {spec!r}: ")
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether a module pattern matches a dotted path.
-
-    >>> [matches("blocks.*.norm*", path) for path in ("blocks.0.norm1", "blocks.0.attn.norm", "norm")]
-    [True, False, False]
-    >>> matches("**.norm", "norm") and matches("**.norm", "blocks.0.norm")
-    True
-    """
-    return _regex(pattern).fullmatch("." + path) is not None
-
-
-@lru_cache(maxsize=1024)
-def _regex(pattern: str) -> re.Pattern[str]:
-    parts = {"*": r"\.[^.]+", "**": r"(?:\.[^.]+)*"}
-    return re.compile(
-        "".join(
-            parts.get(part) or r"\." + re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")
-        )
-    )
-
-
 def _assembled(entries: Sequence[Entry], where: str) -> Policy:
     checked = [_checked(entry) for entry in entries]
     _no_duplicates(checked)
@@ -364,7 +337,9 @@ def _checked(entry: Entry) -> Entry:
             if op not in RECOMPUTABLE and ops != ["none"]:
                 raise unknown_name("op to recompute", op, ("none", *RECOMPUTABLE), where=where)
         return entry._replace(value="+".join(ops))
-    if key == "module" and not _PATTERN.fullmatch(name):
+    if key == "scaling":
+        return entry._replace(value=str(Fp8Scaling.parse(value, where)))
+    if key == "module" and not is_pattern(name):
         raise UsageError(
             f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm: * is one component or a part of one, ** any number of components."
@@ -408,6 +383,4 @@ def _no_duplicates(entries: Sequence[Entry]) -> None:
 
 
 # Name -> policy. `auto` is resolved by what the machine has and what the user's first steps measure.
-PRESETS: Mapping[str, Policy] = MappingProxyType(
-    {name: Policy(name) for name in ("fp32", "bf16", "fp16", "auto")}
-)
+PRESETS: Mapping[str, Policy] = MappingProxyType({name: Policy(name) for name in COMPUTE_FORMATS})

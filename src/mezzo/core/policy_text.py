@@ -7,6 +7,7 @@ decided in `mezzo.core.policy`.
     params=fp32,compute=bf16,output=fp32
     bf16,masters=split8,state=int8
     bf16,recompute=gelu+layer_norm
+    fp8,scaling=tensorwise(history=16),module.head=bf16
     fp16,op.softmax=lower,module.blocks.*.norm=fp32,loss_scale=dynamic(init=1024,growth_interval=100)
 """
 
@@ -17,12 +18,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.compute import COMPUTE
+from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.formats import FORMATS
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 
 if sys.version_info >= (3, 11):
@@ -30,7 +33,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute")
+KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
 
 _STATE = ("scale", "good_steps", "overflows", "stuck")
 # What a user may set in `dynamic(...)`, with its default.
@@ -67,6 +70,8 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
             entries.append(_entry(key, value, where))
         elif index == 0 and key in presets:
             entries.append(Entry("compute", "", key, where))
+        elif index == 0 and key in FORMATS:
+            raise UnknownNameError(_no_precision(key, presets, where))
         elif index == 0:
             raise unknown_name("precision", key, presets, where=where)
         else:
@@ -75,6 +80,16 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
                 f"{', '.join(presets)}."
             )
     return entries
+
+
+def _no_precision(fmt: str, presets: Iterable[str], where: str) -> str:
+    """The message for the name of a number format in the place of a precision's."""
+    using = [each.name for each in COMPUTE.values() if fmt in (each.forward, each.backward)]
+    mend = f"{using[0]} multiplies in it" if using else "no path on any device trains in it"
+    return (
+        f"{where}{fmt} is a number format (mezzo formats {fmt}) and no precision: {mend}. "
+        f"Use one of {', '.join(sorted(presets))}."
+    )
 
 
 def _split(text: str) -> list[str]:

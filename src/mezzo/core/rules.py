@@ -362,7 +362,11 @@ OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
     "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
 ) | _grid("cuda", "cross_entropy_loss instance_norm layer_norm rms_norm")
 
-# Of those, the ops that give FP32, as their rule has it: what they spare is the FP32 copy of what they read.
+# Recurrent ops, whole layers and single cells: what they carry from step to step is the policy's `hidden`.
+RECURRENT_CELLS: frozenset[str] = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
+RECURRENT: frozenset[str] = RECURRENT_CELLS | {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+# Of the ops in `OWN_KERNEL`, those that give FP32, as their rule has it: they spare the FP32 copy of what they read.
 OWN_GIVES_FP32: frozenset[str] = frozenset({"cross_entropy_loss"})
 
 

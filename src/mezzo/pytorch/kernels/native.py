@@ -81,6 +81,7 @@ def _pointer(element: Any) -> Callable[[int], Pointer]:
 uint8_at = _pointer(types.uint8)
 int8_at = _pointer(types.int8)
 int16_at = _pointer(types.int16)
+int32_at = _pointer(types.int32)
 int64_at = _pointer(types.int64)
 float32_at = _pointer(types.float32)
 float64_at = _pointer(types.float64)

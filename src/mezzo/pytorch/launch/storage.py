@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.policy import Policy, matches
+from mezzo.core.patterns import matches
+from mezzo.core.policy import Policy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,7 @@ def check(policy: Policy) -> None:
             "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
             "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., weights='masters') into the script."
         )
-    if policy.params not in ("fp32", policy.compute):
+    if policy.params not in ("fp32", policy.activations):
         raise UsageError(
             f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
             f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."

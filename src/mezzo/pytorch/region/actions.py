@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import BannedOpError
-from mezzo.pytorch.dtypes import name_of
+from mezzo.core.policy import Policy
+from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels import own
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.region.plan import OpPlan, overload_named
+from mezzo.pytorch.region.plan import OpPlan, carries_fp32, overload_named
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
 __all__ = ["Action", "action"]
@@ -50,15 +51,22 @@ _FP32, _FP64 = torch.float32, torch.float64
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def action(op_plan: OpPlan, name: str, device_type: str, compute: torch.dtype) -> Action:
-    """The action of one overload under a plan; the overload itself where it is to run as it comes."""
+def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Action:
+    """The action of one overload under a policy's plan; the overload itself where it is to run as it comes."""
     overload = overload_named(name)
+    compute = dtype_of(policy.activations)
     if op_plan.how == "banned":
         return _banned(op_plan, overload, device_type)
     if op_plan.how == "emulated":
         return _emulated(op_plan.op, overload, device_type, compute)
     if op_plan.how == "fp32":
         return _in_fp32(op_plan.op, overload, device_type)
+    if op_plan.how == "fp8":
+        return _fp8(overload, device_type, policy)
+    if op_plan.how == "tf32":
+        return _tf32(overload, device_type)
+    if op_plan.how == "recurrent":
+        return _recurrent(op_plan.op, overload, device_type, policy)
     if op_plan.how == "own":
         return _own(op_plan, overload, device_type, compute)
     if op_plan.how == "rounded":
@@ -284,6 +292,49 @@ def _narrowed(result: Any, dtype: torch.dtype) -> Any:
     if type(result) in (list, tuple):
         return type(result)(_narrowed(item, dtype) for item in result)
     return result
+
+
+def _fp8(overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
+    from mezzo.pytorch.kernels.fp8.linear import fp8_linear
+
+    scaling = policy.fp8_scaling
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if _eligible(input, device_type) and _eligible(weight, device_type):
+            return fp8_linear(input, weight, bias, scaling=scaling)
+        return overload(input, weight, bias)
+
+    return linear
+
+
+def _tf32(overload: torch._ops.OpOverload, device_type: str) -> Action:
+    from mezzo.pytorch.kernels.tf32.product import product
+
+    in_tf32 = product(overload)
+
+    def rounded_factors(*args: Any, **kwargs: Any) -> Any:
+        if not _tensors(args, kwargs, device_type):
+            return overload(*args, **kwargs)
+        return in_tf32(*args, **kwargs)
+
+    return rounded_factors
+
+
+def _recurrent(op: str, overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
+    from mezzo.pytorch.kernels import recurrent
+
+    kernel = getattr(recurrent, op)
+    settings = {
+        "compute": dtype_of(policy.activations),
+        "hidden_fp32": carries_fp32(policy, device_type),
+    }
+
+    def layers(*args: Any, **kwargs: Any) -> Any:
+        if not _tensors(args, kwargs, device_type):
+            return overload(*args, **kwargs)
+        return kernel(*args, **kwargs, **settings)
+
+    return layers
 
 
 def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:

@@ -63,6 +63,7 @@ _is_cache_enabled, _set_cache_enabled = torch.is_autocast_cache_enabled, torch.s
 _increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _clear_cache = torch.clear_autocast_cache
 _function_mode = torch._C._is_torch_function_mode_enabled
+_FP32 = torch.float32  # the dtype of autocast under emulated TF32, which torch.autocast's own objects refuse
 
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
@@ -101,7 +102,7 @@ def autocast(
         UnsupportedPrecisionError: more different policies in this process than labels (hundreds).
         BannedOpError: from an op that the policy bans, when it meets a 16-bit input.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
         return cast("Region", _traced(policy, device_type, enabled, cache_enabled))
     key = (policy, device_type, enabled, cache_enabled, _assumed_native())
     found = _regions.get(key)
@@ -150,7 +151,7 @@ class Region:
             way = meaning.ways[before] = identity.way(before, device, meaning.policy)
         enabled, dtype, cached = _is_enabled(device), _get_dtype(device), _is_cache_enabled()
         genuine: torch.autocast | None = None
-        if not meaning.checked or _function_mode():
+        if meaning.dtype is not _FP32 and (not meaning.checked or _function_mode()):
             genuine = torch.autocast(device, meaning.dtype, meaning.enabled, self._cache_enabled)
             meaning.checked = genuine._enabled == meaning.enabled and device in AUTOCAST_KEYS
             if meaning.enabled and not genuine._enabled:
@@ -248,6 +249,12 @@ def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabl
     return found
 
 
+def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
+    """Whether Dynamo can't replay the region: it puts genuine `torch.autocast` objects into a graph."""
+    device = default_device_type() if device_type is None else device_type
+    return _meaning_of(policy, device, enabled).dtype is _FP32
+
+
 def _is_lasting(policy: object) -> bool:
     """Whether a policy means the same at every call: a file may change."""
     return isinstance(policy, Policy) or (isinstance(policy, str) and not policy.endswith(".toml"))
@@ -270,7 +277,7 @@ def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled
         return _Meaning(None, False, None)
     if resolved.compute == "fp32":
         return _Meaning(resolved, False, None)
-    return _Meaning(resolved, True, dtype_of(resolved.compute), recomputes=bool(resolved.recomputed))
+    return _Meaning(resolved, True, dtype_of(resolved.activations), recomputes=bool(resolved.recomputed))
 
 
 @contextmanager
@@ -294,6 +301,8 @@ def _traced(
             policy.masters,
             policy.state,
             policy.recompute,
+            policy.scaling,
+            policy.hidden,
         )
     with _nested(_settings(policy, device_type, enabled, cache_enabled, _label_now())):
         yield
@@ -333,4 +342,5 @@ def _settings(
 # As torch.compiler.assume_constant_result does, without importing the compiler. The arguments are constants
 # that Dynamo guards, and so is the autocast state from which the label is read.
 _label_now._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_eager_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _settings._dynamo_marked_constant = True  # type: ignore[attr-defined]

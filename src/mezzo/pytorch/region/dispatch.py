@@ -64,14 +64,14 @@ def install(code: int, device_type: str, policy: Policy) -> None:
     """Make every kernel that the policy's plan asks for do the plan's bidding under the label `code`."""
     if policy.compute == "fp32":
         return  # the region is a disabled one: no Autocast key is ever reached
-    compute = dtype_of(policy.compute)
+    compute = dtype_of(policy.activations)
     with _lock:
         _policies.setdefault(device_type, set()).add(policy)
         if device_type in _alone and _alone[device_type][0] != policy:
             end_rule(device_type)
         for op_plan in plan(policy, device_type).values():
             for name in op_plan.overloads:
-                found = action(op_plan, name, device_type, compute)
+                found = action(op_plan, name, device_type, policy)
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
                 _kernel(name, device_type).actions[code] = compute, found

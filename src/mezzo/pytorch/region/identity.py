@@ -246,7 +246,7 @@ def _dtype_agrees(policy: Policy, device_type: str) -> bool:
         return not _is_enabled(device_type) and policy.compute == "fp32"
     from mezzo.pytorch.dtypes import dtype_of
 
-    return _get_dtype(device_type) is dtype_of(policy.compute)
+    return _get_dtype(device_type) is dtype_of(policy.activations)
 
 
 def _label_for(binding: Binding) -> int:

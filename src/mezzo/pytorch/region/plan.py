@@ -15,9 +15,19 @@ from types import MappingProxyType
 
 import torch
 
+from mezzo.core.compute import FP8_OPS
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
-from mezzo.core.rules import OWN_GIVES_FP32, RULES, SUMS_IN_SIXTEEN_BITS, Rule, native_evidence, own_kernel
+from mezzo.core.rules import (
+    OWN_GIVES_FP32,
+    RECURRENT,
+    RECURRENT_CELLS,
+    RULES,
+    SUMS_IN_SIXTEEN_BITS,
+    Rule,
+    native_evidence,
+    own_kernel,
+)
 from mezzo.pytorch.kernels import own
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
@@ -70,9 +80,10 @@ class OpPlan:
         format_out: format of the floating outputs, in the same words.
         how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
             registered kernel casts, the device's own computes), ``own`` (Mezzo's kernel computes in FP32 what it
-            reads in 16 bits), ``rounded`` (the FP32 kernel between casts: 16 bits in and out), ``emulated`` (stored
-            in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but backward sums in
-            FP32), ``banned``, ``absent`` (this build has no such op on the device).
+            reads in 16 bits), ``recurrent`` (Mezzo's kernels for recurrent layers), ``fp8`` and ``tf32`` (factors as
+            `mezzo.core.compute` has them), ``rounded`` (the FP32 kernel between casts: 16 bits in and out),
+            ``emulated`` (stored in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but
+            backward sums in FP32), ``banned``, ``absent`` (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -127,9 +138,9 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
     for op in [*RULES, *(name for name, _ in policy.ops if name not in RULES)]:
         decision = policy.rule_for(op)
         if decision is not None:
-            plans[op] = _plan_op(op, decision, policy.compute, device_type, policy.compute in native)
+            plans[op] = _plan_op(op, decision, policy, device_type, policy.activations in native)
     for op in policy.recomputed:
-        if plans[op].format_out in (FIRST, policy.compute):
+        if plans[op].format_out in (FIRST, policy.activations):
             plans[op] = replace(
                 plans[op],
                 overloads=overloads_of(op, device_type),
@@ -138,8 +149,8 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
     return MappingProxyType(plans)
 
 
-def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native: bool) -> OpPlan:
-    rule = decision.rule
+def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, native: bool) -> OpPlan:
+    rule, compute = decision.rule, policy.activations
 
     def planned(inside: str, out: str, how: str, why: str, overloads: tuple[str, ...] = ()) -> OpPlan:
         reason = f"{decision.reason}; {why}" if why else decision.reason
@@ -152,8 +163,14 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
     theirs = own_table(device_type)
     by_parts = _BY_PARTS.get(device_type, frozenset())
     categories = {name: theirs.get(name, "") for name in names}
-    if compute == "fp32":
+    if policy.compute == "fp32":
         return planned("fp32", "fp32", "pytorch", "the policy computes in FP32: autocast is off")
+    if policy.compute == "tf32":
+        if rule is Rule.LOWER:
+            why = "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32"
+            return OpPlan(op, rule.value, "fp32", "fp32", "tf32", why, names)
+        why = "FP32: only the factors of products are shorter"
+        return OpPlan(op, rule.value, FIRST, FIRST, "pytorch", why, remedy=decision.remedy)
 
     def others(*wanted: str) -> tuple[str, ...]:
         """The overloads that PyTorch's own table does not already treat in the wanted way."""
@@ -163,6 +180,12 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
 
     ours = own_kernel(device_type, compute, op) if own.serves(device_type) else ""
     if rule is Rule.LOWER:
+        if policy.compute == "fp8" and op in FP8_OPS:
+            why = "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there"
+            return OpPlan(op, rule.value, FIRST, compute, "fp8", why, names)
+        if op in RECURRENT and carries_fp32(policy, device_type):
+            out = "fp32" if op in RECURRENT_CELLS else f"{compute}+fp32"
+            return planned(FIRST, out, "recurrent", "hidden and cell state stay FP32 between steps", names)
         if ours and op not in OWN_GIVES_FP32:
             return planned(FIRST, compute, "own", f"its first input goes to {compute}; {ours}", names)
         if not native:
@@ -203,6 +226,11 @@ def _plan_op(op: str, decision: Decision, compute: str, device_type: str, native
         )
 
     return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
+
+
+def carries_fp32(policy: Policy, device_type: str) -> bool:
+    """Whether recurrent layers carry FP32 from step to step, whatever format their products have."""
+    return policy.hidden == "fp32"  # or (policy.hidden == "auto" and device_type == "cpu")
 
 
 def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:

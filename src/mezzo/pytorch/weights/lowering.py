@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.policy import Policy, matches
+from mezzo.core.patterns import matches
+from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.split.reference import decode_split, encode_nearest, encode_split, refreshed
@@ -178,7 +179,7 @@ def is_normalisation(module: nn.Module) -> bool:
 
 
 def _format_of(policy: Policy) -> str:
-    fmt = policy.compute if policy.params == "fp32" else policy.params
+    fmt = policy.activations if policy.params == "fp32" else policy.params
     if fmt in ("bf16", "fp16"):
         return fmt
     if fmt == "auto":
