@@ -32,6 +32,7 @@ SIXTEEN_BITS = ("bf16", "fp16")
 # Support per Compute Capability" and section "Element Types and Matrix Sizes" (fp16: 7.0; bf16 and TF32:
 # 8.0).
 CUDA_NATIVE_FROM: Mapping[str, tuple[int, int]] = {"fp16": (7, 0), "bf16": (8, 0)}
+CUDA_TF32_FROM = (8, 0)
 
 # CPU instruction sets, any one of which multiplies bf16 pairs into FP32. Converting is not enough
 # (avx_ne_convert).
@@ -116,6 +117,22 @@ def native_formats(device_type: str) -> frozenset[str]:
     if device.capability is not None:
         return cuda_formats(device.capability)
     return frozenset(SIXTEEN_BITS)
+
+
+def has_tf32(device_type: str) -> bool:
+    """Whether a device's matrix units read TF32: CUDA devices from compute capability 8.0.
+
+    ``MEZZO_ASSUME_NATIVE`` that names a format and leaves tf32 out says no.
+    """
+    if os.environ.get(ASSUME_NATIVE) is not None or device_type != "cuda":
+        return False
+    device = gpu()
+    return (
+        device is not None
+        and device.kind == "cuda"
+        and device.capability is not None
+        and device.capability >= CUDA_TF32_FROM
+    )
 
 
 def cpu_trains_in_bf16(cpu: Mapping[str, Any]) -> bool:

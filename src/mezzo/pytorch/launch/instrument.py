@@ -95,8 +95,8 @@ class Instrument:
             patches.set(autograd, "grad", backward.make_grad(session, autograd.grad))
             patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
         foreign.watch_torch(session, patches)
-        if session.policy.compute == "fp32":
-            from mezzo.pytorch.launch.tf32 import switch_off_tf32
+        if session.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
+            from mezzo.pytorch.tf32 import switch_off_tf32
 
             switch_off_tf32()
 

@@ -14,11 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.tf32 import switch_off_tf32
 from mezzo.pytorch.region import dispatch
+from mezzo.pytorch.region.fp8_layers import with_heads
+from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 if TYPE_CHECKING:
+    from mezzo.core.policy import Policy
     from mezzo.pytorch.launch.optimizers import Steps
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.launch.storage import Storage
@@ -82,12 +84,17 @@ class Preparation:
             return False
         first = not session.device_type
         session.resolve(next(iter(own)).device.type)
-        if first and session.policy.compute == "fp32" and switch_off_tf32():
-            session.journal.note("the script had switched TF32 on; under the policy fp32 it is off")
+        emulated = not leaves_autocast_off(session.policy, session.device_type)
+        exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
+        if first and exact and switch_off_tf32():
+            session.journal.note(
+                f"the script had switched TF32 on; under the policy {session.policy.compute} products are FP32's"
+            )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
-        if session.policy.modules and not session.policy.is_fp32:
-            self._override(module, first)
+        policy = with_heads(session.policy, inner(module))
+        if policy.modules and not policy.is_fp32:
+            self._override(module, policy, first)
         if first and session.lowers:
             # After the overrides, which may bring another policy: then nothing rules alone.
             dispatch.rule_alone(session.policy, session.device_type)
@@ -105,11 +112,11 @@ class Preparation:
             name = type(inner(module)).__name__
             self._storage.left_out(f"the weights of {name} stay FP32: a compiled function calls it")
 
-    def _override(self, module: nn.Module, first: bool) -> None:
+    def _override(self, module: nn.Module, policy: Policy, first: bool) -> None:
         from mezzo.pytorch.region.modules import apply_module_overrides
 
         try:
-            apply_module_overrides(inner(module), self._session.policy, self._session.device_type)
+            apply_module_overrides(inner(module), policy, self._session.device_type)
         except UsageError as error:
             # Patterns are written for the script's model. Another module that they don't match is no mistake.
             if first:

@@ -22,6 +22,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.observe.formats import MODULE_MARK, OpObserver
 from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.region.fp8_layers import with_heads
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.region.plan import plan
 from mezzo.pytorch.weights.stored import stored
@@ -123,7 +124,7 @@ def explain(
     _check_model(model)
     device_type = _device_type(model, inputs, kwargs)
     region = autocast(precision, device_type)
-    policy = region.policy or policy_of("fp32")
+    policy = with_heads(region.policy or policy_of("fp32"), model)
     notes = list(policy.notes)
     if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":
         notes.append(f"auto is {policy.compute} here; mezzo.MixedPrecision times it against fp32 first.")
@@ -255,18 +256,18 @@ _BY_KERNEL = {
 
 def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[str]:
     """Whose kernels computed what met 16 bits: the device's, Mezzo's own, or FP32's between casts."""
-    if policy.compute == "fp32":
+    if policy.activations == "fp32":
         return []
     plans = plan(policy, device_type)
     ran: dict[str, list[str]] = {kind: [] for kind in _BY_KERNEL}
-    for op in dict.fromkeys(row.op for row in rows if policy.compute in row.observed):
+    for op in dict.fromkeys(row.op for row in rows if policy.activations in row.observed):
         how = plans[op].how if op in plans else ""
         if how == "pytorch" and plans[op].rule == "internal_fp32":
             how = "native"
         if how in ran and (how != "native" or plans[op].rule == "internal_fp32"):
             ran[how].append(op)
     return [
-        text.format(ops=", ".join(ran[kind]), compute=policy.compute)
+        text.format(ops=", ".join(ran[kind]), compute=policy.activations)
         for kind, text in _BY_KERNEL.items()
         if ran[kind]
     ]

@@ -30,6 +30,7 @@ from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.region import checkpoint, dispatch, identity, writers
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
+from mezzo.pytorch.tf32 import leaves_autocast_off, switch_on_tf32
 
 __all__ = ["Region", "autocast"]
 
@@ -275,7 +276,9 @@ def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled
         resolved = resolve(resolved, device_type)[0]
     if not enabled or resolved.is_fp32:
         return _Meaning(None, False, None)
-    if resolved.compute == "fp32":
+    if leaves_autocast_off(resolved, device_type):
+        if resolved.compute == "tf32":
+            switch_on_tf32()
         return _Meaning(resolved, False, None)
     return _Meaning(resolved, True, dtype_of(resolved.activations), recomputes=bool(resolved.recomputed))
 

@@ -30,6 +30,7 @@ from mezzo.pytorch.region import identity, recompute
 from mezzo.pytorch.region.actions import Action, action
 from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, has_kernel
+from mezzo.pytorch.tf32 import leaves_autocast_off
 
 __all__ = ["OpPlan", "end_rule", "passed_through", "plan", "registered", "rule_alone"]
 
@@ -62,7 +63,7 @@ def registered(device_type: str | None = None) -> tuple[str, ...]:
 
 def install(code: int, device_type: str, policy: Policy) -> None:
     """Make every kernel that the policy's plan asks for do the plan's bidding under the label `code`."""
-    if policy.compute == "fp32":
+    if leaves_autocast_off(policy, device_type):
         return  # the region is a disabled one: no Autocast key is ever reached
     compute = dtype_of(policy.activations)
     with _lock:
@@ -93,7 +94,7 @@ def rule_alone(policy: Policy, device_type: str) -> tuple[str, ...]:
         The overloads that pass through; () where nothing can.
     """
     with _lock:
-        if policy.compute == "fp32" or _policies.get(device_type, set()) - {policy}:
+        if leaves_autocast_off(policy, device_type) or _policies.get(device_type, set()) - {policy}:
             return ()
         if device_type not in _alone:
             names = tuple(

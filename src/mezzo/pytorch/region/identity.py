@@ -242,9 +242,12 @@ def on_new_label(listener: Callable[[int, str, Policy], None]) -> None:
 
 
 def _dtype_agrees(policy: Policy, device_type: str) -> bool:
-    if policy.compute == "fp32" or not _is_enabled(device_type):
-        return not _is_enabled(device_type) and policy.compute == "fp32"
     from mezzo.pytorch.dtypes import dtype_of
+    from mezzo.pytorch.tf32 import leaves_autocast_off
+
+    off = leaves_autocast_off(policy, device_type)
+    if off or not _is_enabled(device_type):
+        return off and not _is_enabled(device_type)
 
     return _get_dtype(device_type) is dtype_of(policy.activations)
 

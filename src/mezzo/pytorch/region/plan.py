@@ -31,6 +31,7 @@ from mezzo.core.rules import (
 from mezzo.pytorch.kernels import own
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
+from mezzo.pytorch.tf32 import leaves_autocast_off
 
 # Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
 # the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
@@ -165,6 +166,10 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
     categories = {name: theirs.get(name, "") for name in names}
     if policy.compute == "fp32":
         return planned("fp32", "fp32", "pytorch", "the policy computes in FP32: autocast is off")
+    if leaves_autocast_off(policy, device_type):
+        return planned(
+            "fp32", "fp32", "pytorch", "the device's own TF32: autocast is off, PyTorch's switch is on"
+        )
     if policy.compute == "tf32":
         if rule is Rule.LOWER:
             why = "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mezzo.core.compute import activations_of
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
 from mezzo.core.masters import STATE_FORMATS
 from mezzo.core.policy import Policy
@@ -77,24 +78,25 @@ def chosen(policy: Policy, weights: str | None, state: str | None, device_type: 
                 )
         else:
             compute, why = "bf16", f"bf16: weights={weights!r} are stored in it, so nothing was timed"
-    if compute == "fp32":
+    stored = activations_of(compute)
+    if stored == "fp32":
         raise UsageError(
-            f"MixedPrecision: weights={weights!r} stores weights in 16 bits, and precision='fp32' computes in "
+            f"MixedPrecision: weights={weights!r} stores weights in 16 bits, and precision={compute!r} computes in "
             "FP32, which would not see the rest of them. Use precision='bf16', or weights='fp32'."
         )
     masters = WEIGHTS[weights]
-    if compute == "fp16" and masters != "fp32":
+    if stored == "fp16" and masters != "fp32":
         raise UsageError(
             f"MixedPrecision: weights={weights!r} keeps the lower bits of an FP32 value whose upper half is the "
             "weight, which bf16 is and fp16 is not. fp16 weights have separate FP32 masters: "
             "weights='masters'. Or use precision='bf16'."
         )
-    if policy.params != "fp32" and (policy.params, policy.masters) != (compute, masters):
+    if policy.params != "fp32" and (policy.params, policy.masters) != (stored, masters):
         raise UsageError(
             f"MixedPrecision: weights={weights!r}, and policy '{policy}' says params={policy.params},"
             f"masters={policy.masters}. Leave one of the two out."
         )
-    return replace(policy, compute=compute, params=compute, masters=masters), why
+    return replace(policy, compute=compute, params=stored, masters=masters), why
 
 
 def _settled(policy: Policy) -> tuple[Policy, str]:
@@ -103,7 +105,7 @@ def _settled(policy: Policy) -> tuple[Policy, str]:
     Raises:
         UsageError: it computes in another format than it stores.
     """
-    if policy.params in ("fp32", policy.compute):
+    if policy.params in ("fp32", policy.activations):
         return policy, ""
     if policy.compute == "auto":
         why = f"{policy.params}: parameters are stored in it, so nothing was timed"
@@ -293,7 +295,7 @@ def formats_agree(optimizer: Optimizer, policy: Policy, why: str = "") -> tuple[
                 "also 'split', 'split8') stores it in 16 bits with what is needed beside it; or keep the model "
                 "as it is, and give weights= or a mezzo.optim optimizer."
             )
-        if policy.compute != fmt:
+        if policy.activations != fmt:
             raise UsageError(
                 f"MixedPrecision: a parameter is {fmt}, and policy '{policy}' computes in {policy.compute}. Use "
                 f"precision={fmt!r}, or keep the model FP32."

@@ -71,7 +71,7 @@ class _Again:
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self._sources = {rounded.untyped_storage().data_ptr(): (rounded, source) for rounded, source in pairs}
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(self, saved: Tensor) -> Callable[[], Tensor]:
         """The hook for saving: what restores ``saved``."""
