@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from launching import launcher
+from mezzo.cli.main import main
 from mezzo.demos import DEMOS, find
+from mezzo.demos.text_lstm import windows
 
 SMALL = {
     "digits": ["--epochs", "1", "--width", "8"],
@@ -24,6 +30,7 @@ SMALL = {
         "--context",
         "16",
     ],
+    "text-lstm": ["--steps", "3", "--width", "16", "--characters", "20000", "--context", "8"],
 }
 
 
@@ -50,3 +57,63 @@ def test_demo_runs_as_a_plain_script_and_prints_its_metric(name: str) -> None:
 def test_a_wrong_name_is_told_the_nearest_right_one() -> None:
     with pytest.raises(LookupError, match=r"unknown demo 'digit'.*digits, text-gpt.*Did you mean 'digits'\?"):
         find("digit")
+
+
+def test_the_windows_of_a_stream_are_its_text_in_order() -> None:
+    """A hidden state that is carried on must find, in its own lane, the character after the last one."""
+    text = torch.arange(103)
+    seen = list(windows(text, streams=4, context=6))
+    assert len(seen) == 4  # 25 characters a stream: four whole windows, and one character left over
+    inputs = torch.cat([window for window, _ in seen])
+    targets = torch.cat([window for _, window in seen])
+    assert inputs.shape == (24, 4)
+    for lane in range(4):
+        assert inputs[:, lane].tolist() == list(range(25 * lane, 25 * lane + 24))
+    assert torch.equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_lstms_state_leaves_a_call_in_fp32_and_may_come_back(
+    precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = launcher(tmp_path, capsys)
+    ran = launch(
+        """
+        import torch
+        from mezzo.demos.text_lstm import CharacterLSTM, detached
+        torch.manual_seed(0)
+        model = CharacterLSTM(16, 2, 0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens, state = torch.randint(97, (4, 8, 3)), None
+        for window in tokens:
+            logits, state = model(window, state)
+            state = detached(state)
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), window.flatten()).backward()
+            optimizer.step()
+        print(logits.dtype, *(part.dtype for part in state), *(tuple(part.shape) for part in state))
+        carried = model(window, tuple(part.to(torch.float16) for part in state))[0]
+        print((carried - model(window)[0]).abs().max().item() > 1e-3)
+        """,
+        policy=precision,
+    )
+    assert ran.status == 0, ran.err
+    assert ran.lines == ["torch.float32 torch.float32 torch.float32 (2, 3, 16) (2, 3, 16)", "True"]
+
+
+@pytest.mark.heavy
+def test_a_comparison_of_the_lstm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--demo", "text-lstm", "--precision", "bf16,fp16", "--seeds", "1", "--json", "--"]
+    small = ["--steps", "40", "--width", "32", "--characters", "60000", "--context", "16"]
+    status = main([*words, *small])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    found = json.loads(out)["candidates"]
+    assert found.keys() == {"bf16", "fp16"}
+    for one in found.values():
+        assert one["parity"] == "consistent", one["reason"]
+        assert one["steps"] == 40
+        assert abs(one["loss_gap"]) < 0.02
+        assert 1 < one["final_metric"] < 5  # nats a character: ln 97 is 4.57

@@ -38,6 +38,12 @@ DEMOS = {
             r"validation loss: ([0-9.]+)",
             "a character-level transformer on the source text of Python's standard library",
         ),
+        Demo(
+            "text-lstm",
+            _HERE / "text_lstm.py",
+            r"validation loss: ([0-9.]+)",
+            "a character-level LSTM on the same text, its hidden state carried from window to window",
+        ),
     )
 }
 
