@@ -22,7 +22,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.observe.formats import MODULE_MARK, OpObserver
 from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.fp8_layers import with_heads
+from mezzo.pytorch.region.fp8_layers import described, with_heads
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.region.plan import plan
 from mezzo.pytorch.weights.stored import stored
@@ -133,6 +133,7 @@ def explain(
         notes.append(
             f"{compiled} is compiled: formats not observed inside it. Explain the model before compiling."
         )
+    notes += described(policy, model, device_type)
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
         stack.enter_context(_restored(model))

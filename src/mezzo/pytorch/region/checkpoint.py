@@ -16,7 +16,9 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.pytorch.region import identity
+from mezzo.pytorch.tf32 import leaves_autocast_off
 
 _lock = threading.Lock()
 _installed = False
@@ -38,7 +40,7 @@ def _wrap_frame() -> None:
 
     @functools.wraps(original)
     def init_noting_label(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, _under(identity.label(), recompute_fn), *args, **kwargs)
+        original(self, _under(_label_to_keep(), recompute_fn), *args, **kwargs)
 
     frame.__init__ = init_noting_label
 
@@ -49,7 +51,7 @@ def _wrap_function() -> None:
 
     @functools.wraps(forward)
     def forward_noting_label(ctx: Any, *args: Any) -> Any:
-        ctx.mezzo_label = identity.label()
+        ctx.mezzo_label = _label_to_keep()
         return forward(ctx, *args)
 
     @functools.wraps(backward)
@@ -59,6 +61,24 @@ def _wrap_function() -> None:
 
     function.forward = staticmethod(forward_noting_label)
     function.backward = staticmethod(backward_under_label)
+
+
+def _label_to_keep() -> int:
+    """The label in force, under which recomputation will run.
+
+    Raises:
+        UnsupportedPrecisionError: a policy in force can't be put back there: `torch.utils.checkpoint` recomputes inside
+            `torch.autocast` objects, which refuse the dtype of emulated TF32 and would leave it out.
+    """
+    code = identity.label()
+    for device_type, policy in identity.binding_of(code):
+        if policy.compute == "tf32" and not leaves_autocast_off(policy, device_type):
+            raise UnsupportedPrecisionError(
+                f"activation checkpointing under policy '{policy}': {device_type} has no TF32, so its products are "
+                "rounded by Mezzo, and torch.utils.checkpoint would recompute them without. Train without "
+                "checkpointing, or in bf16, fp16 or fp8, which it carries."
+            )
+    return code
 
 
 def _under(code: int, function: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from mezzo.core.patterns import is_pattern
 from mezzo.core.policy import Policy
 
-__all__ = ["heads_of", "with_heads"]
+__all__ = ["described", "heads_of", "introduce", "with_heads"]
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
@@ -30,6 +30,16 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
 
 
+def introduce(policy: Policy, model: nn.Module) -> Policy:
+    """`with_heads`, and have warnings about an fp8 layer of this model call it by its name."""
+    settled = with_heads(policy, model)
+    if "fp8" in settled.computed:
+        from mezzo.pytorch.kernels.fp8.history import name_weights
+
+        name_weights(model)
+    return settled
+
+
 def with_heads(policy: Policy, model: nn.Module) -> Policy:
     """The policy for this model: under fp8 with a pattern ``module.PATH=bf16`` for each head.
 
@@ -37,17 +47,46 @@ def with_heads(policy: Policy, model: nn.Module) -> Policy:
     """
     if policy.compute != "fp8":
         return policy
-    heads = [path for path in heads_of(model) if is_pattern(path) and not _is_decided(policy, path)]
+    heads = [path for path in heads_of(model) if is_pattern(path) and _format_at(policy, path) is None]
     if not heads:
         return policy
     return replace(policy, modules=(*((path, "bf16") for path in heads), *policy.modules))
 
 
-def _is_decided(policy: Policy, path: str) -> bool:
+def described(policy: Policy, model: nn.Module, device_type: str) -> list[str]:
+    """For `explain`: which linear layers multiply in fp8 and which stay in bf16, and why; empty without fp8."""
+    if "fp8" not in policy.computed:
+        return []
+    from mezzo.pytorch.kernels.fp8.payoff import pays, reason
+
+    lower, apart = [], []
+    for path, layer in _linear_layers(model):
+        fmt = _format_at(policy, path) or policy.compute
+        sizes = (layer.in_features, layer.out_features, device_type, policy.fp8_scaling)
+        if fmt == "fp8" and pays(*sizes):
+            lower.append(path)
+        elif fmt == "fp8":
+            apart.append(f"{path} ({reason(*sizes)})")
+        else:
+            apart.append(f"{path} (the policy says {fmt})")
+    notes = [f"fp8 in {len(lower)} linear layers: {', '.join(lower)}." if lower else _NOTHING]
+    return notes + ([f"Not in fp8: {'; '.join(apart)}."] if apart else [])
+
+
+_NOTHING = (
+    "fp8 in no layer of this model: only linear layers multiply in fp8 (not convolutions, recurrent layers or "
+    "attention), and not the head; the rest is as under bf16."
+)
+
+
+def _format_at(policy: Policy, path: str) -> str | None:
+    """The format that a pattern gives to a module or to the nearest one around it; None where no pattern does."""
     parts = path.split(".")
-    return any(
-        policy.format_for_module(".".join(parts[:length])) is not None for length in range(1, len(parts) + 1)
-    )
+    for length in range(len(parts), 0, -1):
+        own = policy.format_for_module(".".join(parts[:length]))
+        if own is not None:
+            return own
+    return None
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -32,7 +32,7 @@ from mezzo.core.records import RecordWriter
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto
 from mezzo.pytorch.region.autocast import Region, autocast
-from mezzo.pytorch.region.fp8_layers import with_heads
+from mezzo.pytorch.region.fp8_layers import introduce
 from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
@@ -211,7 +211,7 @@ class MixedPrecision:
 
     def _adopt(self, policy: Policy) -> None:
         """Put a policy without `auto` into force, with its loss scale at its first state."""
-        policy = with_heads(policy, self.model)
+        policy = introduce(policy, self.model)
         self._policy = policy
         self._regions = {
             name: autocast(chosen, self._device_type)

@@ -41,7 +41,17 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         "window": saved_window,
         "losses": mp._journal.losses,
         "updates": mp._journal.updates,
+        "fp8": _fp8_histories(mp),
     }
+
+
+def _fp8_histories(mp: MixedPrecision) -> dict[str, dict[str, torch.Tensor]]:
+    """What delayed scales of fp8 factors come from, for each parameter that has been multiplied in fp8."""
+    if not mp._policy.fp8_scaling.history or "fp8" not in mp._policy.computed:
+        return {}
+    from mezzo.pytorch.kernels.fp8.history import history_state
+
+    return history_state(mp.model.named_parameters())
 
 
 def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
@@ -84,6 +94,10 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         saved = from_state_dict(state["loss_scale"])
         if type(saved) is type(machine.pure):
             mp._machine = on_device(saved, mp._device)
+    if state.get("fp8"):
+        from mezzo.pytorch.kernels.fp8.history import load_history_state
+
+        load_history_state(mp.model.named_parameters(), state["fp8"])
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
     mp._window.seen, mp._window.scale = 0, None
     mp._statistics.forget()

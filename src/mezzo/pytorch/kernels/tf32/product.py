@@ -158,7 +158,7 @@ def _rounded(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
         if not _is_short(value):
             return value
         source = value.float()
-        factor: Tensor = _Factor.apply(source)  # type: ignore[no-untyped-call]
+        factor: Tensor = _factor(source)
         pairs.append((factor, source))
         return factor
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
@@ -171,6 +171,16 @@ def _rounded(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
             for item in value
         ]
     return value
+
+
+def _factor(x: Tensor) -> Tensor:
+    if is_plain(x):
+        rounded: Tensor = _Factor.apply(x)  # type: ignore[no-untyped-call]
+        return rounded
+    # A kernel that torch.func transforms can't hold an autograd Function. The difference of a number and the
+    # one that it rounds to is exact, and so is their sum.
+    change = (round_tf32(x.detach()) - x.detach()).detach()
+    return torch.where(x.isfinite(), x + change, x)
 
 
 def _widened(value: Any) -> Any:
@@ -187,8 +197,11 @@ def _is_short(value: Tensor) -> bool:
 
 def _handed_on(result: Any) -> Any:
     if isinstance(result, Tensor):
-        graph = result.is_floating_point() and result.requires_grad
-        return _Result.apply(result) if graph else result  # type: ignore[no-untyped-call]
+        if result.is_floating_point() and result.requires_grad:
+            if is_plain(result):
+                return _Result.apply(result)  # type: ignore[no-untyped-call]
+            result.register_hook(round_tf32)
+        return result
     if isinstance(result, (list, tuple)):
         return tuple(_handed_on(item) for item in result)
     return result
