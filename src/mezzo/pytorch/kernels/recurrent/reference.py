@@ -14,6 +14,9 @@ Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 State = tuple[Tensor, Tensor | None]
 """Hidden and cell state in FP32, [n, H]; only an LSTM has the second."""
 
+Carried = Callable[[Tensor], Tensor]
+"""How an FP32 state goes to the next step: as it is, or rounded."""
+
 GATES: Mapping[str, int] = MappingProxyType({"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1})
 """How many rows of the weights there are for each element of the hidden state, by kind of layer."""
 
@@ -60,10 +63,10 @@ def layer(
             live = _part(live, 0, count)
         h, c = live
         product = _plus(factor(h) @ recurrent, b_hh)
-        h, c = step(rows[t], product, h, c)
+        h, c = step(rows[t], product, (h, c), carried)
         if projection is not None:
             h = factor(h) @ projection
-        live = carried(h), None if c is None else carried(c)
+        live = carried(h), c
         outputs.append(live[0].to(compute))
     if reverse:
         outputs.reverse()
@@ -75,29 +78,29 @@ def layer(
     return output, h.to(kept), None if c is None else c.to(kept)
 
 
-def _lstm(given: Tensor, product: Tensor, h: Tensor, c: Tensor | None) -> State:
-    assert c is not None
+def _lstm(given: Tensor, product: Tensor, state: State, carried: Carried) -> State:
+    assert state[1] is not None
     i, f, g, o = (given + product).chunk(4, 1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    c = carried(f.sigmoid() * state[1] + i.sigmoid() * g.tanh())
     return o.sigmoid() * c.tanh(), c
 
 
-def _gru(given: Tensor, product: Tensor, h: Tensor, c: Tensor | None) -> State:
+def _gru(given: Tensor, product: Tensor, state: State, carried: Carried) -> State:
     r, z, n = given.chunk(3, 1)
     r_product, z_product, n_product = product.chunk(3, 1)
     n = (n + (r + r_product).sigmoid() * n_product).tanh()
-    return n + (z + z_product).sigmoid() * (h - n), None
+    return n + (z + z_product).sigmoid() * (state[0] - n), None
 
 
-def _rnn_tanh(given: Tensor, product: Tensor, h: Tensor, c: Tensor | None) -> State:
+def _rnn_tanh(given: Tensor, product: Tensor, state: State, carried: Carried) -> State:
     return (given + product).tanh(), None
 
 
-def _rnn_relu(given: Tensor, product: Tensor, h: Tensor, c: Tensor | None) -> State:
+def _rnn_relu(given: Tensor, product: Tensor, state: State, carried: Carried) -> State:
     return (given + product).relu(), None
 
 
-_STEPS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], State]] = MappingProxyType(
+_STEPS: Mapping[str, Callable[[Tensor, Tensor, State, Carried], State]] = MappingProxyType(
     {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_relu}
 )
 

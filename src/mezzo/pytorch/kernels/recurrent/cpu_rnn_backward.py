@@ -1,0 +1,62 @@
+"""One step of a plain recurrent layer's backward on a CPU, in one pass.
+
+    gates_grad = (hidden_grad + product + out_grad) * slope(h);  hidden_grad = 0
+
+The slope is known by the output. A template: `specialise` writes it out.
+"""
+
+from __future__ import annotations
+
+from mezzo.pytorch.kernels.layer_norm.cpu_elements import store_fp32 as store_factor  # bound
+from mezzo.pytorch.kernels.native import Pointer, f32, float32_at, inline, int16_at, loop, take
+from mezzo.pytorch.kernels.native import float32_at as factor_at  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_half  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_fp32 as load_sum  # bound
+from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  # bound
+from mezzo.pytorch.kernels.recurrent.cpu_elements import tanh_slope as slope  # bound
+
+# What `main` is given: see `cpu_steps`. What is kept is the output.
+COUNTER, ITEMS, BLOCKS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
+GATES_GRAD, GIVEN_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL = range(10, 17)
+BLOCK = 512
+
+
+@loop
+def part(
+    hidden_grad: Pointer, product: Pointer, out_grad: Pointer, before: Pointer, factor: Pointer,
+    out: Pointer, grad: Pointer, count: int,
+) -> None:  # fmt: skip
+    """Some columns of one row."""
+    for j in range(count):
+        dh = f32(f32(hidden_grad[j] + load_sum(product, j)) + load_half(out_grad, j))
+        hidden_grad[j] = f32(0.0)
+        store_factor(grad, j, f32(dh * slope(load_half(out, j))))
+        store_factor(factor, j, load_half(before, j))
+
+
+@inline
+def share(job: Pointer) -> None:
+    """Take blocks of columns until none is left."""
+    columns = job[COLUMNS]
+    while True:
+        this = take(job)
+        if this >= job[ITEMS]:
+            break
+        row, start = this // job[BLOCKS], this % job[BLOCKS] * BLOCK
+        one, wide = row * columns + start, factor_bytes()
+        before = job[BEFORE_ALL] if row >= job[ROWS_BEFORE] else job[BEFORE]
+        part(
+            float32_at(job[HIDDEN_GRAD] + 4 * one),
+            factor_at(job[PRODUCT] + wide * one),
+            int16_at(job[OUT_GRAD] + 2 * one),
+            int16_at(before + 2 * one),
+            factor_at(job[FACTOR] + wide * one),
+            int16_at(job[KEPT] + 2 * one),
+            factor_at(job[GATES_GRAD] + wide * one),
+            min(BLOCK, columns - start),
+        )
+
+
+def main(job: Pointer) -> None:
+    """Take blocks of columns until none is left."""
+    share(job)
