@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from pathlib import Path
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import UsageError
@@ -27,7 +28,7 @@ FP32, FP16, BF16, FP16_SAFE, BF16_SAFE = "#4a5560", "#b1480a", "#0b62c4", "#0c72
 INK, MUTED, GRID = "#181c21", "#57606a", "#e9ecef"
 
 STYLE: dict[str, Any] = {
-    "font.size": 11,
+    "font.size": 10,
     "font.family": "sans-serif",
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
@@ -41,6 +42,8 @@ STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "grid.color": GRID,
     "text.color": INK,
+    "xtick.minor.size": 0,  # on a logarithmic axis they are most of an SVG's bytes
+    "ytick.minor.size": 0,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "lines.linewidth": 1.8,
@@ -84,23 +87,75 @@ def draw(experiment: Experiment, numbers: dict[str, Any]) -> dict[str, bytes]:
         files = {}
         for kind, metadata in (
             ("svg", {"Title": experiment.title, "Date": None, "Creator": "Mezzo"}),
-            ("png", {"Title": experiment.title, "Software": "Mezzo"}),
+            ("png", {"Title": experiment.title}),
         ):
             drawn = io.BytesIO()
             figure.savefig(drawn, format=kind, metadata=metadata)
             files[f"figure.{kind}"] = drawn.getvalue()
+    files["figure.png"] = _with_fewer_colours(files["figure.png"])
     return files
 
 
-def label_end(axes: Axes, x: float, y: float, text: str, colour: str, *, shift: float = 0.0) -> None:
-    """Write a line's name beside its last point, `shift` points higher, in place of a legend."""
-    axes.annotate(
-        text, (x, y), xytext=(6, shift), textcoords="offset points", color=colour, va="center",
-        annotation_clip=False,
-    )  # fmt: skip
+def label_ends(axes: Axes, ends: Iterable[tuple[float, float, str, str]], *, size: float = 10.0) -> None:
+    """Write lines' names beside their last points, in place of a legend, moved apart where they would overlap.
+
+    Call it when the axes' scales and limits are as they will stay.
+
+    Args:
+        axes: of the lines.
+        ends: for each line its last point's x and y, its name and its colour. One without a finite y has no label.
+        size: of the letters, in points.
+    """
+    axes.autoscale_view()
+    rows = sorted((row for row in ends if math.isfinite(row[1])), key=lambda row: row[1])
+    high = axes.get_position().height * axes.get_figure().get_size_inches()[1] * 72  # type: ignore[union-attr]
+    to_axes = axes.transData + axes.transAxes.inverted()
+    points = [float(to_axes.transform((x, y))[1]) * high for x, y, _, _ in rows]
+    for row, at, placed in zip(rows, points, _apart(points, 1.15 * size)):
+        x, y, text, colour = row
+        axes.annotate(
+            text, (x, y), xytext=(6, placed - at), textcoords="offset points", color=colour, va="center",
+            fontsize=size, annotation_clip=False,
+        )  # fmt: skip
 
 
-def write(files: dict[str, bytes], folder: Path) -> None:
-    """Put files into a folder that exists."""
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+def _apart(places: list[float], gap: float) -> list[float]:
+    """Rising places moved as little as need be so that no two are nearer than the gap.
+
+    Places that would touch become a cluster, spread evenly about its members' mean.
+
+    >>> _apart([0.0, 1.0, 10.0], 4.0)
+    [-1.5, 2.5, 10.0]
+    """
+    clusters: list[list[float]] = []
+    for place in places:
+        clusters.append([place])
+        while len(clusters) > 1 and _low(clusters[-1], gap) - _high(clusters[-2], gap) < gap:
+            last = clusters.pop()
+            clusters[-1] = clusters[-1] + last
+    return [_low(cluster, gap) + i * gap for cluster in clusters for i in range(len(cluster))]
+
+
+def _low(cluster: list[float], gap: float) -> float:
+    return sum(cluster) / len(cluster) - gap * (len(cluster) - 1) / 2
+
+
+def _high(cluster: list[float], gap: float) -> float:
+    return _low(cluster, gap) + gap * (len(cluster) - 1)
+
+
+def _with_fewer_colours(png: bytes) -> bytes:
+    """The same picture in a third of the bytes: a palette of 256 holds all that lines and letters need."""
+    from PIL import Image  # a requirement of matplotlib's own
+
+    smaller = io.BytesIO()
+    with Image.open(io.BytesIO(png)) as image:
+        title = image.info.get("Title")
+        palette = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    if title:
+        info.add_itxt("Title", title)
+    palette.save(smaller, format="png", optimize=True, pnginfo=info)
+    return smaller.getvalue()
