@@ -14,15 +14,19 @@ No function here has a gradient: a caller defines what the gradient of a product
 
 from __future__ import annotations
 
+import functools
+import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.fp8 import reference
+from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["FP8", "amax", "cast", "count_saturated", "quantize", "scale_of", "widen"]
+__all__ = ["FP8", "amax", "cast", "cast_with_amax", "count_saturated", "quantize", "scale_of", "widen"]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +46,8 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
         FP32, of shape [], or of x's with `dim` 1: ``dim=1`` of [M, K] gives [M, 1]. 0 where there is no finite element.
     """
     _check(x, "amax")
-    return _kernel(x).amax(x, dim)
+    result: Tensor = _kernel(x).amax(x, dim)
+    return result
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
@@ -61,7 +66,12 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
         FP32, of amax's shape.
     """
     _check_format(dtype, "scale_of")
-    return reference.scale_of(amax, dtype, margin)
+    if amax.dtype is not torch.float32:
+        raise UsageError(
+            f"scale_of(): largest magnitudes as {amax.dtype}. Give them in FP32, as amax() does."
+        )
+    result: Tensor = _kernel(amax).scale_of(amax, dtype, margin)
+    return result
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,9 +91,10 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         UsageError: other dtypes.
     """
-    _check(x, "cast")
+    _check(x, "cast", scale)
     _check_format(dtype, "cast")
-    return _kernel(x, scale).cast(x, scale, dtype)
+    result: Tensor = _kernel(x, scale).cast(x, scale, dtype)
+    return result
 
 
 def count_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,9 +106,24 @@ def count_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         int64, of shape [].
     """
-    _check(x, "count_saturated")
+    _check(x, "count_saturated", scale)
     _check_format(dtype, "count_saturated")
-    return _kernel(x, scale).count_saturated(x, scale, dtype)
+    result: Tensor = _kernel(x, scale).count_saturated(x, scale, dtype)
+    return result
+
+
+def cast_with_amax(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`cast` and, from the same reading of memory, `amax` of the whole tensor: what a delayed scale needs of a step.
+
+    Arguments as of `cast`, with a scale of shape [].
+
+    Returns:
+        codes of x's shape, and x's largest finite magnitude: FP32, shape [], without the scale.
+    """
+    _check(x, "cast_with_amax", scale)
+    _check_format(dtype, "cast_with_amax")
+    result: tuple[Tensor, Tensor] = _kernel(x, scale).cast_with_amax(x, scale, dtype)
+    return result
 
 
 def quantize(x: Tensor, dtype: torch.dtype, margin: int = 0, dim: int | None = None) -> tuple[Tensor, Tensor]:
@@ -112,8 +138,10 @@ def quantize(x: Tensor, dtype: torch.dtype, margin: int = 0, dim: int | None = N
     Returns:
         codes of x's shape, and the FP32 scale.
     """
-    scale = scale_of(amax(x, dim), dtype, margin)
-    return cast(x, scale, dtype), scale
+    _check(x, "quantize")
+    _check_format(dtype, "quantize")
+    result: tuple[Tensor, Tensor] = _kernel(x).quantize(x, dtype, margin, dim)
+    return result
 
 
 def widen(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,12 +161,27 @@ def widen(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
     _check_format(codes.dtype, "widen")
     if dtype not in (torch.bfloat16, torch.float32):
         raise UsageError(f"widen(): dtype {dtype}. Use torch.bfloat16 or torch.float32.")
-    return _kernel(codes, inv_scale).widen(codes, inv_scale, dtype)
+    _check_scale(codes, inv_scale, "widen")
+    result: Tensor = _kernel(codes, inv_scale).widen(codes, inv_scale, dtype)
+    return result
 
 
-def _check(x: Tensor, what: str) -> None:
+def _check(x: Tensor, what: str, scale: Tensor | None = None) -> None:
     if x.dtype not in _WIDE:
         raise UsageError(f"{what}(): a {x.dtype} tensor. Use one of {', '.join(map(str, _WIDE))}.")
+    if scale is not None:
+        _check_scale(x, scale, what)
+
+
+def _check_scale(x: Tensor, scale: Tensor, what: str) -> None:
+    shape, of = tuple(scale.shape), tuple(x.shape)
+    fits = not shape or (len(shape) == len(of) and all(s in (1, n) for s, n in zip(shape, of)))
+    if scale.dtype is not torch.float32 or not fits:
+        rows = ", one a row, [M, 1], or one a column, [1, K]" if len(of) == 2 else ""
+        raise UsageError(
+            f"{what}(): a {scale.dtype} scale of shape {list(shape)} for a tensor of shape {list(of)}. Use FP32, and "
+            f"the shape []{rows}."
+        )
 
 
 def _check_format(dtype: torch.dtype, what: str) -> None:
@@ -147,4 +190,19 @@ def _check_format(dtype: torch.dtype, what: str) -> None:
 
 
 def _kernel(*tensors: Tensor) -> ModuleType:
-    return reference
+    """What serves these tensors: the reference where they are a tracer's or a transform's, or have no memory."""
+    if not is_plain(*tensors) or any(not _has_memory(tensor) for tensor in tensors):
+        return reference
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        return reference  # of a CPU's scale beside CUDA's tensor PyTorch takes care
+    return _loaded(tensors[0].device.type, os.environ.get(backend.KERNELS))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+@functools.cache
+def _loaded(device_type: str, forced: str | None) -> ModuleType:
+    return backend.load(__name__, device_type)

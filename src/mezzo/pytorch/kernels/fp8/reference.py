@@ -1,7 +1,8 @@
 """The casts to and from fp8 as PyTorch operations: on any device, in any tracer, under any transform.
 
-They are integer arithmetic on FP32's bit patterns, so that every implementation gives the same codes, a NaN's too, and
-a device that flushes subnormals can change none. See `mezzo.pytorch.kernels.fp8` for what each function is.
+They are integer arithmetic on FP32's bit patterns after one FP32 product, so that every implementation gives the same
+codes, a NaN's too. A device that is told to flush subnormals loses those of its input and no others. See
+`mezzo.pytorch.kernels.fp8` for what each function is.
 """
 
 from __future__ import annotations
@@ -112,6 +113,17 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.where(original > _INFINITY, plan.nan, codes)
     codes = codes | torch.where(source < 0, 0x80, 0)
     return codes.to(torch.uint8).view(dtype)
+
+
+def cast_with_amax(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, and the tensor's largest finite magnitude; see `fp8.cast_with_amax`."""
+    return cast(x, scale, dtype), amax(x)
+
+
+def quantize(x: Tensor, dtype: torch.dtype, margin: int, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Codes and their scale; see `fp8.quantize`."""
+    scale = scale_of(amax(x, dim), dtype, margin)
+    return cast(x, scale, dtype), scale
 
 
 def count_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels import backend
+from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.tf32 import reference
 
 __all__ = ["round_tf32"]
@@ -40,7 +45,16 @@ def round_tf32(x: Tensor) -> Tensor:
 
 
 def _round(x: Tensor) -> Tensor:
-    return reference.round_tf32(x)
+    """Round; by the reference where the tensor is a tracer's or a transform's, or has no memory."""
+    is_ours = is_plain(x) and x.layout is torch.strided and x.device.type != "meta"
+    kernel = _loaded(x.device.type, os.environ.get(backend.KERNELS)) if is_ours else reference
+    rounded: Tensor = kernel.round_tf32(x.detach())
+    return rounded
+
+
+@functools.cache
+def _loaded(device_type: str, forced: str | None) -> ModuleType:
+    return backend.load(__name__, device_type)
 
 
 class _Straight(torch.autograd.Function):
