@@ -1,0 +1,1 @@
+"""What the experiments run in processes of their own."""
