@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--precision",
         metavar="P",
-        help="auto (default), bf16, fp16, fp32, or a policy such as bf16,op.softmax=lower or bf16,masters=split",
+        help="auto (default), bf16, fp16, fp8, tf32, fp32, or a policy: bf16,op.softmax=lower or bf16,masters=split",
     )
     which.add_argument("--policy", metavar="FILE", help="a policy in a TOML file")
     parser.add_argument(

@@ -191,6 +191,8 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if op in RECURRENT and carries_fp32(policy, device_type):
             out = "fp32" if op in RECURRENT_CELLS else f"{compute}+fp32"
             return planned(FIRST, out, "recurrent", "hidden and cell state stay FP32 between steps", names)
+        if op in RECURRENT and device_type == "cpu" and not native:
+            return planned(FIRST, compute, "recurrent", f"hidden and cell state are {compute}, too", names)
         if ours and op not in OWN_GIVES_FP32:
             return planned(FIRST, compute, "own", f"its first input goes to {compute}; {ours}", names)
         if not native:
@@ -235,7 +237,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
 
 def carries_fp32(policy: Policy, device_type: str) -> bool:
     """Whether recurrent layers carry FP32 from step to step, whatever format their products have."""
-    return policy.hidden == "fp32"  # or (policy.hidden == "auto" and device_type == "cpu")
+    return policy.hidden == "fp32" or (policy.hidden == "auto" and device_type == "cpu")
 
 
 def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
