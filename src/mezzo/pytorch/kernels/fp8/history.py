@@ -19,6 +19,7 @@ its weight, weakly: it dies with the model, is no part of a state_dict, and copi
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
@@ -43,35 +44,32 @@ class Fp8SaturationWarning(UserWarning):
 class _Track:
     """One tensor's past: its amaxes and the scales that were used with them, the oldest first; and its worst use."""
 
-    __slots__ = ("amaxes", "counted", "has_past", "scales", "uses", "values", "warned", "worst")
+    __slots__ = ("amaxes", "counted", "has_past", "scales", "unrecorded", "uses", "values", "warned", "worst")
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.amaxes = torch.zeros(length, device=device)
         self.scales = torch.zeros(length, device=device)
-        self.worst = torch.zeros(
-            3, device=device
-        )  # amax * scale, amax, scale of the use with the largest product
+        # Of the use with the largest amax * scale: that product, the amax, the scale.
+        self.worst = torch.zeros(3, device=device)
         self.uses = 0
         self.counted: Tensor | None = None
         self.values = 0
         self.warned = False
-        self.has_past = (
-            False  # whether an amax above 0 is known to have been recorded: then one reading is enough
-        )
+        # Whether an amax above 0 is known to have been recorded: then a use reads its tensor once.
+        self.has_past = False
+        # Uses without gradients since the last recorded one: evaluation, or what reentrant checkpoints will record.
+        self.unrecorded = 0
 
-    def record(self, seen: Tensor, scale: Tensor, unless: Tensor | None = None) -> None:
-        """Add a use, the oldest leaves. With a true `unless`, nothing changes."""
-        amaxes, scales = torch.cat((self.amaxes[1:], seen[None])), torch.cat((self.scales[1:], scale[None]))
-        if unless is not None:
-            amaxes = torch.where(unless, self.amaxes, amaxes)
-            scales = torch.where(unless, self.scales, scales)
-        self.amaxes, self.scales = amaxes, scales
+    def record(self, seen: Tensor, scale: Tensor) -> None:
+        """Add a use; the oldest leaves."""
+        self.amaxes = torch.cat((self.amaxes[1:], seen[None]))
+        self.scales = torch.cat((self.scales[1:], scale[None]))
 
-    def recall(self, seen: Tensor, otherwise: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale that the last use with this amax had, and whether there was one."""
+    def recall(self, seen: Tensor, otherwise: Tensor) -> Tensor:
+        """The scale that the last use with this amax had."""
         is_same = (self.amaxes == seen) & (self.scales > 0)
         newest = (is_same * torch.arange(1, len(is_same) + 1, device=is_same.device)).argmax()
-        return torch.where(is_same.any(), self.scales[newest], otherwise), is_same.any()
+        return torch.where(is_same.any(), self.scales[newest], otherwise)
 
     def fit(self, length: int, device: torch.device) -> None:
         """Follow a model to another device, or a policy to another length; the newest amaxes stay."""
@@ -101,20 +99,21 @@ class WeightHistory:
         self.look_every: int | None = None
 
     def quantize(
-        self, role: str, x: Tensor, dtype: torch.dtype, scaling: Fp8Scaling
+        self, role: str, x: Tensor, dtype: torch.dtype, scaling: Fp8Scaling, *, record: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Codes of this use of a tensor, and the scale, of shape []; the use is recorded, without a host sync.
 
-        A forward that runs inside a backward is a recomputation (activation checkpointing): an amax that is among the
-        recorded ones is that use again, which gets the scale that it had then and is not recorded twice. So recomputed
-        numbers are the first ones, unless more uses than the history is long lie between. A reentrant checkpoint's
-        first forward runs without gradients and is not recorded, as no evaluation is; its recomputation is.
+        A forward that runs inside a backward is a recomputation (activation checkpointing). It is not recorded again,
+        and gets the scale that the recorded use with its amax had: recomputed numbers are the first ones, unless more
+        uses than the history is long lie between. A reentrant checkpoint's first forward runs without gradients and is
+        not recorded, as no evaluation is; its recomputation is.
 
         Args:
             role: one of `ROLES`.
             x: FP32, bf16 or fp16, any shape.
             dtype: the 8-bit format.
             scaling: tensorwise, with a history.
+            record: whether gradients are enabled.
         """
         track = self.tracks.get(role)
         if track is None:
@@ -122,21 +121,23 @@ class WeightHistory:
         track.fit(scaling.history, x.device)
         is_recomputed = role != "gradient" and torch._C._current_graph_task_id() != -1
         largest = track.amaxes.amax()
-        delayed = torch.where(largest > 0, scale_of(largest, dtype, scaling.margin), track.scales[-1])
+        scale = torch.where(largest > 0, scale_of(largest, dtype, scaling.margin), track.scales[-1])
         if track.has_past and not is_recomputed:
-            scale = delayed
             codes, seen = cast_with_amax(x, scale, dtype)
         else:
             seen = amax(x)
-            scale = torch.where(largest > 0, delayed, scale_of(seen, dtype, scaling.margin))
-            if is_recomputed:
-                scale, is_known = track.recall(seen, scale)
-                track.record(seen, scale, unless=is_known)
-                return cast(x, scale, dtype), scale
+            if not track.has_past:
+                scale = torch.where(largest > 0, scale, scale_of(seen, dtype, scaling.margin))
+            if is_recomputed and not track.unrecorded:
+                scale = track.recall(seen, scale)
+                record = False
             codes = cast(x, scale, dtype)
-        if role == "gradient" or torch.is_grad_enabled():
+        if record:
             track.record(seen, scale)
+            track.unrecorded = max(0, track.unrecorded - 1) if is_recomputed else 0
             self._watch(role, track, x, seen, scale, dtype, scaling)
+        elif not is_recomputed:
+            track.unrecorded += 1
         return codes, scale
 
     def _watch(
@@ -192,7 +193,8 @@ class WeightHistory:
             role
         ]
         wanted = Fp8Scaling(
-            history=scaling.history, margin=min(15, scaling.margin + max(1, (int(over) - 1).bit_length()))
+            history=scaling.history,
+            margin=min(15, scaling.margin + max(1, (math.ceil(over) - 1).bit_length())),
         )
         warnings.warn(
             f"fp8: {cut:,} of {values:,} values of {tensor} of {self.label()} were beyond the largest that their scale "

@@ -84,9 +84,10 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, sca
         return _in_bf16(input, weight, bias)
     result: Tensor
     if is_plain(input, weight, bias):
-        result = _Linear.apply(_up_to_fp32(input), weight, bias, scaling)  # type: ignore[no-untyped-call]
+        result = _Linear.apply(_up_to_fp32(input), weight, bias, _Past(weight, scaling), scaling)  # type: ignore[no-untyped-call]
     else:
-        result = _Composed.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling)[0]  # type: ignore[no-untyped-call]
+        function = _Composed if torch.compiler.is_compiling() else _WithTangents
+        result = function.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling)[0]  # type: ignore[no-untyped-call]
     return result
 
 
@@ -113,16 +114,17 @@ class _Kept(NamedTuple):
 class _Past:
     """How a call casts whole tensors: by their own largest magnitude, or by the weight's history."""
 
-    __slots__ = ("_history", "_scaling")
+    __slots__ = ("_history", "_is_training", "_scaling")
 
     def __init__(self, weight: Tensor | None, scaling: Fp8Scaling) -> None:
         self._scaling = scaling
         self._history = history.of(weight) if weight is not None and scaling.history else None
+        self._is_training = torch.is_grad_enabled()  # asked here: an autograd function's forward runs without
 
     def quantize(self, role: str, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Codes and their scale, of shape []."""
         if self._history is not None:
-            return self._history.quantize(role, x, dtype, self._scaling)
+            return self._history.quantize(role, x, dtype, self._scaling, record=self._is_training)
         return quantize(x, dtype, self._scaling.margin)
 
 
@@ -184,9 +186,10 @@ class _Linear(torch.autograd.Function):
     """On plain tensors: holds what is needed and no more, and knows delayed scales."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, past: _Past, scaling: Fp8Scaling
+    ) -> Tensor:
         for_input, for_weight, *_ = ctx.needs_input_grad
-        past = _Past(weight, scaling)
         wide = _up_to_fp32(weight.detach()).contiguous()
         y, kept = _forward(_rows(input), wide, bias, scaling, past, for_weight)
         ctx.save_for_backward(weight if for_input else None, *kept)
@@ -210,7 +213,7 @@ class _Linear(torch.autograd.Function):
             # A leaf, so that the results have a history even where this gradient has none.
             anchor = torch.zeros((), requires_grad=True)
             results = tuple(None if r is None else _FirstOnly.apply(r, anchor) for r in results)  # type: ignore[no-untyped-call]
-        return *results, None
+        return *results, None, None
 
 
 def _gradients(
@@ -263,6 +266,10 @@ class _Composed(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             results = tuple(None if r is None else _FirstOnly.apply(r, grad, weight) for r in results)  # type: ignore[no-untyped-call]
         return *results, None
+
+
+class _WithTangents(_Composed):
+    """Forward mode as well; apart, since Dynamo takes no function that has it."""
 
     @staticmethod
     def jvp(
