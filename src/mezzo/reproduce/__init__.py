@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mezzo.reproduce.experiment import Experiment
 
 NAMES = (
-    "lstm",
+    "lstm-loss-scale",
     "gradient-histogram",
     "lost-updates",
     "accumulation",

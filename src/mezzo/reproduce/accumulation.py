@@ -105,7 +105,8 @@ def blocks(terms: Values, form: str, lengths: list[int]) -> Values:
 
 def in_fp32(terms: Values, form: str, lengths: list[int]) -> Values:
     """One after another in FP32, whatever the format of the factors."""
-    return np.cumsum(terms, axis=0, dtype=np.float32)[[length - 1 for length in lengths]]
+    sums: Values = np.cumsum(terms, axis=0, dtype=np.float32)[[length - 1 for length in lengths]]
+    return sums
 
 
 ORDERS: dict[str, Callable[[Values, str, list[int]], Values]] = {
@@ -118,7 +119,8 @@ ORDERS: dict[str, Callable[[Values, str, list[int]], Values]] = {
 
 def truth(terms: Values, lengths: list[int]) -> Values:
     """The sums in FP64."""
-    return np.cumsum(terms, axis=0, dtype=np.float64)[[length - 1 for length in lengths]]
+    sums: Values = np.cumsum(terms, axis=0, dtype=np.float64)[[length - 1 for length in lengths]]
+    return sums
 
 
 def relative_error(sums: Values, exact: Values) -> list[float]:
@@ -161,7 +163,8 @@ def variance(sum_: Values, sum_of_squares: Values, lengths: list[int], form: str
     with np.errstate(invalid="ignore"):
         mean = formats.round(sum_.astype(np.float64) / count, form)
         mean_of_squares = formats.round(sum_of_squares.astype(np.float64) / count, form)
-        return formats.round(mean_of_squares - formats.round(mean * mean, form), form)
+        found: Values = formats.round(mean_of_squares - formats.round(mean * mean, form), form)
+    return found
 
 
 def run(effort: Effort) -> Outcome:

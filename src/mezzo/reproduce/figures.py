@@ -27,7 +27,7 @@ FP32, FP16, BF16, FP16_SAFE, BF16_SAFE = "#4a5560", "#b1480a", "#0b62c4", "#0c72
 """A colour a precision, the same in every figure: FP32 grey, fp16 and bf16 as such, and with what mends them."""
 INK, MUTED, GRID = "#181c21", "#57606a", "#e9ecef"
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # matplotlib's own type has a literal for each of its 300 keys
     "font.size": 10,
     "font.family": "sans-serif",
     "axes.titlesize": 12,

@@ -145,7 +145,7 @@ class Updates:
         ratio = (u / w).abs().double()
         binned = ratio.log2().floor().clamp(LOWEST, 0).long() - LOWEST
         self.counts += torch.bincount(binned, minlength=len(self.counts))
-        self.underflows += int((u.abs() < formats.named("fp16").smallest_subnormal).sum())
+        self.underflows += int((u.abs() < float(formats.named("fp16").smallest_subnormal)).sum())
         self.steps.append(step)
         for form, dtype in DTYPES.items():
             stored = w.to(dtype)
@@ -259,13 +259,17 @@ def run(effort: Effort) -> Outcome:
     sweep: dict[str, list[Any]] = {arm.name: [] for arm in SWEPT}
     with _one_thread():
         for arm, rate in jobs:
-            words, before = f"training, {arm.name}, learning rate {rate:g}", done
+            words = f"training, {arm.name}, learning rate {rate:g}"
+
+            def tell(now: int, words: str = words, before: int = done) -> None:
+                effort.report(words, (before + now) / total)
+
             result = train(
                 arm,
                 rate,
                 size.steps(rate),
                 watch=rate == size.learning_rates[0] and arm.name == "fp32",
-                tell=lambda now, words=words, before=before: effort.report(words, (before + now) / total),
+                tell=tell,
             )
             done += size.steps(rate)
             if rate == size.learning_rates[0]:

@@ -19,10 +19,12 @@ from mezzo.core.errors import UsageError
 from mezzo.reproduce import NAMES
 from mezzo.reproduce.expected import WORDS, Expected
 from mezzo.reproduce.experiment import Experiment, Outcome
+from mezzo.reproduce.page import render
 from mezzo.verify.folder import strict, write_whole
 
 SCHEMA = 1
 NUMBERS, SUMMARY, PAGE = "numbers.json", "summary.json", "index.html"
+FIGURES = ("figure.svg", "figure.png")
 VERSIONS = ("torch", "numpy", "scikit-learn", "matplotlib", "mezzo")
 
 
@@ -94,14 +96,15 @@ def _version(name: str) -> str | None:
 
 
 def write_experiment(folder: Path, record: dict[str, Any], drawn: dict[str, bytes]) -> None:
-    """Write one experiment's files; the numbers come last, so that where they are, the figures are too.
+    """Write one experiment's files, and none of an earlier run's stay. The numbers come last: where they are, all is.
 
     Raises:
         UsageError: a file can't be written.
     """
     try:
         folder.mkdir(exist_ok=True)
-        (folder / NUMBERS).unlink(missing_ok=True)
+        for old in (NUMBERS, *FIGURES):
+            (folder / old).unlink(missing_ok=True)
         for name, content in drawn.items():
             (folder / name).write_bytes(content)
         write_whole(folder / NUMBERS, json.dumps(record, indent=1, allow_nan=False) + "\n")
@@ -139,12 +142,28 @@ def summary_of(records: dict[str, dict[str, Any]], crashed: dict[str, str]) -> d
 def write_index(folder: Path, crashed: dict[str, str]) -> Path:
     """Write the summary and the page of all that lies in the folder, and return the page's path.
 
+    Args:
+        folder: of all experiments.
+        crashed: name -> reason of those that have no result of this run; what an earlier one left is not shown.
+
     Raises:
         UsageError: a file can't be written.
     """
-    records = read_all(folder)
+    records = {name: record for name, record in read_all(folder).items() if name not in crashed}
+    figures = {name: _bytes(folder / name / "figure.svg") for name in records}
     try:
         write_whole(folder / SUMMARY, json.dumps(summary_of(records, crashed), indent=1) + "\n")
+        write_whole(
+            folder / PAGE,
+            render(records, {name: drawn for name, drawn in figures.items() if drawn is not None}, crashed),
+        )
     except OSError as error:
         raise UsageError(f"{folder}: {error.strerror}. Make room, or name another --out.") from error
     return folder / PAGE
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

@@ -36,7 +36,7 @@ class Result:
     Args:
         name: the experiment's.
         record: what ``numbers.json`` holds; None if it crashed.
-        reason: the error in a line, if it crashed.
+        reason: the error in a line, if it crashed, or if only its figure could not be drawn.
         trace: the error in full.
     """
 
@@ -56,7 +56,7 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether it ran to its end and all that should be shown was."""
-        return self.record is not None and not self.lost
+        return self.record is not None and not self.reason and not self.lost
 
 
 def run_all(
@@ -119,8 +119,18 @@ def _run(
             table.get(name, {}).get(effort.name, expected.Expected()),
             seconds=time.monotonic() - began,
         )
-        drawn = figures.draw(experiment, record["numbers"])
     except Exception as error:
-        return Result(name, None, f"{type(error).__name__}: {error}", traceback.format_exc())
+        return Result(name, None, *_told(error))
+    reason = trace = ""
+    drawn: dict[str, bytes] = {}
+    try:
+        drawn = figures.draw(experiment, record["numbers"])
+    except Exception as error:  # the numbers may have taken an hour
+        reason, trace = _told(error)
+        reason = f"its figure could not be drawn: {reason}"
     outputs.write_experiment(folder / name, record, drawn)
-    return Result(name, record)
+    return Result(name, record, reason, trace)
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    return f"{type(error).__name__}: {error}", traceback.format_exc()
