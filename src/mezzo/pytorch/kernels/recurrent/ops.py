@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +60,7 @@ def call(
     plain = [value for value in given if value is not None]
     if given.batch_sizes is not None:
         plain.pop()  # batch_first
-    # Of shapes that don't fit oneDNN's LSTM says nothing and reads past the end of what it got.
-    with torch.backends.mkldnn.flags(enabled=False) if ours else contextlib.nullcontext():
+    with _without_onednn() if ours else contextlib.nullcontext():
         return whole(overload, plain, place, 1, compute, hidden_fp32)
 
 
@@ -130,6 +129,17 @@ def whole(
         out = Emulated(without_states)(*args[:place], *args[place + 1 :], compute=compute)
     found = (*out, *states)
     return found if len(found) > 1 else found[0]
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Of shapes that don't fit oneDNN's LSTM says nothing, and reads past the end of what it got."""
+    before = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined,unused-ignore]
+    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined,unused-ignore]
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)  # type: ignore[attr-defined,unused-ignore]
 
 
 class _uncompacted(warnings.catch_warnings):  # noqa: N801
