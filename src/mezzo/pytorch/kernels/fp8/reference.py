@@ -99,7 +99,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of ``x * scale``; see `fp8.cast`."""
     plan = PLANS[dtype]
-    wide = x.detach().to(torch.float32)
+    wide = x.detach().to(torch.float32).contiguous()
     source = wide.view(torch.int32)
     magnitude = (wide * scale.detach()).view(torch.int32) & _MAGNITUDE
     magnitude = magnitude.clamp(max=plan.largest)
@@ -136,4 +136,4 @@ def count_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def widen(codes: Tensor, inv_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of codes, divided by their scale; see `fp8.widen`."""
-    return (codes.detach().to(torch.float32) * inv_scale.detach()).to(dtype)
+    return (codes.detach().to(torch.float32).contiguous() * inv_scale.detach()).to(dtype)
