@@ -1,0 +1,325 @@
+"""What a format costs that this machine lacks: a training step of each demo's model beside FP32's, time and bytes.
+
+    python benchmarks/emulation.py                          # writes benchmarks/results/emulation.json
+    python benchmarks/emulation.py --only digits --policy fp16 --rounds 10 --out digits.json
+    python benchmarks/emulation.py --only text-lstm --policy fp16 --native none --where 8
+
+Columns. `ms`: the median step. `time / fp32`: the whole step (forward, backward, unscaling, the optimizer), each
+policy with FP32 in turn, in an order drawn anew each round; a ratio of medians with a 95 % bootstrap interval over
+rounds. `kept`, over FP32's: bytes that came into being in forward and are alive at its end, which is what backward
+waits for, each storage once: what autograd saved, with 16-bit copies of weights, the loss and whatever a kernel keeps.
+Bytes have no noise.
+
+`native` says which formats count as the machine's own: `own`, what it has (`mezzo doctor`), and `none`, nothing, as
+with MEZZO_ASSUME_NATIVE="": everything is stored in its format and computed in FP32. Each runs in a process of its
+own, with an FP32 of its own. A policy that this Mezzo does not know is left out, and that is said.
+
+Bars: BARS below. A time worse than its bar is *missed* where its whole interval is worse, and *open* where the
+interval reaches the bar. `--where N` prints the N shapes of which forward leaves the most bytes, and the ops that made
+them, instead of a table: where to look when bytes are over their bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clocks import seconds
+from live import tensors_in
+from mezzo.demos import DEMOS
+from mezzo.demos import text_lstm as lstm_demo
+from models import WORKLOADS, Workload
+from pairs import ratio_of_medians
+
+RESULTS = Path(__file__).parent / "results" / "emulation.json"
+FP32 = "fp32"
+POLICIES = ("bf16", "fp16", "fp8", "tf32")
+NATIVE: Mapping[str, str | None] = {"own": None, "none": ""}
+"""Word -> MEZZO_ASSUME_NATIVE in the child's environment; None: unset."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The most that a policy may take, as multiples of FP32's: a step's time, and bytes kept for backward."""
+
+    time: float | None = None
+    kept: float | None = None
+
+
+BARS: Mapping[str, Bar] = {
+    "bf16": Bar(kept=0.6),
+    "fp16": Bar(time=1.4, kept=0.6),
+    "fp8": Bar(time=2.5, kept=0.6),
+}
+
+
+def _lstm_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs)[0].flatten(0, 1), targets.flatten())
+
+
+def text_lstm(streams: int = 32, context: int = 64, width: int = 256, layers: int = 2) -> Workload:
+    """The third demo's model on the first window of its text."""
+    torch.manual_seed(0)
+    inputs, targets = next(lstm_demo.windows(lstm_demo.load(200_000), streams, context))
+    model = lstm_demo.CharacterLSTM(width, layers, dropout=0.1)
+    summary = f"the LSTM demo: {layers} x {width}, {streams * context} characters"
+    return Workload(model, inputs.contiguous(), targets.contiguous(), summary, _lstm_loss, lr=8e-3)
+
+
+MODELS: Mapping[str, Callable[[], Workload]] = {
+    "digits": WORKLOADS["digits"],
+    "text-gpt": WORKLOADS["text-gpt"],
+    "text-lstm": text_lstm,
+}
+assert MODELS.keys() == DEMOS.keys()
+
+
+class Made(TorchDispatchMode):
+    """The storages that ops make while it is entered, with the shape, dtype and op of each; weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
+        self._seen: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        came = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in([out]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in came:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                name = f"{dtype} {list(tensor.shape)} of {func}"
+                self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes(), name)
+        return out
+
+    def alive(self) -> list[tuple[int, str]]:
+        """Bytes and description of those that are alive now."""
+        gc.collect()
+        return [(count, name) for storage, count, name in self._seen.values() if storage() is not None]
+
+
+class Contender:
+    """A policy's training step on objects of its own."""
+
+    def __init__(self, policy: str, work: Workload) -> None:
+        import mezzo
+
+        self.policy, self._work = policy, work
+        optimizer = torch.optim.AdamW(work.model.parameters(), lr=work.lr, fused=True)
+        self._mp = mezzo.MixedPrecision(work.model, optimizer, policy)
+
+    def step(self) -> None:
+        """Forward, backward and update."""
+        with self._mp.autocast():
+            loss = self._work.loss()
+        self._mp.step(loss)
+
+    def kept(self) -> list[tuple[int, str]]:
+        """What one forward pass leaves for backward, which is run afterwards."""
+        made = Made()
+        with made, self._mp.autocast():
+            loss = self._work.loss()
+        found = made.alive()
+        self._mp.step(loss)
+        return found
+
+
+def kept_bytes(demo: str, policy: str) -> list[tuple[int, str]]:
+    """What the second step's forward keeps: in the first, kernels are compiled and states made."""
+    contender = Contender(policy, MODELS[demo]())
+    contender.step()
+    return contender.kept()
+
+
+def measure(demo: str, policies: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """Every policy and FP32 on one demo's model, in this process, as plain JSON values."""
+    from mezzo.core.errors import UnknownNameError
+    from mezzo.core.policy import policy as policy_of
+
+    raised: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    contenders: dict[str, Contender] = {}
+    for policy in (FP32, *policies):
+        try:
+            policy_of(policy)
+        except UnknownNameError as error:
+            raised[policy] = f"left out: {error}"
+            continue
+        try:
+            kept[policy] = sum(count for count, _ in kept_bytes(demo, policy))
+            contenders[policy] = Contender(policy, MODELS[demo]())
+            for _ in range(2):
+                contenders[policy].step()
+        except Exception as error:  # whatever a policy raises is a result about it
+            if policy == FP32:
+                raise
+            contenders.pop(policy, None)
+            raised[policy] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    times: dict[str, list[float]] = {policy: [] for policy in contenders}
+    draw, order = random.Random(0), list(contenders)
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for policy in order:
+            times[policy].append(seconds(contenders[policy].step, "cpu"))
+    rows = {}
+    for policy in contenders:
+        ratio = ratio_of_medians(times[policy], times[FP32])
+        rows[policy] = {
+            "milliseconds": float(f"{1e3 * statistics.median(times[policy]):.5g}"),
+            "time": [round(value, 4) for value in (ratio.value, ratio.low, ratio.high)],
+            "kept_bytes": kept[policy],
+            "kept": round(kept[policy] / kept[FP32], 4),
+        }
+    return {"summary": MODELS[demo]().summary, "rounds": rounds, "policies": rows, "raised": raised}
+
+
+def judge(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
+    """``time`` and ``kept`` -> met, open or missed, for what the policy has a bar for."""
+    bar, found = BARS.get(policy, Bar()), {}
+    if bar.time is not None:
+        value, low, _ = row["time"]
+        found["time"] = "met" if value <= bar.time else "open" if low <= bar.time else "missed"
+    if bar.kept is not None:
+        found["kept"] = "met" if row["kept"] <= bar.kept else "missed"
+    return found
+
+
+def in_a_process(
+    demo: str, policies: tuple[str, ...], native: str, rounds: int, threads: int
+) -> dict[str, Any]:
+    """`measure`, in a child in which these formats count as native."""
+    environment = {key: value for key, value in os.environ.items() if key != "MEZZO_ASSUME_NATIVE"}
+    if (assumed := NATIVE[native]) is not None:
+        environment["MEZZO_ASSUME_NATIVE"] = assumed
+    words = [sys.executable, __file__, "--child", demo, json.dumps(policies), str(rounds), str(threads)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{demo}, native={native}: exit status {done.returncode}\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """What `measure` found of one demo, in 80 columns."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("policy", no_wrap=True)
+    for column in ("ms", "time / fp32", "bar", "kept", "bar"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for policy, row in found["policies"].items():
+        verdict, bar = judge(policy, row), BARS.get(policy, Bar())
+        shown.add_row(
+            policy,
+            f"{row['milliseconds']:.0f}",
+            "" if policy == FP32 else "{:.2f} ({:.2f} to {:.2f})".format(*row["time"]),
+            f"{bar.time:g} {verdict['time']}" if bar.time is not None else "",
+            f"{row['kept']:.3f}",
+            f"{bar.kept:g} {verdict['kept']}" if bar.kept is not None else "",
+        )
+    return shown
+
+
+def show(demos: Mapping[str, Any], console: Console) -> None:
+    """Print a table for each demo and kind of machine, and what was left out."""
+    for demo, by_native in demos.items():
+        for native, found in by_native.items():
+            console.print(f"{demo}, native={native}: {found['summary']}")
+            console.print(table(found))
+            for policy, why in found["raised"].items():
+                console.print(f"  {policy}: {why}", markup=False)
+
+
+def where(demo: str, policy: str, most: int, console: Console) -> None:
+    """Print of which shapes and ops a policy keeps the most bytes, and the same sums for FP32."""
+    for name in (FP32, policy):
+        sums: dict[str, list[int]] = {}
+        for count, what in kept_bytes(demo, name):
+            sums.setdefault(what, []).append(count)
+        total = sum(map(sum, sums.values()))
+        console.print(f"{demo}, {name}: {total / 1e6:.2f} MB kept")
+        for what, counts in sorted(sums.items(), key=lambda item: -sum(item[1]))[:most]:
+            console.print(f"  {sum(counts) / 1e6:8.2f} MB  {len(counts):3} x {what}", markup=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=tuple(MODELS), action="append", help="this demo (may be repeated; default: all)"
+    )
+    parser.add_argument(
+        "--policy", action="append", help="this policy (may be repeated; default: bf16, fp16, fp8, tf32)"
+    )
+    parser.add_argument("--native", choices=(*NATIVE, "both"), default="both", help="default %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="timed steps of each policy (default %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default %(default)s")
+    parser.add_argument("--where", type=int, metavar="N", help="show what is kept instead of measuring")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="default %(default)s")
+    return parser
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        name, words, rounds, threads = sys.argv[2:]
+        torch.set_num_threads(int(threads))
+        print(json.dumps(measure(name, tuple(json.loads(words)), int(rounds))))
+        return
+    options = _parser().parse_args()
+    if options.rounds < 2:
+        raise SystemExit(f"--rounds {options.rounds}: an interval needs 2 rounds or more")
+    console = Console(highlight=False)
+    policies = tuple(options.policy or POLICIES)
+    natives = tuple(NATIVE) if options.native == "both" else (options.native,)
+    demos = options.only or tuple(MODELS)
+    if options.where:
+        if len(natives) > 1 or len(demos) > 1 or len(policies) > 1:
+            raise SystemExit("--where looks at one thing: give --only, --policy and --native, each once")
+        os.environ.pop("MEZZO_ASSUME_NATIVE", None)
+        if (assumed := NATIVE[natives[0]]) is not None:
+            os.environ["MEZZO_ASSUME_NATIVE"] = assumed
+        where(demos[0], policies[0], options.where, console)
+        return
+    from mezzo.pytorch.machine import describe
+
+    found: dict[str, Any] = {}
+    rows = [(demo, native) for demo in demos for native in natives]
+    for demo, native in track(rows, "demos", console=Console(stderr=True), transient=True):
+        found.setdefault(demo, {})[native] = in_a_process(
+            demo, policies, native, options.rounds, options.threads
+        )
+    results = {
+        "schema": 1,
+        "machine": describe() | {"threads": options.threads},
+        "bars": {policy: {"time": bar.time, "kept": bar.kept} for policy, bar in BARS.items()},
+        "demos": found,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    show(found, console)
+    console.print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
