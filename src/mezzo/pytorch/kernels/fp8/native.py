@@ -109,11 +109,11 @@ def _native(form: str, a: Factor, b: Factor, bias: Tensor | None, out_dtype: tor
     inv_left, inv_right = a.inv_scale, b.inv_scale
     if form == "TN":
         short = -left.shape[0] % MULTIPLE
-        left, right = _rows_added(left, short).t().contiguous(), _rows_added(right, short)
-    columns = right.t() if form == "NT" else right.t().contiguous().t()
+        left, right = _transposed(_rows_added(left, short)), _rows_added(right, short)
+    columns = right.t() if form == "NT" else _transposed(right).t()
     is_rowwise = inv_left.dim() == 2
     if is_rowwise:  # [M, 1] and [1, N], and strides of 1 where there is but one element
-        inv_left, inv_right = inv_left.flatten()[:, None], inv_right.flatten()[None]
+        inv_left, inv_right = inv_left.flatten().unsqueeze(1), inv_right.flatten().unsqueeze(0)
     # Rowwise products give FP32 only with CUDA 12.9's cuBLAS and later.
     produced = torch.bfloat16 if is_rowwise else out_dtype
     result = torch._scaled_mm(
@@ -126,6 +126,10 @@ def _native(form: str, a: Factor, b: Factor, bias: Tensor | None, out_dtype: tor
         use_fast_accum=False,
     )
     return result.to(out_dtype)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def _rows_added(codes: Tensor, count: int) -> Tensor:
