@@ -235,7 +235,8 @@ def backward(
 
 def _groups(settings: Settings, offsets: tuple[int, ...], most: int) -> list[Group]:
     """Steps in groups of at most so many rows."""
-    groups, steps = [], []
+    groups: list[Group] = []
+    steps: list[int] = []
     for t, size in enumerate(settings.sizes):
         if steps and offsets[t] + size - offsets[steps[0]] > most:
             groups.append(Group(offsets[steps[0]], offsets[t], tuple(steps)))

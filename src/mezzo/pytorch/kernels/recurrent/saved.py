@@ -92,6 +92,7 @@ class Layer(torch.autograd.Function):
         b_hh: Tensor | None,
         settings: Settings,
     ) -> tuple[Tensor, ...]:
+        """The output [rows, H] and the last states."""
         from mezzo.pytorch.kernels.recurrent import cpu
 
         made = cpu.forward(settings, x, h0, c0, (w_ih, w_hh, b_ih, b_hh), keeps=True)
@@ -103,6 +104,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of what needs one, in each one's own dtype."""
         from mezzo.pytorch.kernels.recurrent import cpu
 
         *given, out, sums, cells = ctx.saved_tensors
@@ -121,7 +123,7 @@ def _twice(
 ) -> list[Tensor | None]:
     """Gradients that can be differentiated again, and those of a batch of gradients."""
     again = torch.is_grad_enabled()
-    wanted = [t for t, needed in zip(given, needs) if needed]
+    wanted: list[Tensor] = [t for t, needed in zip(given, needs) if needed]
     with torch.enable_grad():
         x, h0, c0, *weights = given
         outputs = reference.layer(
@@ -135,7 +137,7 @@ def _twice(
             reverse=settings.reverse,
             batch_sizes=torch.tensor(settings.sizes),
         )
-    pairs = [(out, grad) for out, grad in zip(outputs, grads) if grad is not None]
+    pairs = [(o, grad) for o, grad in zip(outputs, grads) if o is not None and grad is not None]
     if not pairs:
         return [None] * len(given)
     found = iter(
