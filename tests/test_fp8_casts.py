@@ -190,7 +190,7 @@ def pattern(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
-SHAPES = [(5, 301), (1, 1), (1, 300), (300, 1), (16, 64)]
+SHAPES = [(5, 301), (1, 1), (1, 300), (70, 1), (16, 64)]
 
 
 def rows_and_columns(x: Tensor) -> list[Tensor]:
@@ -241,8 +241,8 @@ def awkward(x: Tensor) -> list[Tensor]:
         x[:1].expand(4, -1),
         x[0, 0],
         x[:, 0],
-        x.view(5, 7, 43),
-        x.view(5, 7, 43).permute(2, 0, 1),
+        x.view(5, 7, 11),
+        x.view(5, 7, 11).permute(2, 0, 1),
         x[:0],
         x[:, :0],
         x.view(-1)[1:],
@@ -252,7 +252,7 @@ def awkward(x: Tensor) -> list[Tensor]:
 @EIGHT_BITS
 @INPUTS
 def test_any_strides_and_shapes(source: torch.dtype, dtype: torch.dtype) -> None:
-    for x in awkward(matrix((5, 301), source)):
+    for x in awkward(matrix((5, 77), source)):
         scale = torch.tensor(4.0)
         codes = fp8.cast(x, scale, dtype)
         assert_codes(codes, x, scale, dtype)
@@ -336,7 +336,7 @@ def test_the_largest_of_nothing_is_zero() -> None:
 @pytest.mark.parametrize("margin", [0, 1, 15])
 def test_a_scale_is_the_largest_power_of_two_that_fits(dtype: torch.dtype, margin: int) -> None:
     amax = dense()[dense() > 0]
-    amax = amax[amax.isfinite()]
+    amax = amax[amax.isfinite()][:: 11 if INTERPRETED else 1]
     scale = fp8.scale_of(amax, dtype, margin)
     assert scale.dtype is FP32
     # exactly: amax is m 2^k with m in [1/2, 1), the largest number 7/8 2^(maxexp)
@@ -382,7 +382,7 @@ def test_counting_what_rounding_alone_would_not_have_brought_to_the_end(
 
 @EIGHT_BITS
 def test_a_tensors_own_scale_saturates_nothing(dtype: torch.dtype) -> None:
-    for seed in range(20):
+    for seed in range(2 if INTERPRETED else 20):
         x = matrix((4, 50), seed=seed)
         for dim in (None, 0, 1):
             codes, scale = fp8.quantize(x, dtype, 0, dim)
