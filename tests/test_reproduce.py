@@ -23,7 +23,14 @@ from mezzo.reproduce import NAMES, chosen, expected, figures, load, outputs
 from mezzo.reproduce.expected import Expected
 from mezzo.reproduce.experiment import Experiment
 from mezzo.reproduce.run import Result, run_all
-from pretended_experiments import Heard, experiment, finding
+from pretended_experiments import Heard, draw_plainly, experiment, finding
+
+really_draw = figures.draw
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "draw", draw_plainly)
 
 
 def run(
@@ -290,9 +297,9 @@ def a_line(numbers: dict[str, Any], figure: Any) -> None:
 def test_figures_are_whole_small_and_the_same_each_time() -> None:
     before = dict(matplotlib.rcParams)
     one = experiment("one", draw=a_line)
-    drawn = figures.draw(one, {"curve": [1, None, 2]})
+    drawn = really_draw(one, {"curve": [1, None, 2]})
     assert dict(matplotlib.rcParams) == before
-    assert drawn == figures.draw(one, {"curve": [1, None, 2]})
+    assert drawn == really_draw(one, {"curve": [1, None, 2]})
     root = ET.fromstring(drawn["figure.svg"])
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert b"About one" in drawn["figure.svg"]
@@ -304,9 +311,9 @@ def test_figures_are_whole_small_and_the_same_each_time() -> None:
 
 def test_a_readers_own_style_is_not_drawn_by() -> None:
     one = experiment("one", draw=a_line)
-    plain = figures.draw(one, {"curve": [1, 2, 3]})
+    plain = really_draw(one, {"curve": [1, 2, 3]})
     with matplotlib.rc_context({"figure.facecolor": "black", "font.size": 30, "savefig.dpi": 300}):
-        assert figures.draw(one, {"curve": [1, 2, 3]}) == plain
+        assert really_draw(one, {"curve": [1, 2, 3]}) == plain
 
 
 @settings(deadline=None)

@@ -182,7 +182,7 @@ def _conclude(console: Console, results: list[Result], folder: Path) -> None:
     missing = sum(len(result.record["missing"]) for result in results if result.record)
     counts = [f"{fates.count(fate)} {words}" for fate, words in WORDS.items() if fate in fates]
     counts += [f"{missing} missing"] * bool(missing)
-    _line(console, Text(f"{len(fates)} findings: {', '.join(counts)}." if fates else "No findings."))
+    _line(console, Text(f"{len(fates)} finding{'s' * (len(fates) != 1)}: {', '.join(counts) or 'none'}."))
     for result in results:
         if result.record is None:
             _line(console, Text.assemble((result.name, "bold red"), f" crashed: {result.reason}"))
