@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,3 +255,10 @@ def test_a_gpu_s_own_products(form: str, rowwise: bool) -> None:
     for out in (torch.bfloat16, torch.float32):
         found = product(form, a, b, out_dtype=out, native=True)
         assert within(found, truth, terms, 2.0**-8 if rowwise or out is torch.bfloat16 else 2.0**-23)
+
+
+def test_the_page_and_the_docstrings_are_true() -> None:
+    page = Path(__file__).parent.parent / "docs" / "fp8.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert (failed, tried >= 10) == (0, True)
+    assert doctest.testmod(payoff).failed == 0

@@ -84,7 +84,7 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, sca
         return _in_bf16(input, weight, bias)
     result: Tensor
     if is_plain(input, weight, bias):
-        result = _Linear.apply(_up_to_fp32(input), weight, bias, _Past(weight, scaling), scaling)  # type: ignore[no-untyped-call]
+        result = _Fp8Linear.apply(_up_to_fp32(input), weight, bias, _Past(weight, scaling), scaling)  # type: ignore[no-untyped-call]
     else:
         function = _Composed if torch.compiler.is_compiling() else _WithTangents
         result = function.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling)[0]  # type: ignore[no-untyped-call]
@@ -182,7 +182,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).contiguous()
 
 
-class _Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     """On plain tensors: holds what is needed and no more, and knows delayed scales."""
 
     @staticmethod
