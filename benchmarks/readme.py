@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_recipes as recipes
 import readme_steps as steps
 from readme_steps import busy
 
@@ -219,6 +220,10 @@ def keep_memory() -> str:
     return "\n".join(lines)
 
 
+def _advice(part: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    return lambda: part(_read("advice.json")["rows"])
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"demo": demo, "figures": _bench(steps.figures), "optimizers": optimizers},
     "docs/figures.md": {
@@ -228,6 +233,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "loss": _bench(steps.loss_alone),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
+    **{
+        f"docs/recipes/{page}.md": {"example": recipes.example(name)}
+        for page, name in recipes.EXAMPLES.items()
+    },
+    "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},
     "docs/verdict.md": {"harms": harms},
