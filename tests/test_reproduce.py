@@ -6,6 +6,7 @@ import html.parser
 import itertools
 import json
 import math
+import re
 import struct
 import xml.etree.ElementTree as ET
 from importlib.resources import files
@@ -389,3 +390,10 @@ def test_finding_names_are_words_joined_by_hyphens() -> None:
             for name in (*one.shown, *one.not_shown):
                 assert name.replace("-", "").isalnum(), name
                 assert name == name.lower()
+
+
+def test_the_page_of_the_docs_has_a_place_for_every_experiment() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    assert re.findall(r"<!-- reproduce:(\S+) -->", text) == list(NAMES)
+    assert text.count("<!-- end -->") == len(NAMES)
+    assert re.findall(r"^### `(\S+)`$", text, re.MULTILINE) == list(NAMES)
