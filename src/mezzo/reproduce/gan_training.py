@@ -28,8 +28,8 @@ SHOWN = 8
 """Images kept for the figure."""
 PRESENT = 0.02
 """A class counts as covered if this share of the images, or more, is taken for it."""
-LOG_SCALES = tuple(range(25))
-"""Loss scales 2^0 to 2^24 at which lost gradients are counted."""
+LOG_SCALES = tuple(range(-14, 25))
+"""Loss scales 2^-14 to 2^24, a dynamic scale's floor and ceiling, at which lost gradients are counted."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,22 @@ class Setting:
         discriminator: policy of the discriminator.
         shared: one loss scale for both losses, as with one `torch.amp.GradScaler`; else each has what its policy
             says: a dynamic one of its own for fp16, none for bf16 and FP32.
+        weight: what the discriminator's loss is multiplied with. Adam divides by the gradient's own size, so that
+            nothing but the range of numbers changes. The discriminator's loss scale, or the shared one, starts that
+            much lower: steps that are skipped until a scale has come down are another matter.
     """
 
     name: str
     generator: str
     discriminator: str
     shared: bool = False
+    weight: float = 1.0
 
+
+FIRST = 2.0**16
+"""The usual first loss scale."""
+SUMMED = 2.0**28
+"""A loss that is the sum over 64 images of 2,048 x 2,048 places is so many times their mean."""
 
 SETTINGS = {
     setting.name: setting
@@ -57,6 +66,8 @@ SETTINGS = {
         Setting("own", "fp16", "fp16"),
         Setting("policies", "fp16", "bf16"),
         Setting("shared", "fp16", "fp16", shared=True),
+        Setting("own-summed", "fp16", "fp16", weight=SUMMED),
+        Setting("shared-summed", "fp16", "fp16", shared=True, weight=SUMMED),
     )
 }
 
@@ -198,13 +209,15 @@ class OwnScales:
         self, setting: Setting, size: Size, networks: tuple[nn.Module, nn.Module], average: AveragedModel
     ) -> None:
         self.discriminator, self.generator = networks
+        self._weight = setting.weight
         optimizer_d, optimizer_g = map(adam, networks)
         scale = mezzo.DynamicLossScale(growth_interval=size.growth_interval)
+        lower = mezzo.DynamicLossScale(FIRST / setting.weight, growth_interval=size.growth_interval)
         self._d = mezzo.MixedPrecision(
             self.discriminator,
             optimizer_d,
             setting.discriminator,
-            loss_scale=scale if setting.discriminator == "fp16" else None,
+            loss_scale=lower if setting.discriminator == "fp16" else None,
         )
         self._g = mezzo.MixedPrecision(
             self.generator,
@@ -219,7 +232,7 @@ class OwnScales:
         with torch.no_grad(), self._g.autocast():
             fake = self.generator(noise)
         with self._d.autocast():
-            loss = discriminator_loss(self.discriminator, real, fake)
+            loss = discriminator_loss(self.discriminator, real, fake) * self._weight
         d = self._d.step(loss)
         with self._g.autocast():
             fake = self.generator(noise)
@@ -241,9 +254,12 @@ class SharedScale:
         self, setting: Setting, size: Size, networks: tuple[nn.Module, nn.Module], average: AveragedModel
     ) -> None:
         self.discriminator, self.generator = networks
+        self._weight = setting.weight
         self._policies = setting.discriminator, setting.generator
         self._d, self._g = map(adam, networks)
-        self._scaler = mezzo.GradScaler(growth_interval=size.growth_interval)
+        self._scaler = mezzo.GradScaler(
+            init_scale=FIRST / setting.weight, growth_interval=size.growth_interval
+        )
         self._average = average
 
     def step(self, real: Tensor, noise: Tensor) -> Turn:
@@ -253,7 +269,7 @@ class SharedScale:
         with torch.no_grad(), mezzo.autocast(low_g):
             fake = self.generator(noise)
         with mezzo.autocast(low_d):
-            loss = discriminator_loss(self.discriminator, real, fake)
+            loss = discriminator_loss(self.discriminator, real, fake) * self._weight
         self._d.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(self._d)
@@ -337,7 +353,8 @@ def lost_gradients(networks: tuple[nn.Module, nn.Module], real: Tensor, noise: T
     even, so that 2^-25 itself does too.
 
     Returns:
-        ``discriminator`` and ``generator``, each with ``largest`` and ``lost``, a share for each of `LOG_SCALES`.
+        ``discriminator`` and ``generator``, each with ``counted``, ``largest`` and ``lost``, a share for each of
+        `LOG_SCALES`.
     """
     discriminator, generator = networks
 
@@ -363,6 +380,7 @@ def lost_gradients(networks: tuple[nn.Module, nn.Module], real: Tensor, noise: T
         sizes = torch.cat(kept).abs()
         sizes = sizes[sizes > 0]
         found[name] = {
+            "counted": len(sizes),
             "largest": float(sizes.max()),
             "lost": [float((sizes <= 2.0 ** (-25 - log)).float().mean()) for log in LOG_SCALES],
         }
