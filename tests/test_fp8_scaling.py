@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 from dataclasses import FrozenInstanceError
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mezzo.core import fp8
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.fp8 import MOST_HISTORY, MOST_MARGIN, Fp8Scaling
 
@@ -111,3 +113,9 @@ def test_it_is_a_frozen_value() -> None:
     assert type(value.pays_from) is float
     with pytest.raises(FrozenInstanceError):
         value.margin = 1  # type: ignore[misc]
+
+
+def test_the_docstrings_examples_are_true() -> None:
+    failed, tried = doctest.testmod(fp8)
+    assert tried
+    assert not failed
