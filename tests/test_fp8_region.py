@@ -1,0 +1,251 @@
+"""The policy fp8: which layers it reaches, what is as under bf16, and how it is told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core.fp8 import Fp8Scaling
+from mezzo.core.policy import policy
+from mezzo.pytorch.kernels.fp8.linear import fp8_linear
+from mezzo.pytorch.region.fp8_layers import heads_of, with_heads
+from mezzo.pytorch.region.plan import plan
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Tied(nn.Module):
+    """A language model whose head shares the embedding's weight, and is not the last layer that it defines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.last(x + self.down(F.gelu(self.up(self.norm(x))))))
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "tensorwise(margin=2)"])
+def test_a_linear_layer_is_multiplied_in_fp8(scaling: str) -> None:
+    x, weight, bias = values(5, 32), values(16, 32, seed=1), values(16, seed=2)
+    with mezzo.autocast(f"fp8,scaling={scaling}", "cpu"):
+        out = F.linear(x, weight, bias)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, fp8_linear(x, weight, bias, scaling=Fp8Scaling.parse(scaling)))
+    with mezzo.autocast("bf16", "cpu"):
+        assert not torch.equal(out, F.linear(x, weight, bias))
+
+
+def test_scalings_differ() -> None:
+    x = values(8, 32) * torch.logspace(-4, 4, 8)[:, None]
+    weight = values(16, 32, seed=1)
+    truth = x.double() @ weight.double().t()
+    errors = {}
+    for scaling in ("tensorwise", "rowwise"):
+        with mezzo.autocast(f"fp8,scaling={scaling}", "cpu"):
+            out = F.linear(x, weight)
+        errors[scaling] = ((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max().item()
+    # Rows of very different size: one scale for all leaves nothing of the smallest.
+    assert errors["rowwise"] < 0.1 < errors["tensorwise"]
+
+
+def test_all_else_is_as_under_bf16() -> None:
+    fp8, bf16 = plan(policy("fp8"), "cpu"), plan(policy("bf16"), "cpu")
+    assert {op for op in fp8 if fp8[op] != bf16[op]} == {"linear"}
+
+
+@pytest.mark.parametrize("shape", [(5, 30), (5, 32)])
+def test_sizes_that_are_no_multiple_of_16_stay_bf16(shape: tuple[int, int]) -> None:
+    x, weight = values(*shape), values(24 if shape[1] == 32 else 16, shape[1], seed=1)
+    with mezzo.autocast("fp8", "cpu"):
+        out = F.linear(x, weight)
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(out, F.linear(x, weight))
+
+
+# Model, its heads.
+HEADS: list[tuple[nn.Module, tuple[str, ...]]] = [
+    (Tied(), ("head", "last")),
+    (nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), ("2",)),
+    (nn.Linear(16, 16), ()),
+    (nn.Conv2d(1, 1, 1), ()),
+    (nn.Sequential(nn.Linear(16, 16), nn.MultiheadAttention(16, 2)), ("0",)),
+]
+
+
+@pytest.mark.parametrize(("model", "heads"), HEADS, ids=lambda value: type(value).__name__)
+def test_heads(model: nn.Module, heads: tuple[str, ...]) -> None:
+    assert heads_of(model) == heads
+
+
+def test_a_head_stays_bf16_unless_the_policy_has_a_word_for_it() -> None:
+    model = Tied()
+    assert str(with_heads(policy("fp8"), model)) == "fp8,module.head=bf16,module.last=bf16"
+    assert str(with_heads(policy("fp8,module.last=fp8"), model)) == "fp8,module.head=bf16,module.last=fp8"
+    assert str(with_heads(policy("fp8,module.**=fp8"), model)) == "fp8,module.**=fp8"
+    assert with_heads(policy("bf16,module.up=fp8"), model) == policy("bf16,module.up=fp8")
+
+
+def test_training_knows_the_head() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp8")
+    assert str(mp.policy) == "fp8,module.head=bf16,module.last=bf16"
+    tokens = torch.randint(0, 48, (4, 16))
+    losses = []
+    for _ in range(30):
+        with mp.autocast():
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1))
+        mp.step(loss)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 3
+    with mp.autocast():
+        seen = model.last(values(2, 32))
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(seen, F.linear(values(2, 32), model.last.weight, model.last.bias))
+    mp.close()
+
+
+def test_explain_says_which_layers_and_why() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 60), nn.Linear(60, 32), nn.Linear(32, 16))
+    text = mezzo.explain(model, values(4, 32), precision="fp8").as_text(200)
+    assert "fp8 in 1 linear layers: 0." in text
+    assert "1 (bf16: 60 outputs are no multiple of 16" in text
+    assert "3 (the policy says bf16)" in text
+    assert "fp8 in no layer of this model" in mezzo.explain(
+        nn.Conv2d(1, 1, 1), values(1, 1, 2, 2), precision="fp8"
+    ).as_text(200)
+
+
+def test_one_module_in_fp8_where_the_rest_is_bf16() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), values(4, 32)
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16,module.1=fp8")
+    with mp.autocast():
+        out, inner = model(x), model[0](x)
+    with mezzo.autocast("bf16", "cpu"):
+        assert torch.equal(inner, F.linear(x, model[0].weight, model[0].bias))
+    assert torch.equal(out, fp8_linear(inner, model[1].weight, model[1].bias, scaling=Fp8Scaling()))
+    mp.close()
+
+
+def test_delayed_histories_are_saved_and_go_on() -> None:
+    """A run that is saved and loaded ends bit by bit where one run through does."""
+    # Large, then small: by the large ones' scale the small ones are subnormal in e4m3fn, and lose digits.
+    batches = [values(8, 32, seed=step) * (64.0 if step < 3 else 0.25) for step in range(6)]
+
+    def made() -> tuple[nn.Module, mezzo.MixedPrecision]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        return model, mezzo.MixedPrecision(model, optimizer, "fp8,scaling=tensorwise(history=3,margin=3)")
+
+    def train(model: nn.Module, mp: mezzo.MixedPrecision, some: list[Tensor]) -> None:
+        for batch in some:
+            with mp.autocast():
+                loss = model(batch).float().square().mean()
+            mp.step(loss)
+
+    straight, mp = made()
+    train(straight, mp, batches)
+    mp.close()
+    first, mp = made()
+    train(first, mp, batches[:3])
+    saved, weights = mp.state_dict(), {name: w.clone() for name, w in first.state_dict().items()}
+    mp.close()
+    assert saved["fp8"]["0.weight"]["input"].numel() == 3
+    second, mp = made()
+    second.load_state_dict(weights)
+    mp.load_state_dict(saved)
+    train(second, mp, batches[3:])
+    mp.close()
+    for one, other in zip(straight.parameters(), second.parameters()):
+        assert torch.equal(one, other)
+    # Without the histories the fourth step is scaled otherwise.
+    third, mp = made()
+    third.load_state_dict(weights)
+    mp.load_state_dict({**saved, "fp8": {}})
+    train(third, mp, batches[3:])
+    mp.close()
+    assert not all(torch.equal(one, other) for one, other in zip(straight.parameters(), third.parameters()))
+
+
+def test_a_scale_that_saturates_names_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), "fp8,scaling=tensorwise(history=4),module.1=bf16"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (1.0, 1.0, 100.0):
+            with mp.autocast():
+                loss = model(size * values(4, 32)).float().sum()
+            mp.step(loss)
+    mp.close()
+    (first,) = [str(w.message) for w in caught if "input" in str(w.message)]
+    assert "'0'" in first or "layer 0" in first
+    assert "scaling=tensorwise" in first
+
+
+def test_nan_and_infinity_stay_visible() -> None:
+    model = nn.Linear(32, 32)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = values(4, 32)
+        x[1, 2] = bad
+        with mezzo.autocast("fp8", "cpu"):
+            out = model(x)
+        assert not out[1].isfinite().any()
+        assert out[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
+    layer, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), values(4, 32)
+
+    def gradient(wrap: bool) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with mezzo.autocast("fp8", "cpu"):
+            out = (
+                torch.utils.checkpoint.checkpoint(layer, leaf, use_reentrant=use_reentrant)
+                if wrap
+                else layer(leaf)
+            )
+        out.float().square().sum().backward()
+        grad = layer[0].weight.grad
+        assert grad is not None
+        return grad.clone()
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_compiled() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), values(8, 32)
+
+    def step(inputs: Tensor) -> Tensor:
+        with mezzo.autocast("fp8", "cpu"):
+            return model(inputs).float().square().sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (step, compiled):
+        model.zero_grad()
+        loss = run(x)
+        loss.backward()
+        assert model[0].weight.grad is not None
+        found.append((loss.detach(), model[0].weight.grad.clone()))
+    assert torch.allclose(found[0][0], found[1][0], rtol=2e-2)
+    assert torch.allclose(found[0][1], found[1][1], rtol=5e-2, atol=5e-2)
