@@ -48,7 +48,7 @@ judging = mezzo.MixedPrecision(discriminator, of_discriminator, arguments.discri
 
 for step in range(arguments.steps):
     with making.autocast():
-        made = generator(torch.randn(128, 8))
+        made = generator(torch.randn(128, 8)).float()  # between two policies, FP32
     with judging.autocast():
         # Logits and binary_cross_entropy_with_logits: a sigmoid in 16 bits rounds to exactly 1, and its log is lost.
         on_real, on_made = discriminator(ring(128)), discriminator(made.detach())
