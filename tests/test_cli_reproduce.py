@@ -53,13 +53,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 STATES = [
-    (["good"], 0, "3 findings: 2 holds, 1 known not to show at this size."),
+    (["good"], 0, "3 findings: held 2, known negatives 1."),
     (["bad"], 1, "bad: a does not hold any more: a is 42."),
     (["silent"], 1, "silent: a does not hold any more: nothing was said of it"),
-    (["better"], 0, "1 finding: 1 holds, though it is known not to show at this size."),
+    (["better"], 0, "1 finding: gained 1."),
     (["crash"], 1, "crash crashed: RuntimeError: [no] data"),
-    (["crash", "good"], 1, "3 findings: 2 holds"),
-    (["good", "bad"], 1, "4 findings: 2 holds, 1 does not hold any more, 1 known"),
+    (["crash", "good"], 1, "3 findings: held 2, known negatives 1, crashed 1."),
+    (["good", "bad"], 1, "4 findings: held 2, lost 1, known negatives 1."),
 ]
 
 
@@ -141,7 +141,7 @@ def test_a_crash_is_told_with_its_trace(here: Path, capsys: pytest.CaptureFixtur
     captured = capsys.readouterr()
     assert "crash: crashed: RuntimeError: [no] data\n" in captured.out
     assert "Traceback (most recent call last)" in captured.err
-    assert "0 findings: none." in captured.out
+    assert "0 findings: crashed 1." in captured.out
 
 
 def test_a_figure_that_fails_is_told(

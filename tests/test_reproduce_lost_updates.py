@@ -220,7 +220,7 @@ SPOILT: list[tuple[tuple[Any, ...], Any, set[str]]] = [
     (("arms", "bf16", "loss"), 0.6, {"bf16-weights-stagnate"}),
     (("arms", "fp16 with masters", "loss"), 0.6, {"masters-keep-them"}),
     (("arms", "bf16 rounded stochastically", "loss"), 0.4, {"masters-keep-them"}),
-    (("sweep", "fp16", 0, "loss"), 0.5, {"fp16-weights-fall-behind", "it-is-the-ratio"}),
+    (("sweep", "fp16", 0, "loss"), 0.5, {"fp16-weights-fall-behind"}),
     (("sweep", "fp16", -1, "loss"), 0.7, {"it-is-the-ratio"}),
 ]
 KNOWN = {"fp16-accuracy-falls-by-80-per-cent", "bf16-accuracy-falls-by-80-per-cent"}

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.text import Text
 
 from mezzo.reproduce import NAMES, chosen, figures, load, outputs
-from mezzo.reproduce.expected import WORDS
+from mezzo.reproduce.expected import WORDS, tally
 from mezzo.reproduce.run import Result, Watcher, run_all
 
 STYLES = {"holds": "green", "lost": "bold red", "known": "yellow", "gained": "cyan", "unlisted": "yellow"}
@@ -178,11 +178,10 @@ def _line(console: Console, text: Text, indent: int = 0) -> None:
 
 def _conclude(console: Console, results: list[Result], folder: Path) -> None:
     """How many of each fate, what must be looked at, and where the rest is."""
-    fates = [one["fate"] for result in results if result.record for one in result.record["findings"]]
-    missing = sum(len(result.record["missing"]) for result in results if result.record)
-    counts = [f"{fates.count(fate)} {words}" for fate, words in WORDS.items() if fate in fates]
-    counts += [f"{missing} missing"] * bool(missing)
-    _line(console, Text(f"{len(fates)} finding{'s' * (len(fates) != 1)}: {', '.join(counts) or 'none'}."))
+    records = [result.record for result in results if result.record is not None]
+    findings = [one for record in records for one in record["findings"]]
+    missing = sum(len(record["missing"]) for record in records)
+    _line(console, Text(f"{tally(findings, missing, len(results) - len(records))}."))
     for result in results:
         if result.record is None:
             _line(console, Text.assemble((result.name, "bold red"), f" crashed: {result.reason}"))

@@ -7,6 +7,7 @@ longer holds is a regression; one that is in `not_shown` is a known negative, wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -28,6 +29,27 @@ WORDS = {
     "unlisted": "not in expected.toml",
 }
 """Every fate of a finding, in the words that a reader sees."""
+
+COUNTED = {
+    "holds": "held",
+    "lost": "lost",
+    "known": "known negatives",
+    "gained": "gained",
+    "unlisted": "not listed",
+}
+
+
+def tally(findings: Iterable[Mapping[str, Any]], missing: int = 0, crashed: int = 0) -> str:
+    """How many findings of each fate.
+
+    >>> tally([{"fate": "holds"}, {"fate": "known"}, {"fate": "holds"}], missing=1)
+    '3 findings: held 2, known negatives 1, missing 1'
+    """
+    fates = [finding["fate"] for finding in findings]
+    counts = {words: fates.count(fate) for fate, words in COUNTED.items()}
+    counts |= {"missing": missing, "crashed": crashed}
+    told = ", ".join(f"{words} {count}" for words, count in counts.items() if count)
+    return f"{len(fates)} finding{'s' * (len(fates) != 1)}{': ' * bool(told)}{told}"
 
 
 @dataclass(frozen=True)

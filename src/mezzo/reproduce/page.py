@@ -12,7 +12,7 @@ from typing import Any
 
 from mezzo.core.version import VERSION
 from mezzo.report.markup import Markup, element
-from mezzo.reproduce.expected import WORDS
+from mezzo.reproduce.expected import WORDS, tally
 
 TONES = {
     "holds": "p-equivalent",
@@ -78,11 +78,8 @@ def render(records: dict[str, dict[str, Any]], figures: dict[str, bytes], crashe
 
 
 def _tally(records: dict[str, dict[str, Any]], crashed: dict[str, str]) -> str:
-    fates = [finding["fate"] for record in records.values() for finding in record["findings"]]
-    counts = [f"{fates.count(fate)} {words}" for fate, words in WORDS.items() if fate in fates]
-    missing = sum(len(record["missing"]) for record in records.values())
-    counts += [f"{missing} missing"] * bool(missing) + [f"{len(crashed)} crashed"] * bool(crashed)
-    return f"{len(fates)} findings: {', '.join(counts)}"
+    findings = [finding for record in records.values() for finding in record["findings"]]
+    return tally(findings, sum(len(record["missing"]) for record in records.values()), len(crashed))
 
 
 def _experiment(name: str, record: dict[str, Any], figure: bytes | None) -> Markup:
