@@ -23,9 +23,11 @@ from mezzo.pytorch.kernels.recurrent.saved import Gradients, Kept, Settings, Wan
 ALONE = 1 << 12
 """Elements of a state up to which one thread is done before a second has begun."""
 
-_ROWS = {torch.float32: 512, torch.bfloat16: 4096}  # of a group, by the factors' dtype; a step at the least
+# Rows of a group, a step at the least. In backward a group's bf16 weight gradient is rounded once, hence few of them.
+_ROWS = 512
+_BACKWARD_ROWS = {torch.float32: 512, torch.bfloat16: 4096}  # by the factors' dtype
 _KEPT = {"lstm": 4, "gru": 4, "rnn_tanh": 0, "rnn_relu": 0}  # 16-bit numbers for each element of the output
-_Job = c_int64 * 17
+_Job = c_int64 * 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,14 @@ def forward(
     width = len(w_hh)
     dtype = factor_dtype(compute)
     offsets = settings.offsets
-    groups = _groups(settings, offsets, _ROWS[dtype])
+    groups = _groups(settings, offsets, _ROWS)
 
     out = x.new_empty((rows, columns))
     kept = x.new_empty((rows if keeps else batch, _KEPT[kind] * columns))
     cells = h0.new_empty((0,) if c0 is None else (rows if keeps else batch, columns), dtype=settings.carried)
     hidden = _state(h0, settings)
     cell = None if c0 is None else _state(c0, settings)
-    state = factor(h0, compute, dtype).clone()
+    state = torch.empty(h0.shape, dtype=dtype).copy_(h0.detach().to(compute))
     bias = _biases(kind, b_ih, b_hh, width, columns)
     given_weight = factor(w_ih, compute, dtype).t()
     multiply = times(factor(w_hh, compute, dtype), batch)
@@ -81,7 +83,7 @@ def forward(
     kernel = forward_kernel(kind, compute, dtype, settings.hidden_fp32)
     blocks = -(-columns // words.BLOCK)
     job[words.BLOCKS], job[words.COLUMNS] = blocks, columns
-    job[words.PRODUCT], job[words.BIAS] = product.data_ptr(), bias.data_ptr()
+    job[words.BIAS] = bias.data_ptr()
     job[words.FACTOR], job[words.HIDDEN] = state.data_ptr(), hidden.data_ptr()
     job[words.CELL] = 0 if cell is None else cell.data_ptr()
     given_at, kept_at, out_at, cells_at = (t.data_ptr() for t in (given, kept, out, cells))
@@ -104,7 +106,8 @@ def forward(
                 views = state[:count], product[:count]
                 job[words.ITEMS] = count * blocks
                 call = openmp.alone if count * columns <= ALONE else openmp.parallel
-            multiply(*views)
+            made = multiply(*views)
+            job[words.PRODUCT] = made.data_ptr()
             job[words.COUNTER] = 0
             job[words.GIVEN] = given_at + (start - group.start) * given_step
             job[words.OUT] = out_at + start * out_step
@@ -149,7 +152,7 @@ def backward(
     columns, width = h0.shape[1], len(w_hh)
     dtype = factor_dtype(compute)
     offsets, sizes = settings.offsets, settings.sizes
-    groups = _groups(settings, offsets, _ROWS[dtype])
+    groups = _groups(settings, offsets, _BACKWARD_ROWS[dtype])
     is_gru = kind == "gru"
 
     d_out = torch.zeros_like(out) if grads[0] is None else grads[0].reshape(out.shape).contiguous()
@@ -168,13 +171,14 @@ def backward(
     dx = torch.empty_like(x) if wanted.input else None
     d_ih = _zeros(w_ih) if wanted.w_ih else None
     d_hh = _zeros(w_hh) if wanted.w_hh else None
-    db_ih, db_hh = (x.new_zeros(width, dtype=torch.float32) if want else None for want in wanted.biases)
+    bias_grad = torch.zeros(4 * columns if is_gru else width)
 
     job = _Job()
     address = addressof(job)
     kernel = backward_kernel(kind, compute, dtype, settings.hidden_fp32)
     blocks = -(-columns // back_words.BLOCK)
-    job[back_words.BLOCKS], job[back_words.COLUMNS] = blocks, columns
+    job[back_words.ITEMS], job[back_words.COLUMNS] = blocks, columns
+    job[back_words.BIAS_GRAD] = bias_grad.data_ptr()
     job[back_words.HIDDEN_GRAD], job[back_words.PRODUCT] = hidden_grad.data_ptr(), product.data_ptr()
     job[back_words.CELL_GRAD] = cell_grad.data_ptr()
     job[back_words.BEFORE_ALL] = first_h.data_ptr()
@@ -195,7 +199,7 @@ def backward(
             if sizes[t] != count:
                 count = sizes[t]
                 target = product[:count]
-                job[back_words.ITEMS] = count * blocks
+                job[back_words.ROWS] = count
                 call = openmp.alone if count * columns <= ALONE else openmp.parallel
             job[back_words.COUNTER] = 0
             job[back_words.OUT_GRAD] = d_out_at + start * out_step
@@ -213,24 +217,27 @@ def backward(
                 job[back_words.CELLS_BEFORE] = cells_at + offsets[t + earlier] * cells_step
             call(kernel, address)
             if t != begins or wanted.h0:
-                multiply(gates_grad[here : here + count], target)
+                made = multiply(gates_grad[here : here + count], target)
+                if made is not target:
+                    target.copy_(made)
         size = group.stop - group.start
         part, of_gates, of_given = x[group.start : group.stop], gates_grad[:size], given_grad[:size]
         if d_hh is not None:
             add_to(d_hh, of_gates, before[:size])
         if d_ih is not None:
             add_to(d_ih, of_given, part if wide is None else wide[:size].copy_(part))
-        if db_hh is not None:
-            db_hh += of_gates.sum(0, dtype=torch.float32)
-        if db_ih is not None:
-            db_ih += of_given.sum(0, dtype=torch.float32)
         if dx is not None and given_weight is not None:
             into = dx[group.start : group.stop]
             torch.mm(of_given, given_weight, out=into if wide is None else wide[:size])
             if wide is not None:
                 into.copy_(wide[:size])
     d_h0 = hidden_grad.add_(product) if wanted.h0 else None
-    return Gradients(dx, d_h0, cell_grad if wanted.c0 else None, d_ih, d_hh, db_ih, db_hh)
+    db_ih = db_hh = bias_grad
+    if is_gru:
+        db_ih, db_hh = bias_grad[:width], torch.cat((bias_grad[: 2 * columns], bias_grad[width:]))
+    of_ih, of_hh = wanted.biases
+    d_c0 = cell_grad if wanted.c0 else None
+    return Gradients(dx, d_h0, d_c0, d_ih, d_hh, db_ih if of_ih else None, db_hh.clone() if of_hh else None)
 
 
 def _groups(settings: Settings, offsets: tuple[int, ...], most: int) -> list[Group]:

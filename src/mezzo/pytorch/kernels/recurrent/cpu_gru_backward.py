@@ -20,9 +20,11 @@ from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  #
 from mezzo.pytorch.kernels.recurrent.cpu_functions import constants, sigmoid_and_rest, tanh_and_slope
 
 # What `main` is given: see `cpu_steps`.
-COUNTER, ITEMS, BLOCKS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
-GATES_GRAD, GIVEN_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL = range(10, 17)
-BLOCK = 512
+COUNTER, ITEMS, ROWS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
+GATES_GRAD, GIVEN_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL, BIAS_GRAD = range(
+    10, 18
+)
+BLOCK = 128
 
 
 @loop
@@ -30,7 +32,8 @@ def part(
     hidden_grad: Pointer, product: Pointer, out_grad: Pointer, before: Pointer, factor: Pointer,
     kept_r: Pointer, kept_z: Pointer, kept_n: Pointer, kept_m: Pointer,
     grad_r: Pointer, grad_z: Pointer, grad_n: Pointer,
-    given_grad_r: Pointer, given_grad_z: Pointer, given_grad_n: Pointer, count: int,
+    given_grad_r: Pointer, given_grad_z: Pointer, given_grad_n: Pointer,
+    sum_r: Pointer, sum_z: Pointer, sum_n: Pointer, sum_m: Pointer, count: int,
 ) -> None:  # fmt: skip
     """Some columns of one row."""
     k = constants()
@@ -43,37 +46,44 @@ def part(
         dn = f32(f32(dh * z_rest) * n_slope)
         dz = f32(f32(dh * f32(load_half(before, j) - n)) * f32(z * z_rest))
         dr = f32(f32(dn * load_half(kept_m, j)) * f32(r * r_rest))
+        dm = f32(dn * r)
         store_factor(grad_r, j, dr)
         store_factor(grad_z, j, dz)
-        store_factor(grad_n, j, f32(dn * r))
+        store_factor(grad_n, j, dm)
         store_factor(given_grad_r, j, dr)
         store_factor(given_grad_z, j, dz)
         store_factor(given_grad_n, j, dn)
+        sum_r[j] += dr
+        sum_z[j] += dz
+        sum_n[j] += dn
+        sum_m[j] += dm
         store_factor(factor, j, load_half(before, j))
 
 
 @inline
 def share(job: Pointer) -> None:
-    """Take blocks of columns until none is left."""
+    """Take blocks of columns until none is left; all rows of one, so that only one thread adds to its biases."""
     columns = job[COLUMNS]
     while True:
         this = take(job)
         if this >= job[ITEMS]:
             break
-        row, start = this // job[BLOCKS], this % job[BLOCKS] * BLOCK
-        one, wide = row * columns + start, factor_bytes()
-        kept, gates = job[KEPT] + 2 * (4 * row * columns + start), wide * (3 * row * columns + start)
-        grads, given_grads, step = job[GATES_GRAD] + gates, job[GIVEN_GRAD] + gates, wide * columns
-        before = job[BEFORE_ALL] if row >= job[ROWS_BEFORE] else job[BEFORE]
-        part(
-            float32_at(job[HIDDEN_GRAD] + 4 * one), factor_at(job[PRODUCT] + wide * one),
-            int16_at(job[OUT_GRAD] + 2 * one), int16_at(before + 2 * one), factor_at(job[FACTOR] + wide * one),
-            int16_at(kept), int16_at(kept + 2 * columns),
-            int16_at(kept + 4 * columns), int16_at(kept + 6 * columns),
-            factor_at(grads), factor_at(grads + step), factor_at(grads + 2 * step),
-            factor_at(given_grads), factor_at(given_grads + step), factor_at(given_grads + 2 * step),
-            min(BLOCK, columns - start),
-        )  # fmt: skip
+        start = this * BLOCK
+        for row in range(job[ROWS]):
+            one, wide, bias = row * columns + start, factor_bytes(), job[BIAS_GRAD] + 4 * start
+            kept, gates = job[KEPT] + 2 * (4 * row * columns + start), wide * (3 * row * columns + start)
+            grads, given_grads, step = job[GATES_GRAD] + gates, job[GIVEN_GRAD] + gates, wide * columns
+            before = job[BEFORE_ALL] if row >= job[ROWS_BEFORE] else job[BEFORE]
+            part(
+                float32_at(job[HIDDEN_GRAD] + 4 * one), factor_at(job[PRODUCT] + wide * one),
+                int16_at(job[OUT_GRAD] + 2 * one), int16_at(before + 2 * one), factor_at(job[FACTOR] + wide * one),
+                int16_at(kept), int16_at(kept + 2 * columns),
+                int16_at(kept + 4 * columns), int16_at(kept + 6 * columns),
+                factor_at(grads), factor_at(grads + step), factor_at(grads + 2 * step),
+                factor_at(given_grads), factor_at(given_grads + step), factor_at(given_grads + 2 * step),
+                float32_at(bias), float32_at(bias + 4 * columns),
+                float32_at(bias + 8 * columns), float32_at(bias + 12 * columns), min(BLOCK, columns - start),
+            )  # fmt: skip
 
 
 def main(job: Pointer) -> None:

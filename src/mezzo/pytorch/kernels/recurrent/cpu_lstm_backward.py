@@ -23,9 +23,11 @@ from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  #
 from mezzo.pytorch.kernels.recurrent.cpu_functions import constants, sigmoid_and_rest, tanh_and_slope
 
 # What `main` is given: see `cpu_steps`.
-COUNTER, ITEMS, BLOCKS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
-GATES_GRAD, CELL_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL = range(10, 17)
-BLOCK = 512
+COUNTER, ITEMS, ROWS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
+GATES_GRAD, CELL_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL, BIAS_GRAD = range(
+    10, 18
+)
+BLOCK = 128
 
 
 @loop
@@ -33,7 +35,8 @@ def part(
     hidden_grad: Pointer, product: Pointer, out_grad: Pointer, before: Pointer, factor: Pointer,
     kept_i: Pointer, kept_f: Pointer, kept_g: Pointer, kept_o: Pointer,
     grad_i: Pointer, grad_f: Pointer, grad_g: Pointer, grad_o: Pointer,
-    cell_grad: Pointer, cells: Pointer, cells_before: Pointer, count: int,
+    cell_grad: Pointer, cells: Pointer, cells_before: Pointer,
+    sum_i: Pointer, sum_f: Pointer, sum_g: Pointer, sum_o: Pointer, count: int,
 ) -> None:  # fmt: skip
     """Some columns of one row."""
     k = constants()
@@ -47,37 +50,48 @@ def part(
         f, f_rest = sigmoid_and_rest(load_half(kept_f, j), k)
         g, g_slope = tanh_and_slope(load_half(kept_g, j), k)
         cell_grad[j] = f32(dc * f)
-        store_factor(grad_i, j, f32(f32(dc * g) * f32(i * i_rest)))
-        store_factor(grad_f, j, f32(f32(dc * load_cell(cells_before, j)) * f32(f * f_rest)))
-        store_factor(grad_g, j, f32(f32(dc * i) * g_slope))
-        store_factor(grad_o, j, f32(f32(dh * t) * f32(o * o_rest)))
+        di = f32(f32(dc * g) * f32(i * i_rest))
+        df = f32(f32(dc * load_cell(cells_before, j)) * f32(f * f_rest))
+        dg = f32(f32(dc * i) * g_slope)
+        do = f32(f32(dh * t) * f32(o * o_rest))
+        store_factor(grad_i, j, di)
+        store_factor(grad_f, j, df)
+        store_factor(grad_g, j, dg)
+        store_factor(grad_o, j, do)
+        sum_i[j] += di
+        sum_f[j] += df
+        sum_g[j] += dg
+        sum_o[j] += do
         store_factor(factor, j, load_half(before, j))
 
 
 @inline
 def share(job: Pointer) -> None:
-    """Take blocks of columns until none is left."""
+    """Take blocks of columns until none is left; all rows of one, so that only one thread adds to its biases."""
     columns = job[COLUMNS]
     while True:
         this = take(job)
         if this >= job[ITEMS]:
             break
-        row, start = this // job[BLOCKS], this % job[BLOCKS] * BLOCK
-        one, gates = row * columns + start, 4 * row * columns + start
-        wide = factor_bytes()
-        kept, grads, step = job[KEPT] + 2 * gates, job[GATES_GRAD] + wide * gates, wide * columns
-        begins = row >= job[ROWS_BEFORE]  # the sequence begins here: with the state that the caller gave
-        before = job[BEFORE_ALL] if begins else job[BEFORE]
-        cells_before = job[CELLS_BEFORE_ALL] if begins else job[CELLS_BEFORE]
-        part(
-            float32_at(job[HIDDEN_GRAD] + 4 * one), factor_at(job[PRODUCT] + wide * one),
-            int16_at(job[OUT_GRAD] + 2 * one), int16_at(before + 2 * one), factor_at(job[FACTOR] + wide * one),
-            int16_at(kept), int16_at(kept + 2 * columns),
-            int16_at(kept + 4 * columns), int16_at(kept + 6 * columns),
-            factor_at(grads), factor_at(grads + step), factor_at(grads + 2 * step), factor_at(grads + 3 * step),
-            float32_at(job[CELL_GRAD] + 4 * one), cell_at(job[CELLS] + cell_bytes() * one),
-            cell_at(cells_before + cell_bytes() * one), min(BLOCK, columns - start),
-        )  # fmt: skip
+        start = this * BLOCK
+        for row in range(job[ROWS]):
+            one, gates = row * columns + start, 4 * row * columns + start
+            wide, bias = factor_bytes(), job[BIAS_GRAD] + 4 * start
+            kept, grads, step = job[KEPT] + 2 * gates, job[GATES_GRAD] + wide * gates, wide * columns
+            begins = row >= job[ROWS_BEFORE]  # the sequence begins here: with the state that the caller gave
+            before = job[BEFORE_ALL] if begins else job[BEFORE]
+            cells_before = job[CELLS_BEFORE_ALL] if begins else job[CELLS_BEFORE]
+            part(
+                float32_at(job[HIDDEN_GRAD] + 4 * one), factor_at(job[PRODUCT] + wide * one),
+                int16_at(job[OUT_GRAD] + 2 * one), int16_at(before + 2 * one), factor_at(job[FACTOR] + wide * one),
+                int16_at(kept), int16_at(kept + 2 * columns),
+                int16_at(kept + 4 * columns), int16_at(kept + 6 * columns),
+                factor_at(grads), factor_at(grads + step), factor_at(grads + 2 * step), factor_at(grads + 3 * step),
+                float32_at(job[CELL_GRAD] + 4 * one), cell_at(job[CELLS] + cell_bytes() * one),
+                cell_at(cells_before + cell_bytes() * one),
+                float32_at(bias), float32_at(bias + 4 * columns),
+                float32_at(bias + 8 * columns), float32_at(bias + 12 * columns), min(BLOCK, columns - start),
+            )  # fmt: skip
 
 
 def main(job: Pointer) -> None:

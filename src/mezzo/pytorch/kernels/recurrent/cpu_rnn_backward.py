@@ -16,45 +16,51 @@ from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  #
 from mezzo.pytorch.kernels.recurrent.cpu_elements import tanh_slope as slope  # bound
 
 # What `main` is given: see `cpu_steps`. What is kept is the output.
-COUNTER, ITEMS, BLOCKS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
-GATES_GRAD, GIVEN_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL = range(10, 17)
-BLOCK = 512
+COUNTER, ITEMS, ROWS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
+GATES_GRAD, GIVEN_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL, BIAS_GRAD = range(
+    10, 18
+)
+BLOCK = 128
 
 
 @loop
 def part(
     hidden_grad: Pointer, product: Pointer, out_grad: Pointer, before: Pointer, factor: Pointer,
-    out: Pointer, grad: Pointer, count: int,
+    out: Pointer, grad: Pointer, bias: Pointer, count: int,
 ) -> None:  # fmt: skip
     """Some columns of one row."""
     for j in range(count):
         dh = f32(f32(hidden_grad[j] + load_sum(product, j)) + load_half(out_grad, j))
         hidden_grad[j] = f32(0.0)
-        store_factor(grad, j, f32(dh * slope(load_half(out, j))))
+        da = f32(dh * slope(load_half(out, j)))
+        store_factor(grad, j, da)
+        bias[j] += da
         store_factor(factor, j, load_half(before, j))
 
 
 @inline
 def share(job: Pointer) -> None:
-    """Take blocks of columns until none is left."""
+    """Take blocks of columns until none is left; all rows of one, so that only one thread adds to its biases."""
     columns = job[COLUMNS]
     while True:
         this = take(job)
         if this >= job[ITEMS]:
             break
-        row, start = this // job[BLOCKS], this % job[BLOCKS] * BLOCK
-        one, wide = row * columns + start, factor_bytes()
-        before = job[BEFORE_ALL] if row >= job[ROWS_BEFORE] else job[BEFORE]
-        part(
-            float32_at(job[HIDDEN_GRAD] + 4 * one),
-            factor_at(job[PRODUCT] + wide * one),
-            int16_at(job[OUT_GRAD] + 2 * one),
-            int16_at(before + 2 * one),
-            factor_at(job[FACTOR] + wide * one),
-            int16_at(job[KEPT] + 2 * one),
-            factor_at(job[GATES_GRAD] + wide * one),
-            min(BLOCK, columns - start),
-        )
+        start = this * BLOCK
+        for row in range(job[ROWS]):
+            one, wide = row * columns + start, factor_bytes()
+            before = job[BEFORE_ALL] if row >= job[ROWS_BEFORE] else job[BEFORE]
+            part(
+                float32_at(job[HIDDEN_GRAD] + 4 * one),
+                factor_at(job[PRODUCT] + wide * one),
+                int16_at(job[OUT_GRAD] + 2 * one),
+                int16_at(before + 2 * one),
+                factor_at(job[FACTOR] + wide * one),
+                int16_at(job[KEPT] + 2 * one),
+                factor_at(job[GATES_GRAD] + wide * one),
+                float32_at(job[BIAS_GRAD] + 4 * start),
+                min(BLOCK, columns - start),
+            )
 
 
 def main(job: Pointer) -> None:

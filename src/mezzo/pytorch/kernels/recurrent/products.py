@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mezzo.pytorch.machine import native_formats
 
-Multiply = Callable[[Tensor, Tensor], object]
-"""``out[:] = factor @ weight.t()`` of [n, in] and [n, out]."""
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""``factor @ weight.t()``, of [n, in], in [n, out] that may be written to, or in another tensor."""
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -39,7 +39,7 @@ def times(weight: Tensor, rows: int) -> Multiply:
     if weight.dtype is torch.bfloat16 and _packs():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         linear = torch.ops.mkldnn._linear_pointwise.default
-        return lambda factor, out: out.copy_(linear(factor, packed, None, "none", [], ""))
+        return lambda factor, out: linear(factor, packed, None, "none", [], "")
     transposed = weight.t()
     return lambda factor, out: torch.mm(factor, transposed, out=out)
 
