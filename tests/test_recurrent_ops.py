@@ -1,4 +1,4 @@
-"""Whole recurrent ops: PyTorch's numbers, shapes, random streams and complaints, with 16-bit factors and an FP32 state."""
+"""Whole recurrent ops: PyTorch's numbers, shapes, random streams and complaints, with an FP32 state."""
 
 from __future__ import annotations
 
@@ -418,7 +418,10 @@ def test_compiled(kind: str, hidden_fp32: bool, autocast: Callable[..., Autocast
     truth = flat(region(module, x))
     for in_graph in (False, True):
         torch._dynamo.reset()
-        with torch._dynamo.config.patch(allow_rnn=in_graph), torch.set_grad_enabled(not in_graph or kind == "gru"):
+        with (
+            torch._dynamo.config.patch(allow_rnn=in_graph),
+            torch.set_grad_enabled(not in_graph or kind == "gru"),
+        ):
             compiled = torch.compile(run, backend="aot_eager", fullgraph=in_graph)
             found = flat(compiled(x))
             if found[0].requires_grad:
@@ -430,7 +433,35 @@ def test_compiled(kind: str, hidden_fp32: bool, autocast: Callable[..., Autocast
             torch.testing.assert_close(got, true, rtol=0, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own forward mode
+@pytest.mark.heavy
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda make: make.__name__)
+def test_a_compiled_loop_of_cells(make: Callable[..., nn.Module], autocast: Callable[..., Autocast]) -> None:
+    torch.manual_seed(0)
+    module = make(IN, WIDTH)
+    x = torch.randn(3, BATCH, IN)
+    region = autocast(torch.bfloat16, True)
+
+    def loop(x: Tensor) -> list[Tensor]:
+        state, seen = None, []
+        with torch.autocast("cpu", torch.bfloat16):
+            for step in x:
+                state = module(step, state)
+                seen += flat(state)
+        return seen
+
+    truth = region(loop, x)
+    torch._dynamo.reset()
+    found = torch.compile(loop, backend="aot_eager", fullgraph=True)(x)
+    for got, true in zip(found, truth, strict=True):
+        assert got.dtype is true.dtype is torch.float32
+        torch.testing.assert_close(got, true, rtol=0, atol=0.02)
+    found[-1].sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # PyTorch's own forward mode
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_func_and_higher_derivatives(kind: str) -> None:
     module = Row(kind, {"num_layers": 2, "bidirectional": True}).module()

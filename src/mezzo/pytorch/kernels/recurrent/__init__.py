@@ -37,9 +37,7 @@ from mezzo.pytorch.kernels.recurrent.cells import cell
 __all__ = ["gru", "gru_cell", "lstm", "lstm_cell", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell"]
 
 
-def lstm(
-    *args: Any, compute: torch.dtype, hidden_fp32: bool, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(*args: Any, compute: torch.dtype, hidden_fp32: bool, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`aten.lstm`, of either overload: (output, h_n, c_n)."""
     found: tuple[Tensor, Tensor, Tensor] = ops.call("lstm", args, named, compute, hidden_fp32)
     return found

@@ -23,7 +23,7 @@ from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.recurrent.layer import Weights, layer
 from mezzo.pytorch.kernels.recurrent.reference import GATES
 
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Call(NamedTuple):
@@ -51,7 +51,7 @@ def call(
     """Run one op of either overload; `mezzo.pytorch.kernels.recurrent` says what it gives."""
     overload, given = _bound(kind, args, named)
     tensors = (given.input, *given.states, *given.params)
-    if not all_in(_FORMATS, tensors):
+    if not all_in(FORMATS, tensors):
         return overload(*args, **named)
     ours = takes(tensors)
     if ours and _fits(kind, given):
@@ -150,9 +150,7 @@ class _uncompacted(warnings.catch_warnings):  # noqa: N801
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
 
-def _bound(
-    kind: str, args: Sequence[Any], named: Mapping[str, Any]
-) -> tuple[Callable[..., Any], _Call]:
+def _bound(kind: str, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Callable[..., Any], _Call]:
     """The overload that these arguments are for, and the arguments."""
     packet = getattr(torch.ops.aten, kind)
     is_packed = (
@@ -176,9 +174,7 @@ def _padded(
     bidirectional: bool,
     batch_first: bool,
 ) -> _Call:
-    return _Call(
-        input, None, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-    )
+    return _Call(input, None, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
 
 
 def _packed(
@@ -192,9 +188,7 @@ def _packed(
     train: bool,
     bidirectional: bool,
 ) -> _Call:
-    return _Call(
-        data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, False
-    )
+    return _Call(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional, False)
 
 
 def _fits(kind: str, given: _Call) -> bool:
@@ -256,7 +250,8 @@ def _stack(kind: str, given: _Call, compute: torch.dtype, hidden_fp32: bool) -> 
             )
             outputs.append(output)
             for end, state in zip(ends, final):
-                end.append(state)
+                if state is not None:
+                    end.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
         if given.dropout and given.train and level < given.num_layers - 1:
             x = torch.dropout(x, given.dropout, True)
