@@ -43,6 +43,7 @@ NAMES = {E4M3FN: "e4m3fn", E5M2: "e5m2"}
 OUTSIDE = {E4M3FN: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 EIGHT_BITS = pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 Array = npt.NDArray[Any]
+ONE = torch.ones(())
 
 
 @pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
@@ -420,6 +421,25 @@ def canonical(dtype: torch.dtype) -> Array:
     return np.where(is_nan, formats.bits(math.nan, NAMES[dtype]).code, codes).astype(np.uint8)
 
 
+def test_ordinary_tensors_are_not_left_to_the_reference(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if implementation == "reference":
+        pytest.skip("it is the reference")
+
+    def refused(*args: object) -> None:
+        raise AssertionError("the reference was called")
+
+    for name in ("amax", "scale_of", "cast", "cast_with_amax", "quantize", "widen"):
+        monkeypatch.setattr(reference, name, refused)
+    for x in (matrix((5, 77)), matrix((5, 77), BF16).t(), matrix((2, 3, 4), FP16)):
+        fp8.cast_with_amax(x, ONE, E5M2)
+        for dim in (None, 0, 1) if x.dim() == 2 else (None, 2, -1):
+            _, scale = fp8.quantize(x, E4M3FN, 0, dim)
+            assert torch.equal(fp8.scale_of(fp8.amax(x, dim), E4M3FN), scale)
+            fp8.widen(fp8.cast(x, scale, E4M3FN), 1 / scale, BF16)
+
+
 # Tracers, transforms, and what is refused.
 
 
@@ -462,7 +482,6 @@ def test_a_compiled_graph_has_the_same_numbers() -> None:
     torch._dynamo.reset()
 
 
-ONE = torch.ones(())
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: fp8.cast(ONE.double(), ONE, E5M2), "cast(): a torch.float64 tensor. Use one of torch.float32"),
     (lambda: fp8.amax(torch.ones(3).long()), "amax(): a torch.int64 tensor"),

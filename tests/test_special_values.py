@@ -1,15 +1,21 @@
 """NaN, infinities, signed zeros, subnormals and values that overflow, through every cast that emulates a format.
 
 What each becomes is `mezzo.formats`' word: IEEE's for fp16, bf16 and TF32, where what is too large is infinite; for the
-two 8-bit formats, that finite values saturate and no infinity is hidden.
+two 8-bit formats, that finite values saturate and no infinity is hidden. Triton decides at its import whether it
+interprets, so its kernels' tests are this file's, run again in a process where it does.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +26,11 @@ from mezzo.pytorch.kernels import backend, fp8, tf32
 from mezzo.pytorch.kernels.emulated import EMULATED
 from mezzo.pytorch.kernels.emulated.packing import Rounded
 
-IMPLEMENTATIONS = ["reference", "numba"]  # Triton's casts: test_fp8_casts and test_tf32_rounding, interpreted
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IMPLEMENTATIONS = ["triton"] if INTERPRETED else ["reference", "numba"]
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+if INTERPRETED:
+    np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 EIGHTS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -214,3 +224,16 @@ def test_the_rows_have_what_each_format_is_about() -> None:
         assert any(math.isinf(value) for value in wanted) == form.has_infinity
         assert any(math.isnan(value) for value in wanted)
         assert any(value == 0 and math.copysign(1, value) < 0 for value in wanted)
+
+
+@pytest.mark.heavy
+@NEEDS_TRITON
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_the_interpreted_kernels_pass_these_tests() -> None:
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
