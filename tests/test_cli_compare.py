@@ -64,6 +64,17 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
         ),
         ("bf16", {"device_type": "cuda", "native_formats": ["fp16"]}, "bf16 is emulated on this cuda device"),
         ("fp16,module.a=bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, "note: fp16 is emulated"),
+        (
+            "fp8",
+            {"device_type": "cpu", "native_formats": ["bf16"]},
+            "note: fp8 is emulated on this CPU: factors",
+        ),
+        (
+            "tf32",
+            {"device_type": "cpu", "native_formats": ["bf16"]},
+            "note: tf32 is emulated on this CPU: factors",
+        ),
+        ("fp8", {"device_type": "cuda", "native_formats": ["bf16", "fp8"]}, None),
         ("bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, None),
         ("fp32,state=int8", {"device_type": "cpu", "native_formats": []}, None),
         ("bf16", {}, None),  # records of an older version
@@ -80,7 +91,10 @@ def test_a_format_that_the_machine_only_stores_is_told(
         assert "emulated" not in out + report
     else:
         assert out.count(told) == out.count("is emulated") == 1
-        assert "computed in FP32: memory is saved, time is not</li>" in report
+        assert f"{told.removeprefix('note: ')}" in report
+        assert {"bf16": "time is not</li>", "fp8": "time is not</li>", "tf32": "saves nothing</li>"}[
+            "bf16" if precision.startswith(("bf16", "fp16")) else precision
+        ] in report
 
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

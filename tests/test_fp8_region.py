@@ -123,7 +123,7 @@ def test_training_knows_the_head() -> None:
 def test_explain_says_which_layers_and_why() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 60), nn.Linear(60, 32), nn.Linear(32, 16))
     text = mezzo.explain(model, values(4, 32), precision="fp8").as_text(200)
-    assert "fp8 in 1 linear layers: 0." in text
+    assert "fp8 in 1 linear layer: 0." in text
     assert "1 (bf16: 60 outputs are no multiple of 16" in text
     assert "3 (the policy says bf16)" in text
     assert "fp8 in no layer of this model" in mezzo.explain(

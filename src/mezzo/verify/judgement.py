@@ -156,10 +156,16 @@ def _emulated(runs: Mapping[int, FinishedRun]) -> list[str]:
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            notes[
-                f"{name} is emulated on {here}: stored in 16 bits, computed in FP32: memory is saved, time is not"
-            ] = None
+            notes[f"{name} is emulated on {here}: {_SAVED.get(name, _IN_16_BITS)}"] = None
     return list(notes)
+
+
+_IN_16_BITS = "stored in 16 bits, computed in FP32: memory is saved, time is not"
+# What a format that no device here has saves when it is emulated.
+_SAVED = {
+    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format: memory is saved, time is not",
+    "tf32": "factors are rounded and multiplied in FP32: it shows what TF32 does to the numbers, and saves nothing",
+}
 
 
 def _run_notes(runs: Mapping[int, FinishedRun]) -> list[str]:

@@ -15,7 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.region import dispatch
-from mezzo.pytorch.region.fp8_layers import introduce
+from mezzo.pytorch.region.fp8_layers import described, introduce
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.training.running_statistics import RunningStatistics
 
@@ -93,6 +93,8 @@ class Preparation:
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
         policy = introduce(session.policy, inner(module))
+        for note in described(policy, inner(module), session.device_type)[:1]:
+            session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(module, policy, first)
         if first and session.lowers:

@@ -73,12 +73,19 @@ def run(request: RunRequest) -> int:
 def _started(session: Session) -> RunStarted:
     request = session.request
     if "torch" in sys.modules:
-        from mezzo.pytorch.machine import describe, native_formats
+        import torch
+
+        from mezzo.pytorch.kernels.fp8.native import is_native
+        from mezzo.pytorch.machine import describe, has_tf32, native_formats
 
         machine = describe()
         if session.device_type:
             machine["device_type"] = session.device_type
-            machine["native_formats"] = sorted(native_formats(session.device_type))
+            device = session.device_type
+            apart = {"tf32": has_tf32(device), "fp8": is_native(torch.device(device))}
+            machine["native_formats"] = sorted(
+                native_formats(device) | {name for name, native in apart.items() if native}
+            )
     else:
         machine = {}
     return RunStarted(

@@ -207,7 +207,7 @@ def _keeping_halves(op: Action, args: Sequence[Any], kwargs: Mapping[str, Any], 
         with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
             return op(*wide, **named)
     finally:
-        packing.forget_inputs()
+        packing.forget()
 
 
 def _with_dtype(overload: torch._ops.OpOverload, device_type: str) -> Action:

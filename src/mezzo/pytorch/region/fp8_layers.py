@@ -7,6 +7,7 @@ weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -59,7 +60,8 @@ def described(policy: Policy, model: nn.Module, device_type: str) -> list[str]:
         return []
     from mezzo.pytorch.kernels.fp8.payoff import pays, reason
 
-    lower, apart = [], []
+    lower: list[str] = []
+    apart: list[str] = []
     for path, layer in _linear_layers(model):
         fmt = _format_at(policy, path) or policy.compute
         sizes = (layer.in_features, layer.out_features, device_type, policy.fp8_scaling)
@@ -69,8 +71,14 @@ def described(policy: Policy, model: nn.Module, device_type: str) -> list[str]:
             apart.append(f"{path} ({reason(*sizes)})")
         else:
             apart.append(f"{path} (the policy says {fmt})")
-    notes = [f"fp8 in {len(lower)} linear layers: {', '.join(lower)}." if lower else _NOTHING]
-    return notes + ([f"Not in fp8: {'; '.join(apart)}."] if apart else [])
+    count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
+    notes = [f"fp8 in {count}: {', '.join(_together(lower))}." if lower else _NOTHING]
+    return notes + ([f"Not in fp8: {'; '.join(_together(apart))}."] if apart else [])
+
+
+def _together(paths: list[str]) -> list[str]:
+    """Layers of repeated blocks as one: ``blocks.0.up`` and ``blocks.1.up`` are ``blocks.*.up``."""
+    return list(dict.fromkeys(re.sub(r"([^\d.][^.]*)\.\d+(?=\.)", r"\1.*", path) for path in paths))
 
 
 _NOTHING = (
