@@ -1,4 +1,4 @@
-"""Everything that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, training steps, GPT-2.
+"""Everything that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, training steps, fp8, GPT-2.
 
     make gpu-check                        # or: python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --parts tests optimizers
@@ -54,6 +54,7 @@ PARTS: dict[str, Part] = {
     "bench": Part(
         ("benchmarks/bench.py", "--device", "cuda", "--large", "--budget", "15", "--out", "{out}"), 45
     ),
+    "fp8": Part(("benchmarks/fp8.py", "--device", "cuda", "--out", "{out}"), 15),
     "gpt2": Part(("benchmarks/gpt2.py", "--device", "cuda", "--out", "{out}"), 20),
 }
 
