@@ -353,6 +353,50 @@ def test_a_sixteen_bit_input_and_a_parameter_are_kept_as_they_are() -> None:
     assert kept.during(lambda: EMULATED["linear"](active, weight, compute=torch.float16)) == 0
 
 
+@pytest.mark.parametrize(
+    ("op", "arguments", "kept"),
+    [
+        # q, k, v and the output are handed over in 16 bits; the FP32 log-sum-exp of each row is not.
+        ("scaled_dot_product_attention", [(2, 3, 16, 8)] * 3, 4 * 2 * 3 * 16),
+        ("rnn_tanh_cell", [(4, 5), (4, 3), (3, 5), (3, 3), (3,), (3,)], 0),
+    ],
+)
+def test_a_result_is_kept_as_the_caller_has_it(op: str, arguments: list[tuple[int, ...]], kept: int) -> None:
+    given = [torch.randn(shape).half().requires_grad_() for shape in arguments]
+    active = [tensor * 1 for tensor in given]
+    made: list[Tensor] = []
+    storages: set[int] = set()
+
+    class Saved:
+        def pack(self, tensor: Tensor) -> Tensor:
+            made.append(tensor)
+            storages.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved().pack, lambda tensor: tensor):
+        out = EMULATED[op](*active, compute=torch.float16)
+    assert out.untyped_storage().data_ptr() in storages
+    known = {tensor.untyped_storage().data_ptr() for tensor in (out, *active)}
+    new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made}
+    assert sum(size for place, size in new.items() if place not in known) == kept
+    wide = [tensor.detach().float().requires_grad_() for tensor in given]
+    expected = torch.autograd.grad(
+        EMULATED[op].op(*wide).half().float().square().sum(), wide, allow_unused=True
+    )
+    found = torch.autograd.grad(out.float().square().sum(), given)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.float(), other, rtol=2e-2, atol=2e-3 * float(other.abs().max()))
+
+
+def test_a_saved_result_changed_in_place_is_refused() -> None:
+    """As PyTorch refuses it of the native op, which saved the same tensor."""
+    q = (torch.randn(2, 3, 16, 8).half().requires_grad_()) * 1
+    out = EMULATED["scaled_dot_product_attention"](q, q, q, compute=torch.float16)
+    out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_an_input_changed_in_place_is_refused() -> None:
     x = (torch.randn(8, 4).half().requires_grad_()) * 1
     weight = torch.randn(3, 4, requires_grad=True)

@@ -77,9 +77,11 @@ class Emulated:
             try:
                 with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
                     wide_out = self.op(*wide_args, **wide_kwargs)
+                out = _narrow(wide_out, compute)
+                packing.settle(wide_out, out)
             finally:
-                packing.forget_inputs()
-            return _narrow(wide_out, compute)
+                packing.forget()
+            return out
         finally:
             _nesting.inside = False
 

@@ -8,7 +8,8 @@ backward asks:
   caller's 16-bit tensor exists already, that tensor is kept, not a copy;
 - a parameter is alive anyway: the parameter itself is kept, at no bytes, and rounded again in backward;
 - what else an op saves (an attention's output, a recurrent cell's gates) is rounded where the op's row
-  says so: 16-bit hardware would have stored it in 16 bits too.
+  says so: 16-bit hardware would have stored it in 16 bits too. Where it is a result, which the caller is
+  given in 16 bits, that tensor is kept, not a second one like it.
 
 Hooks that were set around the op (activation checkpointing, offload to the host) still see every tensor kept.
 """
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mezzo.pytorch.kernels.emulated.traced import is_recorded, made_again
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -39,7 +42,11 @@ class Rounded:
         self.reuse = _Reuse()
         self.source = source
         self.low = source.to(compute)
-        self.wide = self.low.to(torch.float32)
+        if is_recorded():
+            with made_again():
+                self.wide = self.low.to(torch.float32)
+        else:
+            self.wide = self.low.to(torch.float32)
 
 
 class Packing:
@@ -62,6 +69,7 @@ class Packing:
         self._outer = outer
         self._inputs = {item.wide.untyped_storage().data_ptr(): item for item in inputs if item.wide.numel()}
         self._statistics = {item.wide.shape[:-1] for item in inputs}
+        self._waiting: list[tuple[_Kept, Tensor]] = []
 
     def pack(self, saved: Tensor) -> Any:
         """The hook for saving: a recipe from which `unpack` restores ``saved``."""
@@ -71,7 +79,9 @@ class Packing:
         if item is None:
             if self._keep_rank is None or saved.dim() < self._keep_rank or saved.shape in self._statistics:
                 return _Kept(self._through(saved), self._outer)
-            return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
+            later = _Kept(None, self._outer, widen=True)
+            self._waiting.append((later, saved))
+            return later
         source = item.source
         if source.is_leaf and source.requires_grad and source.dtype == torch.float32:
             if source.is_contiguous() and item.wide.is_contiguous():
@@ -80,9 +90,28 @@ class Packing:
             return _View(self._through(item.low.detach()), self._outer, item.reuse, self._compute, saved)
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
-    def forget_inputs(self) -> None:
-        """The op is done: let go of the FP32 copies, though the graph may hold on to these hooks."""
+    def settle(self, wide: Any, low: Any) -> None:
+        """Keep what is lossy in 16 bits: the op's results, where they were saved, as they are handed on.
+
+        Args:
+            wide: what the op returned: a tensor, or a list or tuple of anything.
+            low: the same, rounded to the 16-bit format.
+        """
+        if not self._waiting:
+            return
+        pairs = [(wide, low)] if isinstance(wide, Tensor) else zip(wide, low)
+        results = {_place(result): given for result, given in pairs if isinstance(result, Tensor)}
+        with torch.no_grad():
+            for kept, saved in self._waiting:
+                given = results.get(_place(saved))
+                if given is None or given.stride() != saved.stride():
+                    given = saved.to(self._compute)
+                kept.handle = self._through(given.detach())
+
+    def forget(self) -> None:
+        """The op is done: let go of the FP32 tensors, though the graph may hold on to these hooks."""
         self._inputs.clear()
+        self._waiting.clear()
 
     def _through(self, kept: Tensor) -> Any:
         return _Versioned(kept) if self._outer is None else self._outer[0](kept)
@@ -91,6 +120,11 @@ class Packing:
     def unpack(packed: _Kept) -> Tensor:
         """The hook for use in backward: the saved tensor, in FP32 where it was FP32."""
         return packed.restore()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Two tensors alive at once with the same one have the same elements in the same order."""
+    return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 class _Versioned:
@@ -117,15 +151,15 @@ class _Versioned:
 class _Kept:
     """A saved tensor as it is, or rounded to 16 bits and widened again on the way back."""
 
-    __slots__ = ("_handle", "_unpack", "_widen")
+    __slots__ = ("_unpack", "_widen", "handle")
 
     def __init__(self, handle: Any, outer: _Hooks | None, widen: bool = False) -> None:
-        self._handle = handle
+        self.handle = handle
         self._unpack = outer[1] if outer is not None else _Versioned.get
         self._widen = widen
 
     def restore(self) -> Tensor:
-        kept = self._unpack(self._handle)
+        kept = self._unpack(self.handle)
         return kept.to(torch.float32) if self._widen else kept
 
 
@@ -166,6 +200,6 @@ class _View(_Kept):
         self._size, self._stride, self._offset = saved.size(), saved.stride(), saved.storage_offset()
 
     def restore(self) -> Tensor:
-        wide = self._reuse.of(self._unpack(self._handle), self._compute)
+        wide = self._reuse.of(self._unpack(self.handle), self._compute)
         # A fresh FP32 tensor has the strides of the one that the op saw, so the view's geometry fits it.
         return wide.as_strided(self._size, self._stride, self._offset)
