@@ -122,7 +122,9 @@ def cast_with_amax(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     """
     _check(x, "cast_with_amax", scale)
     if scale.dim():
-        raise UsageError(f"cast_with_amax(): a scale of shape {list(scale.shape)}. Use one scale, of shape [].")
+        raise UsageError(
+            f"cast_with_amax(): a scale of shape {list(scale.shape)}. Use one scale, of shape []."
+        )
     _check_format(dtype, "cast_with_amax")
     result: tuple[Tensor, Tensor] = _kernel(x, scale).cast_with_amax(x, scale, dtype)
     return result
