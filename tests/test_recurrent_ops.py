@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -506,3 +507,12 @@ def test_checkpointed() -> None:
 
     for one, other in zip(gradients(plain), gradients(again), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_page_runs() -> None:
+    """`docs/recurrent.md`, block after block."""
+    page = (Path(__file__).parents[1] / "docs" / "recurrent.md").read_text()
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    assert len(blocks) == 3
+    with torch.random.fork_rng():
+        exec("\n".join(blocks), {})

@@ -257,7 +257,8 @@ class _Cell(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, new_c, factors, sums = ctx.saved_tensors
-        weights: Weights = ctx.mezzo_cell[0]
+        weights: Weights
+        weights, token = ctx.mezzo_cell
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or not is_plain(*grads, *given):
             found = _again(weights, grads, given, needs, ctx.hidden_fp32)
@@ -266,7 +267,7 @@ class _Cell(torch.autograd.Function):
         d_sums, d_h, d_c = _slopes(weights, grads, h, c, new_c, sums)
         low = d_sums.to(weights.compute)
         multiplied = low.to(weights.factor.dtype)
-        if needs[3]:
+        if needs[3] and torch._C._will_engine_execute_node(token.grad_fn):
             task = torch._C._current_graph_task_id()
             weights.pending.setdefault(task, []).append((multiplied, factors))
         d_x = None
