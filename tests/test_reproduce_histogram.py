@@ -148,10 +148,10 @@ BREAKS = [
         "shift-15-recovers-all",
         lambda n: n["moments"]["end"].update(overflow={"1": 0.0, "8": 0.0, "32768": 0.001}),
     ),
-    ("fp16-1-falls-behind", lambda n: end(n, 1.0, [3.3, 3.1, 3.2])),
-    ("fp16-8-lies-on-fp32", lambda n: end(n, 8.0, [3.1, 3.21, 3.3])),
-    ("fp16-8-lies-on-fp32", lambda n: end(n, 8.0, [2.9, 3.0, 3.09])),  # better by more than the margin
-    ("fp16-32768-lies-on-fp32", lambda n: end(n, 2.0**15, [3.0, 3.1, math.nan])),
+    ("unscaled-falls-behind", lambda n: end(n, 1.0, [3.3, 3.1, 3.2])),
+    ("scaled-lies-on-fp32", lambda n: end(n, 8.0, [3.1, 3.21, 3.3])),
+    ("scaled-lies-on-fp32", lambda n: end(n, 8.0, [2.9, 3.0, 3.09])),  # better by more than the margin
+    ("scaled-lies-on-fp32", lambda n: end(n, 2.0**15, [3.0, 3.1, math.nan])),
     ("small-gradients-matter-later", lambda n: end(n, 2.0**-9, [3.0, 3.1, 3.3])),
 ]
 
@@ -172,7 +172,7 @@ def test_every_finding_can_fail(name, damage):
 def test_a_run_that_broke_has_fallen_behind():
     broken = numbers()
     end(broken, 1.0, [math.nan, 3.1, 3.2])
-    assert {one.name: one.holds for one in experiment.findings(broken)}["fp16-1-falls-behind"]
+    assert {one.name: one.holds for one in experiment.findings(broken)}["unscaled-falls-behind"]
 
 
 @pytest.mark.heavy

@@ -15,10 +15,10 @@ Declared before the runs:
 - ``lost-unscaled`` holds if fp16 makes zeros of more than 5 % of the nonzero ones, at every moment.
 - ``shift-3-recovers-most`` and ``shift-15-recovers-all`` hold if a loss scale of 2^3 recovers more than half of what
   is lost unscaled, and one of 2^15 more than 99 % with nothing past 65504, over all moments together.
-- ``fp16-1-falls-behind``: training in fp16 without a loss scale ends behind FP32: the lower end of the 90 % interval of
-  the mean paired difference of the held-out loss is above the margin: 1 % of FP32's mean; 5 % in full, where longer
+- ``unscaled-falls-behind``: training in fp16 without a loss scale ends behind FP32: the lower end of the 90 % interval
+  of the mean paired difference of the held-out loss is above the margin: 1 % of FP32's mean; 5 % in full, where longer
   runs part further by chance (two seeds, before: by about 2.5 %).
-- ``fp16-8-lies-on-fp32``, ``fp16-32768-lies-on-fp32``: that interval lies within it on both sides (a paired TOST).
+- ``scaled-lies-on-fp32``: at every scale above 1, that interval lies within it on both sides (a paired TOST).
 - ``small-gradients-matter-later``: a loss scale below 1 stands for a loss that is so much smaller, as with more anchors
   or a larger batch. It holds if at the smallest scale tried fp16 falls behind by the rule above.
 
@@ -238,7 +238,7 @@ def findings(numbers: dict[str, Any]) -> tuple[Finding, ...]:
         ),
         _recovers(every, 8.0, "shift-3-recovers-most", 0.5),
         _recovers(every, 2.0**15, "shift-15-recovers-all", 0.99),
-        *(_trained(numbers, scale) for scale in numbers["size"]["scales"]),
+        *_trained(numbers),
     )
 
 
@@ -254,32 +254,61 @@ def _recovers(every: dict[str, Any], scale: float, name: str, enough: float) -> 
     )
 
 
-def _trained(numbers: dict[str, Any], scale: float) -> Finding:
-    """The finding on the runs at one loss scale."""
+def _trained(numbers: dict[str, Any]) -> tuple[Finding, Finding, Finding]:
+    """The findings on the runs: at scales below 1, at 1, and above."""
+    scales = sorted(numbers["size"]["scales"])
+    judged = {scale: _judged(numbers, scale) for scale in scales}
+    below, above = [scale for scale in scales if scale < 1], [scale for scale in scales if scale > 1]
+    fp32 = float(np.mean([run["held_out"] for run in numbers["runs"][FP32]]))
+    tail = f"(margin {numbers['margin'] * fp32:.3f}, {len(numbers['runs'][FP32])} seeds)."
+
+    def ends(chosen: list[float]) -> str:
+        rows = "; ".join(f"at scale {in_figures(scale)} {judged[scale].words}" for scale in chosen)
+        return f"From FP32's held-out loss of {fp32:.3f} fp16 ends {rows} {tail}"
+
+    return (
+        Finding(
+            "unscaled-falls-behind",
+            "Without a loss scale fp16 falls behind: what lies below 2^-24 matters.",
+            ends([1.0]),
+            judged[1.0].behind,
+        ),
+        Finding(
+            "scaled-lies-on-fp32",
+            "With a loss scale of 8 fp16 lies on FP32, and with larger ones that do not overflow.",
+            ends(above),
+            all(judged[scale].equivalent for scale in above),
+        ),
+        Finding(
+            "small-gradients-matter-later",
+            f"Were the loss {round(1 / below[0])} times smaller, fp16 would fall behind.",
+            ends(below),
+            judged[below[0]].behind,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Runs at one scale against FP32's: whether harm, or equivalence, is established, and the numbers."""
+
+    behind: bool
+    equivalent: bool
+    words: str
+
+
+def _judged(numbers: dict[str, Any], scale: float) -> _Judged:
     fp32 = np.array([run["held_out"] for run in numbers["runs"][FP32]])
     ours = numbers["runs"][scaled(scale)]
     ends = np.array([math.nan if run["held_out"] is None else run["held_out"] for run in ours]) - fp32
     margin = numbers["margin"] * float(fp32.mean())
     low, high = paired_interval(ends) if len(ends) > 1 else (-math.inf, math.inf)
-    behind = not np.isfinite(ends).all() or low > margin
-    seen = (
-        f"Held-out loss ends {ends.mean():+.4f} from FP32's {fp32.mean():.3f} (90 % interval {low:+.4f} to "
-        f"{high:+.4f}, {len(ends)} seeds; margin {margin:.3f}); {sum(run['skipped'] for run in ours)} steps were "
-        "skipped."
+    skipped = sum(run["skipped"] for run in ours)
+    return _Judged(
+        bool(not np.isfinite(ends).all() or low > margin),
+        len(ends) > 1 and bool(tost(ends, margin)),
+        f"{ends.mean():+.4f} (90 % interval {low:+.4f} to {high:+.4f}; {skipped} steps skipped)",
     )
-    if scale > 1:
-        name, expected = (
-            f"fp16-{scale:g}-lies-on-fp32",
-            f"With a loss scale of {in_figures(scale)} fp16 lies on FP32.",
-        )
-        return Finding(name, expected, seen, len(ends) > 1 and bool(tost(ends, margin)))
-    if scale == 1:
-        expected = "Without a loss scale fp16 falls behind: what lies below 2^-24 matters."
-        return Finding("fp16-1-falls-behind", expected, seen, bool(behind))
-    smallest = scale == min(numbers["size"]["scales"])
-    name = "small-gradients-matter-later" if smallest else f"{round(1 / scale)}-times-smaller-matters"
-    expected = f"Were the loss {round(1 / scale)} times smaller, fp16 would fall behind."
-    return Finding(name, expected, seen, bool(behind))
 
 
 EXPERIMENT = Experiment(

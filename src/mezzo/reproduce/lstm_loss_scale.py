@@ -12,12 +12,12 @@ mean is recorded. Weights are FP32 in every run, the values of forward and backw
 Declared before the runs, all on the loss of held-out words, evaluated in FP32, each run paired with FP32's of the
 same seed (same weights at the start, same batches):
 
-- MARGIN is 0.05 nats, about 5 % of perplexity. ``fp16-128-lies-on-fp32`` holds if the 90 % interval of the mean
-  paired difference lies within it on both sides (a paired TOST, `mezzo.core.equivalence`), and so for other scales.
-- ``fp16-1-falls-behind`` holds if that interval's lower end is above MARGIN.
-- ``fp16-1-leaves-late`` holds if there is a moment after the first fifth of training at which the mean difference is
-  within MARGIN, and ``fp16-1-falls-behind`` holds.
-- ``fp16-1-diverges`` holds if in every seed the held-out loss ends above its own lowest value by more than MARGIN
+- MARGIN is 0.05 nats, about 5 % of perplexity. ``scaled-lies-on-fp32`` holds if the 90 % interval of the mean
+  paired difference lies within it on both sides (a paired TOST, `mezzo.core.equivalence`), at every scale above 1.
+- ``unscaled-falls-behind`` holds if that interval's lower end is above MARGIN.
+- ``unscaled-leaves-late`` holds if there is a moment after the first fifth of training at which the mean difference is
+  within MARGIN, and ``unscaled-falls-behind`` holds.
+- ``unscaled-diverges`` holds if in every seed the held-out loss ends above its own lowest value by more than MARGIN
   (or is no number), and FP32's mean does not.
 - ``gradients-vanish-unscaled`` holds if, in the middle and at the end of FP32's run, fp16 makes zeros of more than half
   of the logits' nonzero gradients at scale 1, and of less than a quarter of them at 128. (At the start it makes none:
@@ -202,8 +202,8 @@ def findings(numbers: dict[str, Any]) -> tuple[Finding, ...]:
     """The rules of the module's docstring, applied to the runs."""
     scales = numbers["size"]["scales"]
     return (
-        *(_behind(numbers) if 1 in scales else ()),
-        *(_lies_on(numbers, scale) for scale in scales if scale != 1),
+        *_behind(numbers),
+        _lies_on(numbers, [scale for scale in scales if scale != 1]),
         _vanish(numbers),
     )
 
@@ -224,7 +224,7 @@ def _behind(numbers: dict[str, Any]) -> tuple[Finding, Finding, Finding]:
     fp32_logits = [run["mean_logit"][-1] for run in fp32]
     return (
         Finding(
-            "fp16-1-falls-behind",
+            "unscaled-falls-behind",
             "Without loss scaling fp16 ends behind FP32.",
             f"Held-out loss ends {mean:+.3f} nats from FP32's {_end(fp32):.3f} (90 % interval {low:+.3f} to "
             f"{high:+.3f}, {len(ends)} seeds; margin {MARGIN:g}); the mean logit went to {np.mean(logits):.1f}, "
@@ -232,7 +232,7 @@ def _behind(numbers: dict[str, Any]) -> tuple[Finding, Finding, Finding]:
             bool(behind),
         ),
         Finding(
-            "fp16-1-leaves-late",
+            "unscaled-leaves-late",
             "Without loss scaling fp16 follows FP32 at first and leaves it later.",
             f"The mean difference was last within {MARGIN:g} nats when {last_near:.0%} of the steps were done, and "
             f"ended at {mean:+.3f}."
@@ -241,7 +241,7 @@ def _behind(numbers: dict[str, Any]) -> tuple[Finding, Finding, Finding]:
             bool(behind and near.size),
         ),
         Finding(
-            "fp16-1-diverges",
+            "unscaled-diverges",
             "Without loss scaling the loss rises again in the end.",
             f"Held-out loss ends above its own lowest value by {', '.join(f'{rise:.3f}' for rise in rises)} nats "
             f"(seed by seed; margin {MARGIN:g}), FP32's mean by {fp32_rise:.3f}.",
@@ -268,16 +268,22 @@ def _end(runs: list[dict[str, Any]]) -> float:
     return float(np.mean([run["held_out"][-1] for run in runs]))
 
 
-def _lies_on(numbers: dict[str, Any], scale: int) -> Finding:
-    ends = np.array(differences(numbers, scaled(scale)))[:, -1]
-    mean, low, high = _interval(ends)
-    skipped = sum(run["skipped"] for run in numbers["runs"][scaled(scale)])
+def _lies_on(numbers: dict[str, Any], scales: list[int]) -> Finding:
+    rows, proven = [], True
+    for scale in scales:
+        ends = np.array(differences(numbers, scaled(scale)))[:, -1]
+        mean, low, high = _interval(ends)
+        skipped = sum(run["skipped"] for run in numbers["runs"][scaled(scale)])
+        proven = proven and len(ends) > 1 and bool(tost(ends, MARGIN))
+        interval = f"90 % interval {low:+.4f} to {high:+.4f}; {skipped} steps skipped"
+        rows.append(f"with scale {in_figures(scale)} {mean:+.4f} nats ({interval})")
+    fp32 = numbers["runs"][FP32]
     return Finding(
-        f"fp16-{scale}-lies-on-fp32",
-        f"With a loss scale of {in_figures(scale)} fp16 lies on FP32.",
-        f"Held-out loss ends {mean:+.4f} nats from FP32's {_end(numbers['runs'][FP32]):.3f} (90 % interval {low:+.4f} "
-        f"to {high:+.4f}, {len(ends)} seeds; margin {MARGIN:g}); {skipped} steps were skipped.",
-        len(ends) > 1 and bool(tost(ends, MARGIN)),
+        "scaled-lies-on-fp32",
+        "With a loss scale of 128 fp16 lies on FP32, and with larger ones that do not overflow.",
+        f"From FP32's held-out loss of {_end(fp32):.3f} fp16 ends {', '.join(rows)} (margin {MARGIN:g}, "
+        f"{len(fp32)} seeds).",
+        proven,
     )
 
 
