@@ -118,13 +118,23 @@ def test_an_overflowed_sum_stays_infinite() -> None:
     ]
 
 
+def test_sums_of_blocks_are_added_in_fp32() -> None:
+    """2^24 + 1 is no FP32 number, and the tie goes down."""
+    terms = np.zeros((256, 1), np.float32)
+    terms[0], terms[128] = 2.0**24, 1.0
+    assert accumulation.blocks(terms, "bf16", [128, 256])[:, 0].tolist() == [2.0**24, 2.0**24]
+    terms[128] = 2.0
+    assert accumulation.blocks(terms, "bf16", [128, 256])[:, 0].tolist() == [2.0**24, 2.0**24 + 2]
+
+
 def test_a_variance_of_exact_sums_is_the_variance() -> None:
-    x = np.random.default_rng(3).standard_normal((1000, 4)) + 2
+    x = np.random.default_rng(3).standard_normal((1000, 64)) + 2
     seen = accumulation.variance(x.sum(0)[None], (x**2).sum(0)[None], [1000], "fp64")
     assert seen[0] == pytest.approx(x.var(axis=0), rel=1e-12)
     rounded = accumulation.variance(x.sum(0)[None], (x**2).sum(0)[None], [1000], "fp16")
-    mean, squares = (np.float16(total) for total in (x[:, 0].mean(), (x[:, 0] ** 2).mean()))
-    assert float(rounded[0, 0]) == float(np.float16(squares - np.float16(mean * mean)))
+    for lane in range(64):
+        mean, squares = (np.float16(total / 1000) for total in (x[:, lane].sum(), (x[:, lane] ** 2).sum()))
+        assert float(rounded[0, lane]) == float(squares - np.float16(mean * mean))
 
 
 @pytest.fixture(scope="module")
