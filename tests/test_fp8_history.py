@@ -224,6 +224,7 @@ def test_a_saved_history_goes_on_where_it_was() -> None:
             "its input is no 1-D tensor of finite amaxes",
         ),
         ({"up.weight": {"input": torch.full((3,), -1.0)}}, "finite amaxes"),
+        ({"up.weight": {"input": torch.full((3,), torch.inf)}}, "finite amaxes"),
         ({"up.weight": {"input": [1.0]}}, "finite amaxes"),
     ],
 )
