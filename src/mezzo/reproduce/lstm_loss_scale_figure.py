@@ -48,7 +48,7 @@ def draw(numbers: dict[str, Any], figure: Figure) -> None:
     grid = figure.add_gridspec(2, 2, height_ratios=(1.25, 1))
     rows = [("fp32", "FP32", "-")]
     rows += [
-        (scaled(scale), f"scale {in_figures(scale)}" if scale != 1 else "no loss scale", line)
+        (scaled(scale), f"scale {_raised(in_figures(scale))}" if scale != 1 else "no loss scale", line)
         for scale, line in zip(numbers["size"]["scales"], ("-", "--", ":"))
     ]
     colours = {precision: _colour(precision) for precision, _, _ in rows}
@@ -63,11 +63,15 @@ def draw(numbers: dict[str, Any], figure: Figure) -> None:
     left, right = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     margin = numbers["margin"]
     left.axhspan(-margin, margin, color=FP32, alpha=0.12, linewidth=0)
-    left.text(1.37 * at[-1], -margin, f"margin {margin:g} ", color=MUTED, fontsize=9, va="top", ha="right")
-    left.set(title="Difference from FP32, same seed", xlabel="step")
+    left.set(title=f"Difference from FP32 (band: margin {margin:g})", xlabel="step")
     _curves(left, at, gaps, rows[1:], colours, room=1.38)
     right.set(title="Mean of all logits", xlabel="step")
     _curves(right, at, logits, rows, colours, room=1.38)
+
+
+def _raised(power: str) -> str:
+    base, _, exponent = power.partition("^")
+    return f"{base}$^{{{exponent}}}$" if exponent else base
 
 
 def _colour(precision: str) -> str:
@@ -97,4 +101,5 @@ def _curves(
             ends.append((float(at[last[-1]]), float(mean[last[-1]]), name, colours[precision]))
     axes.set_xlim(0, room * at[-1])
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= at[-1]])
+    axes.margins(y=0.12)
     label_ends(axes, ends, size=9.5)
