@@ -8,9 +8,9 @@ GAN learns scikit-learn's 8 x 8 digits (`gan_training`) in six settings with the
 - ``own``: both networks in fp16, each with a `mezzo.MixedPrecision` and a dynamic loss scale of its own;
 - ``policies``: the generator in fp16 with a loss scale, the discriminator in bf16 without one;
 - ``shared``: both in fp16 with one scaler for both losses, as torch.amp's examples do it;
-- ``own-summed``, ``shared-summed``: the same two with the discriminator's loss 2^28 times larger, as a sum over 64
-  images of 2,048 x 2,048 places is than their mean. Adam divides by the size of gradients, so that this changes nothing
-  but the range of numbers. The discriminator's scale, and the shared one, start 2^28 lower.
+- ``own-summed``, ``shared-summed``: the same two with the discriminator's loss 2^30 times larger, as a sum over 1,024
+  images of 1,024 x 1,024 places is than their mean. Adam divides by the size of gradients, so that this changes nothing
+  but the range of numbers. The discriminator's scale, and the shared one, start 2^30 lower.
 
 Quality is the Frechet distance between made and real digits in the features of a fixed classifier, and the number of
 classes that are covered.
@@ -212,7 +212,7 @@ def findings(settings: dict[str, list[Run]], lost: dict[str, Any]) -> tuple[Find
         ),
         as_good(
             "summed-loss-own-scales-as-good",
-            "Where one loss is 2^28 times larger, as a sum is in place of a mean, two scales still make a GAN as good "
+            "Where one loss is 2^30 times larger, as a sum is in place of a mean, two scales still make a GAN as good "
             "as FP32's.",
             fp32,
             own_summed,

@@ -76,7 +76,7 @@ def distances(axes: Axes, numbers: dict[str, Any]) -> None:
     top = max(run["distance"] for one in runs.values() for run in one)
     axes.set_ylim(0.0, 1.12 * top)
     axes.axvline(3.5, color="#c3cad1", lw=0.8)
-    axes.annotate("discriminator's loss × $2^{28}$", (3.55, 1.09 * top), color=MUTED, fontsize=9, va="top")
+    axes.annotate("discriminator's loss × $2^{30}$", (3.55, 1.09 * top), color=MUTED, fontsize=9, va="top")
     axes.set_ylabel("Fréchet distance")
     axes.grid(visible=False, axis="x")
     axes.annotate(

@@ -28,8 +28,8 @@ SHOWN = 8
 """Images kept for the figure."""
 PRESENT = 0.02
 """A class counts as covered if this share of the images, or more, is taken for it."""
-LOG_SCALES = tuple(range(-14, 25))
-"""Loss scales 2^-14 to 2^24, a dynamic scale's floor and ceiling, at which lost gradients are counted."""
+LOG_SCALES = tuple(range(-24, 25))
+"""Loss scales 2^-24 to 2^24, from floor to ceiling, at which lost gradients are counted."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Setting:
 
 FIRST = 2.0**16
 """The usual first loss scale."""
-SUMMED = 2.0**28
-"""A loss that is the sum over 64 images of 2,048 x 2,048 places is so many times their mean."""
+FLOOR = 2.0**-24
+"""Lower than is usual, so that the summed loss has room."""
+SUMMED = 2.0**30
+"""A loss that is the sum over 1,024 images of 1,024 x 1,024 places is so many times their mean."""
 
 SETTINGS = {
     setting.name: setting
@@ -212,7 +214,9 @@ class OwnScales:
         self._weight = setting.weight
         optimizer_d, optimizer_g = map(adam, networks)
         scale = mezzo.DynamicLossScale(growth_interval=size.growth_interval)
-        lower = mezzo.DynamicLossScale(FIRST / setting.weight, growth_interval=size.growth_interval)
+        lower = mezzo.DynamicLossScale(
+            FIRST / setting.weight, growth_interval=size.growth_interval, floor=FLOOR
+        )
         self._d = mezzo.MixedPrecision(
             self.discriminator,
             optimizer_d,
@@ -258,7 +262,7 @@ class SharedScale:
         self._policies = setting.discriminator, setting.generator
         self._d, self._g = map(adam, networks)
         self._scaler = mezzo.GradScaler(
-            init_scale=FIRST / setting.weight, growth_interval=size.growth_interval
+            init_scale=FIRST / setting.weight, growth_interval=size.growth_interval, floor=FLOOR
         )
         self._average = average
 

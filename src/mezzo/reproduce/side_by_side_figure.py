@@ -88,8 +88,8 @@ def differences(axes: Axes, network: dict[str, Any], shown: dict[str, Any], *, l
     axes.set_ylim(-1.55 * reach, 1.55 * reach)
     axes.grid(visible=False)
     axes.annotate(
-        f"margin ±{margin:.2g}", (0.02, margin), xycoords=("axes fraction", "data"), xytext=(0, 3),
-        textcoords="offset points", color=MUTED, fontsize=9,
+        f"margin ±{margin:.2g}", (0.99, -margin), xycoords=("axes fraction", "data"), xytext=(0, -4),
+        textcoords="offset points", color=MUTED, fontsize=9, ha="right", va="top",
     )  # fmt: skip
     if legend:
         for place, (name, colour) in enumerate([("FP32", FP32), *((n, COLOURS[n]) for n in shown)]):
