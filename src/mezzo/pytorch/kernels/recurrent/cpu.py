@@ -72,10 +72,10 @@ def forward(
     cell = None if c0 is None else _state(c0, settings)
     state = torch.empty(h0.shape, dtype=dtype).copy_(h0.detach().to(compute))
     bias = _biases(kind, b_ih, b_hh, width, columns)
-    given_weight = factor(w_ih, compute, dtype).t()
-    multiply = times(factor(w_hh, compute, dtype), batch)
     most = max(group.stop - group.start for group in groups)
-    given, product = x.new_empty((most, width), dtype=dtype), x.new_empty((batch, width), dtype=dtype)
+    multiply_input = times(factor(w_ih, compute, dtype), most)
+    multiply = times(factor(w_hh, compute, dtype), batch)
+    space, product = x.new_empty((most, width), dtype=dtype), x.new_empty((batch, width), dtype=dtype)
     wide = x.new_empty((most, x.shape[1]), dtype=dtype) if dtype is not compute else None
 
     job = _Job()
@@ -86,8 +86,8 @@ def forward(
     job[words.BIAS] = bias.data_ptr()
     job[words.FACTOR], job[words.HIDDEN] = state.data_ptr(), hidden.data_ptr()
     job[words.CELL] = 0 if cell is None else cell.data_ptr()
-    given_at, kept_at, out_at, cells_at = (t.data_ptr() for t in (given, kept, out, cells))
-    given_step, out_step = width * given.element_size(), columns * out.element_size()
+    kept_at, out_at, cells_at = (t.data_ptr() for t in (kept, out, cells))
+    given_step, out_step = width * space.element_size(), columns * out.element_size()
     kept_step = kept.shape[1] * kept.element_size() if keeps else 0
     cells_step = columns * cells.element_size() if keeps else 0
     job[words.KEPT], job[words.CELLS] = kept_at, cells_at
@@ -98,7 +98,8 @@ def forward(
         part = x[group.start : group.stop]
         if wide is not None:
             part = wide[: len(part)].copy_(part)
-        torch.mm(part, given_weight, out=given[: len(part)])
+        given = multiply_input(part, space[: len(part)])
+        given_at = given.data_ptr()
         for t in reversed(group.steps) if settings.reverse else group.steps:
             start = offsets[t]
             if sizes[t] != count:
@@ -161,8 +162,8 @@ def backward(
     first_h = factor(h0, compute, compute)
     first_c = None if c0 is None else _state(c0, settings).to(settings.carried)
     multiply = times(factor(w_hh, compute, dtype).t().contiguous(), batch)
-    given_weight = factor(w_ih, compute, dtype) if wanted.input else None
     most = max(group.stop - group.start for group in groups)
+    multiply_given = times(factor(w_ih, compute, dtype).t().contiguous(), most) if wanted.input else None
     gates_grad = x.new_empty((most, width), dtype=dtype)
     given_grad = torch.empty_like(gates_grad) if is_gru else gates_grad
     before = x.new_empty((most, columns), dtype=dtype)
@@ -226,11 +227,11 @@ def backward(
             add_to(d_hh, of_gates, before[:size])
         if d_ih is not None:
             add_to(d_ih, of_given, part if wide is None else wide[:size].copy_(part))
-        if dx is not None and given_weight is not None:
+        if dx is not None and multiply_given is not None:
             into = dx[group.start : group.stop]
-            torch.mm(of_given, given_weight, out=into if wide is None else wide[:size])
-            if wide is not None:
-                into.copy_(wide[:size])
+            made = multiply_given(of_given, into if wide is None else wide[:size])
+            if made is not into:
+                into.copy_(made)
     d_h0 = hidden_grad.add_(product) if wanted.h0 else None
     db_ih = db_hh = bias_grad
     if is_gru:
