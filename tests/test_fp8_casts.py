@@ -533,3 +533,16 @@ def run_interpreted(file: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("shape", [(1, 64), (64, 1), (1, 1), (2, 64)])
+def test_a_single_row_or_column_has_scales_of_its_own(
+    shape: tuple[int, int], dim: int | None, dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 37.0
+    codes, scale = fp8.quantize(x, dtype, dim=dim)
+    expected_codes, expected_scale = reference.quantize(x, dtype, 0, dim)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))

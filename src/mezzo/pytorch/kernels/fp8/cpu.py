@@ -99,7 +99,7 @@ def quantize(x: Tensor, dtype: torch.dtype, margin: int, dim: int | None) -> tup
         return reference.quantize(x, dtype, margin, dim)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=dtype)
-    if cut.step or _count(x, cut) == 1:
+    if cut.step or (_count(x, cut) == 1 and not cut.by_column):
         scale = torch.empty(shape)
         _cast(x, scale, codes, cut, "found", margin=margin)
     else:
