@@ -94,6 +94,16 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
 assert MODELS.keys() == DEMOS.keys()
 
 
+def _place(tensor: Tensor) -> tuple[int, Any, int]:
+    """A key of what holds the tensor's bytes, that object, and their count: its storage, or itself where oneDNN keeps
+    it packed."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        return id(tensor), tensor, tensor.numel() * tensor.element_size()
+    return storage._cdata, storage, storage.nbytes()
+
+
 class Made(TorchDispatchMode):
     """The storages that ops make while it is entered, with the shape, dtype and op of each; weakly."""
 
@@ -102,14 +112,14 @@ class Made(TorchDispatchMode):
         self._seen: dict[int, tuple[weakref.ref[Any], int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        came = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
+        came = {_place(tensor)[0] for tensor in tensors_in([args, kwargs or {}])}
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in([out]):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in came:
+            key, holder, count = _place(tensor)
+            if key not in came:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 name = f"{dtype} {list(tensor.shape)} of {func}"
-                self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes(), name)
+                self._seen[key] = (weakref.ref(holder), count, name)
         return out
 
     def alive(self) -> list[tuple[int, str]]:

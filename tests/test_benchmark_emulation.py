@@ -55,6 +55,14 @@ def test_what_ops_made_is_counted_once_and_only_while_it_lives(bench: ModuleType
     assert made.alive() == []
 
 
+def test_a_tensor_that_onednn_keeps_packed_is_counted(bench: ModuleType) -> None:
+    with bench.Made() as made:
+        packed = torch.ones(6, 4).to_mkldnn()
+    assert sum(count for count, _ in made.alive()) == 96
+    del packed
+    assert made.alive() == []
+
+
 def test_fp32_keeps_what_autograd_saves(bench: ModuleType, tiny: Callable[[], Any]) -> None:
     del tiny
     counts = sorted(count for count, _ in bench.kept_bytes("digits", "fp32"))
