@@ -431,6 +431,7 @@ def test_a_second_derivative_is_the_naive_codes(kind: str) -> None:
         assert (mine.double() - truth).norm() <= 0.01 * truth.norm() + 1e-4
 
 
+@pytest.mark.heavy
 @KINDS
 def test_transforms_and_tracers_take_it_apart(kind: str) -> None:
     given = case(kind, (3, 2, 4, 5)).mapped(torch.detach)
