@@ -261,9 +261,7 @@ def test_the_packaged_table() -> None:
     for name, efforts in table.items():
         assert set(efforts) == {"quick", "full"}, name
         said = {effort: {*one.shown, *one.not_shown} for effort, one in efforts.items()}
-        assert said["quick"] == said["full"], (
-            f"{name}: a finding is spoken of in one effort and not in the other"
-        )
+        assert said["quick"] <= said["full"], f"{name}: the full size leaves out what the quick one speaks of"
         for one in efforts.values():
             assert one.shown, f"{name} shows nothing"
             assert len(set(one.shown)) == len(one.shown)
