@@ -32,8 +32,8 @@ Declared before the runs:
 - summed-loss-own-scales-as-good, summed-loss-shared-scale-costs-quality: the same two rules for the summed loss.
 
 Two things were settled not before but by trials of the quick size, on the same seeds: that one class less is allowed
-(one fp16 run covered 9 digits where all of FP32's covered 10), and how much larger the summed loss is (2^26 showed nothing
-clear, 2^28 gave worse images, too unequally between three seeds to be established).
+(one fp16 run covered 9 digits where all of FP32's covered 10), and how much larger the summed loss is (2^26 showed
+nothing clear, 2^28 gave worse images, too unequally between three seeds to be established).
 """
 
 from __future__ import annotations
