@@ -47,4 +47,4 @@ gpu-check: .venv/test.stamp
 	touch $@
 
 clean:
-	rm -rf .venv mezzo-compare* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv mezzo-compare* mezzo-reproduce* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -392,6 +392,6 @@ def test_finding_names_are_words_joined_by_hyphens() -> None:
 
 def test_the_page_of_the_docs_has_a_place_for_every_experiment() -> None:
     text = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text(encoding="utf-8")
-    assert re.findall(r"<!-- reproduce:(\S+) -->", text) == list(NAMES)
-    assert text.count("<!-- end -->") == len(NAMES)
+    assert re.findall(r"<!-- ([a-z]\S+) -->", text) == list(NAMES)
+    assert re.findall(r"<!-- /([a-z]\S+) -->", text) == list(NAMES)
     assert re.findall(r"^### `(\S+)`$", text, re.MULTILINE) == list(NAMES)

@@ -284,3 +284,30 @@ def test_a_fused_step_in_fp16_waits_for_nothing_until_its_result_is_read(
     with Waits() as waits:
         assert result.skipped == (factor == INF)
     assert waits.seen == ["_local_scalar_dense"]
+
+
+def test_a_skipped_step_spoils_no_statistics_of_another_network():
+    """A generator's loss comes through the discriminator, whose BatchNorm sees the overflow too."""
+    torch.manual_seed(0)
+    made, judge = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    making = mezzo.MixedPrecision(made, torch.optim.SGD(made.parameters(), lr=0.1), "fp16")
+    judging = mezzo.MixedPrecision(judge, torch.optim.SGD(judge.parameters(), lr=0.1), "fp16")
+
+    def step(size):
+        with making.autocast():
+            sample = made(size * torch.randn(16, 4))
+        with judging.autocast():
+            loss = judge(sample).float().square().mean()
+        return making.step(loss)
+
+    assert step(1.0).moved
+    before = judge[1].running_mean.clone()
+    assert not before.eq(0).all()
+    assert step(1e6).skipped
+    assert torch.equal(judge[1].running_mean, torch.zeros(8))  # as when the judge's own window began
+    with judging.autocast():
+        loss = judge(torch.randn(16, 8)).float().square().mean()
+    assert judging.step(loss).moved
+    assert judge[1].running_mean.isfinite().all()
+    making.close()
+    judging.close()

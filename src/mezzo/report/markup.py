@@ -17,7 +17,7 @@ from typing import Union
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-_VOID = frozenset({"br", "meta", "link", "wbr"})
+_VOID = frozenset({"br", "img", "link", "meta", "wbr"})
 
 
 class Markup(str):

@@ -93,9 +93,7 @@ def _experiment(name: str, record: dict[str, Any], figure: bytes | None) -> Mark
         source = "data:image/svg+xml;base64," + base64.b64encode(figure).decode()
         said = " ".join(finding["seen"] for finding in record["findings"])
         image = element("img", src=source, alt=f"{record['title']}. {said}", class_="figure")
-        picture = element(
-            "div", Markup(image.removesuffix("</img>")), class_="plot"
-        )  # HTML has no end of an image
+        picture = element("div", image, class_="plot")
     missing = [
         element("p", f"{one}: {WORDS['lost']}; the experiment says nothing of it")
         for one in record["missing"]

@@ -357,6 +357,10 @@ class MixedPrecision:
         self._clear_gradients()
         if self._statistics.remembers:
             self._statistics.restore(skipped)
+        if skipped is not False:
+            for mp in _ALIVE:
+                if mp is not self and mp._statistics.remembers:
+                    mp._statistics.mend(skipped)
         if skipped is False:
             if self._average is not None:
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):

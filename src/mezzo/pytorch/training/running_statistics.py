@@ -62,9 +62,22 @@ class RunningStatistics:
             if isinstance(found_inf, Tensor):
                 skipped = found_inf.to(before.device, non_blocking=True) != 0
                 before = torch.where(skipped, before, _flat(buffers))
-            sizes = [buffer.numel() for buffer in buffers]
-            parts = [part.view(buffer.shape) for part, buffer in zip(before.split(sizes), buffers)]
-            torch._foreach_copy_(buffers, parts)
+            _put(buffers, before)
+
+    @torch.no_grad()
+    def mend(self, found_inf: Tensor | bool) -> None:
+        """Put the copy back, and keep it, where `found_inf` is not 0 and the statistics are no longer finite.
+
+        For the step of another network: its loss came through this one, whose statistics its overflow may have spoiled.
+        """
+        if found_inf is False:
+            return
+        for buffers, before in self._groups:
+            now = _flat(buffers)
+            spoiled = ~now.isfinite().all()
+            if isinstance(found_inf, Tensor):
+                spoiled = spoiled & (found_inf.to(before.device, non_blocking=True) != 0)
+            _put(buffers, torch.where(spoiled, before, now))
 
     def forget(self) -> None:
         """Drop the copy."""
@@ -88,3 +101,9 @@ class RunningStatistics:
 
 def _flat(buffers: list[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
+
+
+def _put(buffers: list[Tensor], flat: Tensor) -> None:
+    sizes = [buffer.numel() for buffer in buffers]
+    parts = [part.view(buffer.shape) for part, buffer in zip(flat.split(sizes), buffers)]
+    torch._foreach_copy_(buffers, parts)

@@ -1,0 +1,36 @@
+"""The parts of docs/reproduce.md: what each experiment expected and saw, from what `mezzo reproduce` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "benchmarks/results/reproduce"
+ROOT = Path(__file__).parent.parent
+
+NAMES = ("lstm-loss-scale", "gradient-histogram", "lost-updates", "accumulation", "side-by-side", "gan")
+
+
+def experiment(name: str) -> Callable[[], str]:
+    """Its figure, and a row for each finding."""
+
+    def part() -> str:
+        summary: dict[str, Any] = json.loads((ROOT / FOLDER / "summary.json").read_text(encoding="utf-8"))
+        found, words = summary["experiments"][name], summary["words"]
+        quick = " --quick" if found["effort"] == "quick" else ""
+        lines = [
+            f"![{found['title']}](../{FOLDER}/{name}/figure.svg)",
+            "",
+            f"`mezzo reproduce {name}{quick}` (`{FOLDER}/summary.json`):",
+            "",
+            "| finding | expected | seen | |",
+            "|---|---|---|---|",
+        ]
+        for each in found["findings"]:
+            cells = (each["name"], each["expected"], each["seen"], words.get(each["fate"], each["fate"]))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines)
+
+    return part
