@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import readme_recipes as recipes
-import readme_reproduce as reproduce
 import readme_steps as steps
 from readme_steps import busy
 

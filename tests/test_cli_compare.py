@@ -132,7 +132,10 @@ def test_an_interrupt_says_how_to_go_on(
     [
         ([], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
         (["train.py", "--demo", "digits"], "received train.py, digits"),
-        (["--demo", "digit"], "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm. Did you mean 'digits'?"),
+        (
+            ["--demo", "digit"],
+            "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm. Did you mean 'digits'?",
+        ),
         (["missing.py"], "script 'missing.py': no such file"),
         (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
         (["train.py", "--precision", "bf16,op.sofmax=fp32"], "softmax"),

@@ -546,5 +546,7 @@ def test_a_policy_with_masters_survives_being_traced_field_by_field() -> None:
         "masters",
         "state",
         "recompute",
+        "scaling",
+        "hidden",
     ]
     assert type(value)(*fields) == value

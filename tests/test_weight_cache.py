@@ -403,3 +403,29 @@ def test_a_policys_first_region_sees_writes_too() -> None:
             p.zero_()
             assert F.linear(x, p).abs().max() == 0
         assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_leaves_the_cache_as_it_was(use_reentrant: bool) -> None:
+    class Aliases(torch.autograd.Function):
+        """Looks at its parameter through `detach` in backward, as kernels do."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+            ctx.parameter = p
+            return x * p.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return grad * ctx.parameter.detach(), grad.sum(0)
+
+    p, x = nn.Parameter(torch.ones(4)), torch.randn(3, 4, requires_grad=True)
+    with mezzo.autocast("bf16", "cpu"):
+        out = torch.utils.checkpoint.checkpoint(lambda y: Aliases.apply(y, p), x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    assert torch.is_autocast_cache_enabled()
+    net = nn.Linear(4, 4)
+    with mezzo.autocast("bf16", "cpu"):
+        with torch.no_grad():
+            net(x)
+        assert torch.is_autocast_cache_enabled()

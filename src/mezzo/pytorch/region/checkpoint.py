@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from mezzo.core.errors import UnsupportedPrecisionError
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.region import identity, writers
 from mezzo.pytorch.tf32 import leaves_autocast_off
 
 _lock = threading.Lock()
@@ -56,11 +59,25 @@ def _wrap_function() -> None:
 
     @functools.wraps(backward)
     def backward_under_label(ctx: Any, *args: Any) -> Any:
-        with identity.rebound(ctx.mezzo_label):
+        with _rebound(ctx.mezzo_label):
             return backward(ctx, *args)
 
     function.forward = staticmethod(forward_noting_label)
     function.backward = staticmethod(backward_under_label)
+
+
+@contextmanager
+def _rebound(code: int) -> Iterator[None]:
+    """The label's own region around a recomputation, which leaves nothing behind of what `writers` saw in it."""
+    outermost = not identity.label()
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        with identity.rebound(code):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        if outermost:
+            writers.forget_aliases()
 
 
 def _label_to_keep() -> int:
@@ -84,7 +101,7 @@ def _label_to_keep() -> int:
 def _under(code: int, function: Any) -> Any:
     @functools.wraps(function)
     def under_label(*args: Any, **kwargs: Any) -> Any:
-        with identity.rebound(code):
+        with _rebound(code):
             return function(*args, **kwargs)
 
     return under_label
