@@ -1,4 +1,4 @@
-"""Everything that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, training steps, fp8, GPT-2.
+"""All that Mezzo claims of a GPU, checked on the one you have: tests, doctor, optimizers, steps, fp8, GPT-2.
 
     make gpu-check                        # or: python benchmarks/gpu_check.py
     python benchmarks/gpu_check.py --parts tests optimizers
