@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import readme_emulation as emulation
 import readme_recipes as recipes
 import readme_steps as steps
 from readme_steps import busy
@@ -231,6 +232,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "kept": lambda: steps.kept(_read("training_step_kept.json")),
         "training-steps": _bench(steps.training_steps),
         "loss": _bench(steps.loss_alone),
+        "emulation": lambda: emulation.emulation(_read("emulation.json")),
         "other-machine": lambda: steps.other_machine(_read("training_step_xeon.json")),
     },
     **{
@@ -238,6 +240,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         for page, name in recipes.EXAMPLES.items()
     },
     "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
+    "docs/recurrent.md": {"recurrent": lambda: emulation.recurrent(_read("recurrent.json"))},
+    "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},
     "docs/verdict.md": {"harms": harms},
