@@ -4,12 +4,12 @@ BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers fast heavy bench gpu-check clean
+.PHONY: demo test lint types layers fast heavy reproduce bench gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
-test: lint types layers fast heavy
+test: lint types layers fast heavy reproduce
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -26,6 +26,10 @@ fast: .venv/test.stamp
 
 heavy: .venv/test.stamp
 	$(BIN)/pytest -q -m heavy
+
+# The original paper's experiments, small: fails when one no longer shows what it did (src/mezzo/reproduce/expected.toml).
+reproduce: .venv/test.stamp
+	$(BIN)/mezzo reproduce --quick --out mezzo-reproduce-quick
 
 # Times want a quiet machine. `make bench BENCH="--only gpt --mode eager"` for a part; benchmarks/readme.py fills the pages.
 bench: .venv/test.stamp
