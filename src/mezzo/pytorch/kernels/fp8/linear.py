@@ -30,6 +30,7 @@ from mezzo.pytorch.kernels.fp8 import cast, history, quantize, widen
 from mezzo.pytorch.kernels.fp8.native import Factor, gemm_dtype, product
 from mezzo.pytorch.kernels.fp8.payoff import pays
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.unseen import unseen
 
 __all__ = ["fp8_linear"]
 
@@ -198,6 +199,7 @@ class _Fp8Linear(torch.autograd.Function):
         return y.view(*input.shape[:-1], y.shape[-1])
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         if not is_plain(grad):
@@ -257,6 +259,7 @@ class _Composed(torch.autograd.Function):
         ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         weight, codes, inv_scale, weight_scale = ctx.saved_tensors
@@ -309,6 +312,7 @@ class _FirstOnly(torch.autograd.Function):
         return _FirstOnly.backward(ctx, *tangents)
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise UsageError(
             "fp8_linear(): a gradient of its gradient. The layer holds its input in 8 bits only, from which no second "

@@ -24,6 +24,7 @@ from mezzo.pytorch.kernels.recurrent import reference
 from mezzo.pytorch.kernels.recurrent.ops import FORMATS, all_in, takes, whole
 from mezzo.pytorch.kernels.recurrent.products import add_to, factor_dtype
 from mezzo.pytorch.kernels.recurrent.reference import GATES
+from mezzo.pytorch.kernels.unseen import unseen
 
 _aten = torch.ops.aten
 _sigmoid_slope: Callable[..., Tensor] = _aten.sigmoid_backward.default
@@ -166,6 +167,7 @@ class _Gather(torch.autograd.Function):
         return torch.empty(())
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         task = torch._C._current_graph_task_id()
         return (None, *ctx.weights.gradients(task, ctx.needs_input_grad[1:]))
@@ -255,6 +257,7 @@ class _Cell(torch.autograd.Function):
         return (step.h,) if step.c is None else (step.h, step.c)
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, new_c, factors, sums = ctx.saved_tensors
         weights: Weights

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.recurrent import reference
+from mezzo.pytorch.kernels.unseen import unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Layer(torch.autograd.Function):
         return (made.out, *states)
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of what needs one, in each one's own dtype."""
         from mezzo.pytorch.kernels.recurrent import cpu

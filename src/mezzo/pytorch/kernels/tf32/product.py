@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.tf32 import round_tf32
+from mezzo.pytorch.kernels.unseen import unseen
 
 
 class _Factor(torch.autograd.Function):
@@ -36,6 +37,7 @@ class _Factor(torch.autograd.Function):
         pass
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
@@ -58,6 +60,7 @@ class _Result(torch.autograd.Function):
         pass
 
     @staticmethod
+    @unseen
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return _Factor.apply(gradients[0])  # type: ignore[no-untyped-call]
 
