@@ -175,7 +175,8 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
             why = "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32"
             return OpPlan(op, rule.value, "fp32", "fp32", "tf32", why, names)
         why = "FP32: only the factors of products are shorter"
-        return OpPlan(op, rule.value, FIRST, FIRST, "pytorch", why, remedy=decision.remedy)
+        out = "fp64" if op in _ALWAYS_FP64 else FIRST
+        return OpPlan(op, rule.value, FIRST, out, "pytorch", why, remedy=decision.remedy)
 
     def others(*wanted: str) -> tuple[str, ...]:
         """The overloads that PyTorch's own table does not already treat in the wanted way."""
