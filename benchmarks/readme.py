@@ -12,6 +12,7 @@ from typing import Any
 
 import readme_emulation as emulation
 import readme_recipes as recipes
+import readme_reproduce as reproduce
 import readme_steps as steps
 from readme_steps import busy
 
@@ -240,6 +241,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         for page, name in recipes.EXAMPLES.items()
     },
     "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
+    "docs/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/recurrent.md": {"recurrent": lambda: emulation.recurrent(_read("recurrent.json"))},
     "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
     "docs/losses.md": {"losses": _bench(steps.losses)},
