@@ -273,6 +273,7 @@ REFUSED = [
     ("tf32,masters=split", "an FP32 parameter is its own master"),
     ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
     ("fp8,scaling=rowwise(history=4)", "rowwise"),
+    ("bf16,op.linear=fp8", r"fp8 is a precision and no rule.*module\.PATH=fp8"),
     ("bf16,hidden=bf16", "unknown kind of hidden state 'bf16'. Use one of auto, compute, fp32"),
     ("bf16,params=f16", "unknown format 'f16'. Use one of auto, bf16, fp16, fp32. Did you mean 'fp16'"),
     ("bf16,masters=spilt", r"unknown kind of masters 'spilt'\. .*Did you mean 'split'\?$"),

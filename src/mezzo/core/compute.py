@@ -31,11 +31,6 @@ class Compute:
     activations: str
     summary: str
 
-    @property
-    def is_emulated_apart(self) -> bool:
-        """Whether factors have a format that activations don't: a rounding of its own before each product."""
-        return self.forward != self.activations
-
 
 _TABLE = (
     Compute("fp32", "fp32", "fp32", "fp32", "single precision throughout"),

@@ -325,6 +325,11 @@ def _checked(entry: Entry) -> Entry:
     key, name, value, where = entry
     if key == "op":
         rules = [rule.value for rule in Rule]
+        if value in COMPUTE and value not in rules:
+            raise UnknownNameError(
+                f"{where}{value} is a precision and no rule. An op's rule is one of {', '.join(sorted(rules))}; a "
+                f"precision of its own is given to a module: module.PATH={value}."
+            )
         if value not in rules:
             raise unknown_name("rule", value, rules, where=where)
         return entry._replace(name=_op(name, where), value=Rule(value).value)

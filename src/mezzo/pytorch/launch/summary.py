@@ -30,6 +30,7 @@ def summary(session: Session) -> str:
             lines.append(f"loss scale {session.scale.scale:g} at the end{reruns}")
         if journal.ops:
             lines.append(_ops(session))
+        lines += session.policy.notes
     lines += journal.notes
     return "\n".join(f"mezzo: {line}" for line in lines)
 

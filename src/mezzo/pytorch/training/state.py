@@ -87,6 +87,10 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {len(params)}. "
             "Load it with the same accumulate, or save after flush()."
         )
+    if state.get("fp8"):
+        from mezzo.pytorch.kernels.fp8.history import load_history_state
+
+        load_history_state(mp.model.named_parameters(), state["fp8"])  # raises before anything is changed
     if mp._asked.compute == "auto" and state["decision"] is not None:
         mp._settle(TrialDecision(*state["decision"]))
     machine = mp._machine
@@ -94,10 +98,6 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         saved = from_state_dict(state["loss_scale"])
         if type(saved) is type(machine.pure):
             mp._machine = on_device(saved, mp._device)
-    if state.get("fp8"):
-        from mezzo.pytorch.kernels.fp8.history import load_history_state
-
-        load_history_state(mp.model.named_parameters(), state["fp8"])
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
     mp._window.seen, mp._window.scale = 0, None
     mp._statistics.forget()

@@ -33,11 +33,11 @@ _LEAST = f32(-126 * math.log(2))
 _LEAST_BIASED = f32(-(126 + BIAS) * math.log(2))
 _PER_LOG2 = f32(1 / math.log(2))
 _LOG2 = f32(-math.log(2))
-_C6 = f32(0.0013814540579915047)
-_C5 = f32(0.00836874540614519)
-_C4 = f32(0.04166838899254799)
-_C3 = f32(0.1666652113199234)
-_C2 = f32(0.4999999403953552)
+C6 = f32(0.0013814540579915047)
+C5 = f32(0.00836874540614519)
+C4 = f32(0.04166838899254799)
+C3 = f32(0.1666652113199234)
+C2 = f32(0.4999999403953552)
 _ONE = f32(1.0)
 
 
@@ -64,7 +64,7 @@ def constants() -> Constants:
     """For `exp`, up to 88. Of less than -87.3, where it would be subnormal, it is 2**-126 or less."""
     return (
         hold(_LEAST), hold(_PER_LOG2), hold(_ROUND), hold(_LOG2),
-        hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
+        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
     )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def biased_constants() -> Constants:
     """For 2**64 times the exponential, up to 44. Of less than -131.7 it is 2**-126 or less."""
     return (
         hold(_LEAST_BIASED), hold(_PER_LOG2), hold(_ROUND_BIASED), hold(_LOG2),
-        hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
+        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import openmp
-from mezzo.pytorch.kernels.recurrent import cpu_lstm as words
-from mezzo.pytorch.kernels.recurrent import cpu_lstm_backward as back_words
+from mezzo.pytorch.kernels.recurrent import cpu_backward_job as back_words
+from mezzo.pytorch.kernels.recurrent import cpu_forward_job as words
 from mezzo.pytorch.kernels.recurrent.cpu_kernels import backward_kernel, forward_kernel
 from mezzo.pytorch.kernels.recurrent.products import add_to, factor, factor_dtype, times
 from mezzo.pytorch.kernels.recurrent.saved import Gradients, Kept, Settings, Wanted
@@ -208,7 +208,7 @@ def backward(
             job[back_words.CELLS] = cells_at + start * cells_step
             job[back_words.GATES_GRAD] = gates_at + here * grad_step
             if is_gru:
-                job[back_words.CELL_GRAD] = given_at + here * grad_step
+                job[back_words.GIVEN_GRAD] = given_at + here * grad_step
             job[back_words.FACTOR] = before_at + here * before_step
             if t == begins:
                 job[back_words.ROWS_BEFORE] = 0

@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import math
 
-from mezzo.pytorch.kernels.cross_entropy.cpu_exp import Constants, hold
+from mezzo.pytorch.kernels.cross_entropy.cpu_exp import C2, C3, C4, C5, C6, Constants, hold
 from mezzo.pytorch.kernels.native import bits, f32, float_of, fma, i32, inline
 
 _ROUND = f32(1.5 * 2**23)
 _PER_LOG2 = f32(1 / math.log(2))
 _LOG2 = f32(-0.693147182464599609375)  # the nearest FP32
 _LOG2_REST = f32(0.693147182464599609375 - math.log(2))
-_C6 = f32(0.0013814540579915047)
-_C5 = f32(0.00836874540614519)
-_C4 = f32(0.04166838899254799)
-_C3 = f32(0.1666652113199234)
-_C2 = f32(0.4999999403953552)
 _ONE = f32(1.0)
 _ZERO = f32(0.0)
 _TWO = f32(2.0)
@@ -40,7 +35,7 @@ def constants() -> Constants:
     """For all functions here."""
     return (
         hold(_PER_LOG2), hold(_ROUND), hold(_LOG2), hold(_LOG2_REST),
-        hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE),
+        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
     )  # fmt: skip
 
 

@@ -16,11 +16,20 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_sum
 from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  # bound
 from mezzo.pytorch.kernels.recurrent.cpu_elements import keep as carry  # bound
 from mezzo.pytorch.kernels.recurrent.cpu_elements import store_round_bf16 as store_factor  # bound
+from mezzo.pytorch.kernels.recurrent.cpu_forward_job import (
+    BIAS,
+    BLOCK,
+    BLOCKS,
+    COLUMNS,
+    FACTOR,
+    GIVEN,
+    HIDDEN,
+    ITEMS,
+    KEPT,
+    OUT,
+    PRODUCT,
+)
 from mezzo.pytorch.kernels.recurrent.cpu_functions import constants, sigmoid, tanh
-
-# What `main` is given: see `cpu_steps`.
-COUNTER, ITEMS, BLOCKS, COLUMNS, GIVEN, PRODUCT, BIAS, KEPT, OUT, FACTOR, HIDDEN, CELL, CELLS = range(13)
-BLOCK = 512
 
 
 @loop

@@ -18,16 +18,29 @@ from mezzo.pytorch.kernels.native import float32_at as factor_at  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_half  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_fp32 as load_cell  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_fp32 as load_sum  # bound
+from mezzo.pytorch.kernels.recurrent.cpu_backward_job import (
+    BEFORE,
+    BEFORE_ALL,
+    BIAS_GRAD,
+    BLOCK,
+    CELL_GRAD,
+    CELLS,
+    CELLS_BEFORE,
+    CELLS_BEFORE_ALL,
+    COLUMNS,
+    FACTOR,
+    GATES_GRAD,
+    HIDDEN_GRAD,
+    ITEMS,
+    KEPT,
+    OUT_GRAD,
+    PRODUCT,
+    ROWS,
+    ROWS_BEFORE,
+)
 from mezzo.pytorch.kernels.recurrent.cpu_elements import four as cell_bytes  # bound
 from mezzo.pytorch.kernels.recurrent.cpu_elements import four as factor_bytes  # bound
 from mezzo.pytorch.kernels.recurrent.cpu_functions import constants, sigmoid_and_rest, tanh_and_slope
-
-# What `main` is given: see `cpu_steps`.
-COUNTER, ITEMS, ROWS, COLUMNS, HIDDEN_GRAD, PRODUCT, OUT_GRAD, KEPT, BEFORE, FACTOR = range(10)
-GATES_GRAD, CELL_GRAD, CELLS, CELLS_BEFORE, ROWS_BEFORE, BEFORE_ALL, CELLS_BEFORE_ALL, BIAS_GRAD = range(
-    10, 18
-)
-BLOCK = 128
 
 
 @loop
