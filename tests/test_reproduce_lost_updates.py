@@ -227,7 +227,9 @@ KNOWN = {"fp16-accuracy-falls-by-80-per-cent", "bf16-accuracy-falls-by-80-per-ce
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("path", "value", "lost"), SPOILT, ids=[".".join(map(str, path)) for path, _, _ in SPOILT])
+@pytest.mark.parametrize(
+    ("path", "value", "lost"), SPOILT, ids=[".".join(map(str, path)) for path, _, _ in SPOILT]
+)
 def test_a_finding_falls_with_its_numbers(
     path: tuple[Any, ...], value: Any, lost: set[str], outcome: Outcome
 ) -> None:
