@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError
+from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
     OpFormats,
     OpsRecord,
+    OverflowRecord,
+    RangesRecord,
     Record,
     RecordWriter,
     RunEnded,
@@ -44,7 +48,25 @@ plain = st.recursive(
     max_leaves=6,
 )
 op_formats = st.builds(OpFormats, *(text,) * 4, calls=count, casts=count, reason=text, module=text)
+histogram = st.builds(
+    Histogram, st.integers(-127, 127), st.lists(count, max_size=4), count, count, count, any_float
+)
+range_row = st.builds(RangeRow, text, text, text, histogram, text)
+tensor_facts = st.builds(
+    TensorFacts, text, st.lists(count, max_size=3), text, any_float, any_float, count, count, count
+)
+finding = st.builds(
+    Finding,
+    *(text,) * 4,
+    inputs=st.lists(tensor_facts, max_size=2),
+    outputs=st.lists(tensor_facts, max_size=2),
+    propagators=st.lists(text, max_size=2),
+    remedies=st.lists(text, max_size=2),
+    seconds=any_float,
+)
 any_record = st.one_of(
+    st.builds(RangesRecord, count, count, any_float, any_float, st.lists(range_row, max_size=2)),
+    st.builds(OverflowRecord, count, count, any_float, any_float, finding),
     st.builds(
         RunStarted,
         script=text,
@@ -129,11 +151,9 @@ def test_numbers_that_json_lacks_are_strings_in_the_line() -> None:
 
 
 def test_every_kind_has_its_own_name_and_is_known_to_the_reader() -> None:
-    kinds = {
-        cls.kind: cls for cls in (RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded)
-    }
+    kinds = {cls.kind: cls for cls in Record.__args__}
     assert kinds == records._KINDS
-    assert len(kinds) == 6
+    assert len(kinds) == len(Record.__args__) == 8
 
 
 def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() -> None:

@@ -37,6 +37,10 @@ class CallOrderError(UsageError, RuntimeError):
 class LossScaleCollapseError(MezzoError, RuntimeError):
     """The loss scale fell to its floor and steps are still skipped after the patience ran out."""
 
+    def named(self, culprit: object) -> LossScaleCollapseError:
+        """The same, with what makes the steps fail."""
+        return LossScaleCollapseError(f"{self} What makes them fail: {culprit}.")
+
 
 class ScriptError(MezzoError, RuntimeError):
     """The user's script failed under its FP32 baseline, so there is nothing to compare with."""

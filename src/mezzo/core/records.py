@@ -2,9 +2,10 @@
 made from.
 
 One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss``
-and ``update`` records as training goes on, at most one ``memory`` and one ``ops`` (gathered in steps that
-are not timed), and one ``end``. A run that was killed has no ``end``: a reader can tell a finished run from
-a broken one. Times are seconds since the first line, on one monotonic clock, so differences are durations.
+and ``update`` records as training goes on, ``ranges`` and ``overflow`` records where it is watched, at most one
+``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``. A run that was killed has no
+``end``: a reader can tell a finished run from a broken one. Times are seconds since the first line, on one
+monotonic clock, so differences are durations.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from mezzo.core.errors import UsageError
+from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
 
@@ -110,6 +113,33 @@ class OpsRecord:
 
 
 @dataclass(frozen=True)
+class RangesRecord:
+    """Exponent histograms of one step, a row for each tensor looked at.
+
+    ``update`` is the index of the `UpdateRecord` of the same step, and ``loss_scale`` what it used.
+    """
+
+    kind: ClassVar[str] = "ranges"
+    update: int
+    optimizer: int
+    at: float
+    loss_scale: float
+    rows: list[RangeRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class OverflowRecord:
+    """Why a step's gradients were not finite: one record for each skipped update that was looked into."""
+
+    kind: ClassVar[str] = "overflow"
+    update: int
+    optimizer: int
+    at: float
+    loss_scale: float
+    finding: Finding
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run's end: its exit status, its length in seconds, and notes that the user should read."""
 
@@ -119,13 +149,32 @@ class RunEnded:
     notes: list[str] = field(default_factory=list)
 
 
-Record = RunStarted | LossRecord | UpdateRecord | MemoryRecord | OpsRecord | RunEnded
-_KINDS: dict[str, type[Any]] = {
-    cls.kind: cls for cls in (RunStarted, LossRecord, UpdateRecord, MemoryRecord, OpsRecord, RunEnded)
+Record = (
+    RunStarted
+    | LossRecord
+    | UpdateRecord
+    | MemoryRecord
+    | OpsRecord
+    | RangesRecord
+    | OverflowRecord
+    | RunEnded
+)
+_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
+
+# Field -> the class of the values in it, or in the list that it holds.
+_NESTED: dict[str, type[Any]] = {
+    "ops": OpFormats,
+    "rows": RangeRow,
+    "histogram": Histogram,
+    "finding": Finding,
+    "inputs": TensorFacts,
+    "outputs": TensorFacts,
 }
 
 # Class -> its fields, and whether each is a float (read once: a run has a hundred thousand lines).
-_FIELDS = {cls: {f.name: f.type == "float" for f in fields(cls)} for cls in _KINDS.values()}
+_FIELDS = {
+    cls: {f.name: f.type == "float" for f in fields(cls)} for cls in (*_KINDS.values(), *_NESTED.values())
+}
 
 
 def to_line(record: Record) -> str:
@@ -142,20 +191,19 @@ def from_line(line: str) -> Record:
     """
     try:
         data = json.loads(line)
-        cls = _KINDS[data.pop("kind")]
-        is_float = _FIELDS[cls]
-        kept: dict[str, Any] = {
-            name: float(value) if is_float[name] else value
-            for name, value in data.items()
-            if name in is_float
-        }
-        if cls is OpsRecord:
-            known = {f.name for f in fields(OpFormats)}
-            kept["ops"] = [OpFormats(**{k: v for k, v in op.items() if k in known}) for op in kept["ops"]]
-        record: Record = cls(**kept)
+        record: Record = _made(_KINDS[data.pop("kind")], data)
         return record
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(f"not a run record: {line[:80]!r} ({error})") from error
+
+
+def _made(cls: type[Any], value: Any) -> Any:
+    """A value of a nested class, or a list of them, from plain ones."""
+    if isinstance(value, list):
+        return [_made(cls, item) for item in value]
+    is_float = _FIELDS[cls]
+    kept = {name: float(item) if is_float[name] else item for name, item in value.items() if name in is_float}
+    return cls(**{n: _made(_NESTED[n], item) if n in _NESTED else item for n, item in kept.items()})
 
 
 def _strict(value: Any) -> Any:

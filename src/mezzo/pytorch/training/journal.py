@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from weakref import finalize
 
 from torch import Tensor
 
-from mezzo.core.records import LossRecord, RecordWriter, UpdateRecord
+from mezzo.core.records import LossRecord, Record, RecordWriter, UpdateRecord
 from mezzo.pytorch.training.result import StepResult
 
 EVERY = 16
@@ -29,19 +30,22 @@ class Journal:
         self._writer = writer
         self._started = time.monotonic()
         self._kept: list[_Entry] = []
+        self._sources: list[Callable[[], list[Record]]] = []
         if writer is not None:
-            finalize(self, _write, writer, self._kept)  # whoever forgets close() has the records all the same
+            finalize(
+                self, _write, writer, self._kept, self._sources
+            )  # whoever forgets close() has the records all the same
 
     def loss(self, value: Tensor) -> None:
         """A loss was handed in: 0-dim, detached."""
         if self._writer is not None:
-            self._kept.append((self.losses, self._now(), value))
+            self._kept.append((self.losses, self.now(), value))
         self.losses += 1
 
     def update(self, result: StepResult) -> None:
         """The optimizer's turn has come and gone."""
         if self._writer is not None:
-            self._kept.append((self.updates, self._now(), result))
+            self._kept.append((self.updates, self.now(), result))
             if (self.updates + 1) % EVERY == 0:
                 self.flush()
         self.updates += 1
@@ -49,13 +53,18 @@ class Journal:
     def flush(self) -> None:
         """Read and write what was kept; waits for the device once for all of it."""
         if self._writer is not None:
-            _write(self._writer, self._kept)
+            _write(self._writer, self._kept, self._sources)
 
-    def _now(self) -> float:
+    def also(self, source: Callable[[], list[Record]]) -> None:
+        """Write what this gives, whenever there is something to write."""
+        self._sources.append(source)
+
+    def now(self) -> float:
+        """Seconds since the run began, as records have them."""
         return time.monotonic() - self._started
 
 
-def _write(writer: RecordWriter, kept: list[_Entry]) -> None:
+def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], list[Record]]]) -> None:
     entries, kept[:] = list(kept), []
     for index, at, what in entries:
         if isinstance(what, Tensor):
@@ -72,3 +81,6 @@ def _write(writer: RecordWriter, kept: list[_Entry]) -> None:
                 reason=what.reason,
             )
         )
+    for source in sources:
+        for record in source():
+            writer.write(record)

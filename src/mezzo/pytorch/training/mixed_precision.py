@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError
+from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
@@ -40,6 +42,7 @@ from mezzo.pytorch.training import checks, turns, weight_modes
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
 from mezzo.pytorch.training.journal import Journal
+from mezzo.pytorch.training.observing import Observing, observers_for
 from mezzo.pytorch.training.optimizer_backward import OptimizerBackward
 from mezzo.pytorch.training.release import GradientRelease
 from mezzo.pytorch.training.result import StepResult
@@ -107,6 +110,10 @@ class MixedPrecision:
         loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a
             number.
         device_type: of the region; by default that of the model's first parameter.
+        watch: look at the exponents of weights, activations, gradients and updates, by module: True, or at every so
+            many updates. See `ranges` and docs/monitoring.md.
+        trace: when a step is skipped, run its model calls again and find where the value that is not finite came
+            from: `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
         records: where losses and updates are written, one record each. They are read and written every 16
             updates, at `close()` and where something raises, so that not every step waits for the device.
 
@@ -134,6 +141,8 @@ class MixedPrecision:
         release_gradients: bool = False,
         loss_scale: LossScale | float | None = None,
         device_type: str | None = None,
+        watch: bool | int = False,
+        trace: bool | None = None,
         records: RecordWriter | None = None,
     ) -> None:
         checks.model_and_optimizer(model, optimizer, _ALIVE)
@@ -160,6 +169,7 @@ class MixedPrecision:
         )
         self._journal = Journal(records)
         self._unchecked = 0
+        self._findings: deque[Finding] = deque(maxlen=100)
         self._window = Window(accumulate)
         self._statistics = RunningStatistics(model)
         self._overrides: ModuleOverrides | None = None
@@ -176,6 +186,19 @@ class MixedPrecision:
         except BaseException:
             self._remove_overrides()
             raise
+        self._observing = Observing(
+            model,
+            observers_for(
+                model,
+                optimizer,
+                watch=watch,
+                trace=trace,
+                scales=self._machine is not None,
+                enter=lambda: self._regions[self.precision],
+                clock=self._journal.now,
+            ),
+        )
+        self._journal.also(self._observing.drain)
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
@@ -245,6 +268,11 @@ class MixedPrecision:
         return self._decision
 
     @property
+    def findings(self) -> list[Finding]:
+        """What was found out about the steps that were skipped, where `trace` looked into them: the last hundred."""
+        return list(self._findings)
+
+    @property
     def loss_scale(self) -> float:
         """The loss scale of the next step, 1.0 without one. Waits for the device."""
         machine = self._scaling()
@@ -302,6 +330,8 @@ class MixedPrecision:
         scaling = self._scaling()
         window.begin(loss, None if scaling is None else scaling.scale)
         outcome: Outcome | None = None
+        if self._observing:
+            self._observing.backward_begins(loss, window.seed_factor)
         try:
             if self._release is not None:
                 checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
@@ -316,6 +346,7 @@ class MixedPrecision:
             # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
             self._window = Window(self.accumulate)
             self._clear_gradients()
+            self._observing.step_dropped()
             raise
         window.seen += 1
         value = loss.detach()
@@ -348,12 +379,23 @@ class MixedPrecision:
         if outcome is None:
             try:
                 self._gradients.give()
+                if self._observing:
+                    self._observing.update_begins(self.optimizer, window.gradient_factor)
                 outcome = self._turn(window, follows=follows)
             except BaseException:
                 self._journal.flush()
                 self._clear_gradients()
+                self._observing.step_dropped()
                 raise
         found, skipped = outcome.found_inf, turns.settled(outcome.skipped, follows=follows)
+        finding = None
+        if self._observing:
+            used = 1.0 if window.scale is None else window.scale
+            finding = self._observing.update_ended(
+                self.optimizer, index=self._journal.updates, skipped=skipped, loss_scale=used
+            )
+            if finding is not None:
+                self._findings.append(finding)
         self._clear_gradients()
         if self._statistics.remembers:
             self._statistics.restore(skipped)
@@ -374,6 +416,7 @@ class MixedPrecision:
             grad_norm_tensor=outcome.norm,
             scale_tensor=window.scale,
             weight_overflow_tensor=self._weight_overflow(),
+            finding=finding,
         )
         machine = self._scaling()
         if machine is not None and found is not None:
@@ -385,8 +428,10 @@ class MixedPrecision:
             self._unchecked = 0
             try:
                 machine.check()
-            except BaseException:
+            except LossScaleCollapseError as collapse:
                 self._journal.flush()
+                if self._findings:
+                    raise collapse.named(self._findings[-1]) from collapse
                 raise
         return result
 
@@ -447,5 +492,6 @@ class MixedPrecision:
         """
         _ALIVE.discard(self)
         self._journal.flush()
+        self._observing.undo()
         self._remove_overrides()
         self._let_go()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mezzo.core.finding import Finding
+
 
 @dataclass(frozen=True, repr=False)
 class StepResult:
@@ -25,6 +27,7 @@ class StepResult:
         note: why nothing happened, where nothing did.
         weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format;
             None where weights are FP32 or the optimizer does not tell.
+        finding: where the value that was not finite came from, if the step was skipped and traced.
     """
 
     updated: bool
@@ -34,6 +37,7 @@ class StepResult:
     scale_tensor: Tensor | None = None
     note: str = ""
     weight_overflow_tensor: Tensor | None = None
+    finding: Finding | None = None
 
     @property
     def skipped(self) -> bool:
@@ -49,9 +53,10 @@ class StepResult:
     def reason(self) -> str:
         """Why the optimizer did not move, or that a weight is infinite, in a sentence; empty if all is well."""
         if self.skipped:
+            found = f". {self.finding}" if self.finding is not None else ""
             return (
                 f"a gradient was NaN or infinite at loss scale {self.loss_scale:g}; parameters and optimizer "
-                "are as before"
+                f"are as before{found}"
             )
         if self.updated and self.weight_overflow:
             return (

@@ -41,3 +41,13 @@ class Window:
     def rescale(self) -> float:
         """`accumulate / seen`: what makes the sum of a window that is short follow the mean of its losses."""
         return self.accumulate / self.seen
+
+    @property
+    def seed_factor(self) -> Tensor | float:
+        """What `seed` multiplies a loss's gradients with."""
+        return (1.0 if self.scale is None else self.scale) / self.accumulate
+
+    @property
+    def gradient_factor(self) -> Tensor | float:
+        """How many times the window's summed gradients are too large."""
+        return (1.0 if self.scale is None else self.scale) / self.rescale

@@ -1,0 +1,192 @@
+"""Where a tensor's numbers lie: how often each binary exponent occurs, and what each format would make of them.
+
+A histogram is gathered once, in FP32's exponents, and answers for every format, those that the run does not use
+included: would it overflow in fp16, in e4m3fn? Multiplying by a loss scale of 2^k moves it by k bins.
+
+An exponent is known to the binade. So a share says less than the numbers would in one place: of the values in a
+format's top binade, those above its largest number are not counted as overflowed (at most 1/2048 of that binade in
+fp16, an eighth in e4m3fn). `largest` is exact, and `overflows` asks it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mezzo.core.errors import UsageError
+from mezzo.core.formats import Format, named
+
+BINS = 258
+"""Length of the vector that a kernel counts into, by the exponent field of the FP32 number.
+
+Index 0: subnormal in FP32, not zero. 1 to 254: normal, with exponent ``index - 127``. 255: infinite. 256: zero.
+257: NaN.
+"""
+
+INFINITE, ZERO, NAN = 255, 256, 257
+_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What becomes of numbers in a format, as shares of those that are finite and not zero; together they are 1.
+
+    Args:
+        underflow: rounded to zero.
+        subnormal: kept with fewer bits than the format's precision.
+        normal: kept.
+        overflow: beyond the format's largest number.
+    """
+
+    underflow: float
+    subnormal: float
+    normal: float
+    overflow: float
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often each exponent occurs among the magnitudes of a tensor's elements.
+
+    Args:
+        lowest: exponent of the first of `counts`: a value x counts there if ``2**lowest <= |x| < 2**(lowest+1)``.
+            FP32's subnormals count at -127, together.
+        counts: a count for each exponent from `lowest` on; neither the first nor the last is 0.
+        zeros, infinities, nans: elements without an exponent.
+        largest: the largest finite magnitude; 0 where there is none.
+    """
+
+    lowest: int = 0
+    counts: list[int] = field(default_factory=list)
+    zeros: int = 0
+    infinities: int = 0
+    nans: int = 0
+    largest: float = 0.0
+
+    @classmethod
+    def from_bins(cls, bins: Sequence[int], largest: float = 0.0) -> Histogram:
+        """From the vector that a kernel counted.
+
+        Raises:
+            UsageError: not `BINS` numbers.
+        """
+        if len(bins) != BINS:
+            raise UsageError(f"an exponent histogram has {BINS} bins, not {len(bins)}")
+        used = [index for index in range(INFINITE) if bins[index]]
+        first, last = (used[0], used[-1] + 1) if used else (_BIAS, _BIAS)
+        return cls(
+            lowest=first - _BIAS,
+            counts=[int(count) for count in bins[first:last]],
+            zeros=int(bins[ZERO]),
+            infinities=int(bins[INFINITE]),
+            nans=int(bins[NAN]),
+            largest=float(largest),
+        )
+
+    @property
+    def elements(self) -> int:
+        """All elements."""
+        return sum(self.counts) + self.zeros + self.infinities + self.nans
+
+    def shares(self, format: str | Format, shift: int = 0) -> Shares | None:
+        """What a format would make of the numbers after multiplying them by ``2**shift``; None if there are none.
+
+        >>> seen = Histogram(lowest=-30, counts=[1, 0, 0, 0, 0, 2, 0, 1])  # 2^-30, 2^-25 twice, 2^-23
+        >>> seen.shares("fp16").underflow, seen.shares("fp16", shift=10).underflow
+        (0.25, 0.0)
+
+        Raises:
+            UnknownNameError: no such format.
+        """
+        form = named(format)
+        total = sum(self.counts)
+        if not total:
+            return None
+        smallest = (
+            form.minexp - form.nmant
+        )  # exponent of the smallest subnormal; half of it is the tie to zero
+        under = sub = over = 0
+        for place, count in enumerate(self.counts):
+            exponent = self.lowest + place + shift
+            if exponent < smallest - 1:
+                under += count
+            elif exponent < form.minexp:
+                sub += count
+            elif exponent >= form.maxexp:
+                over += count
+        return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
+
+    def overflows(self, format: str | Format, shift: int = 0) -> bool:
+        """Whether the largest number, times ``2**shift``, rounds to beyond the format's largest: exact.
+
+        Raises:
+            UnknownNameError: no such format.
+        """
+        form = named(format)
+        half_step = 2.0 ** (form.maxexp - 1 - form.nmant) / 2 if form.maxexp < 1000 else 0.0
+        try:
+            value = math.ldexp(self.largest, shift)
+        except OverflowError:
+            return True
+        return value >= float(form.max) + half_step if form.maxexp < 1000 else False
+
+    def lost(self, format: str | Format) -> float | None:
+        """Of ratios update / weight, the share too small to move a weight of this format: below ``2**-(nmant + 1)``.
+
+        Zeros are left out: they ask for no move. None where no ratio is finite and above 0.
+
+        Raises:
+            UnknownNameError: no such format.
+        """
+        total = sum(self.counts)
+        if not total:
+            return None
+        bound = -(named(format).nmant + 1)
+        return sum(count for place, count in enumerate(self.counts) if self.lowest + place < bound) / total
+
+    def plus(self, other: Histogram) -> Histogram:
+        """Both together."""
+        ends = [h for h in (self, other) if h.counts]
+        lowest = min((h.lowest for h in ends), default=0)
+        counts = [0] * (max((h.lowest + len(h.counts) for h in ends), default=0) - lowest)
+        for one in ends:
+            for place, count in enumerate(one.counts):
+                counts[one.lowest - lowest + place] += count
+        return Histogram(
+            lowest,
+            counts,
+            self.zeros + other.zeros,
+            self.infinities + other.infinities,
+            self.nans + other.nans,
+            max(self.largest, other.largest),
+        )
+
+
+WHAT = {
+    "weight": "the parameter, before the update (its FP32 master where it has one)",
+    "activation": "what the module returned",
+    "activation gradient": "the gradient of what the module returned, without the loss scale",
+    "weight gradient": "the parameter's gradient, unscaled and before clipping",
+    "update ratio": "magnitude of the update over that of the weight, element by element",
+}
+"""What is looked at, and what is meant by it."""
+
+
+@dataclass(frozen=True)
+class RangeRow:
+    """One tensor's histogram in one step.
+
+    Args:
+        module: path of the module in the model, ``""`` for the model itself.
+        what: a key of `WHAT`.
+        format: the format that the tensor has in the run.
+        histogram: of its numbers; gradients are divided by the loss scale, by whole exponents.
+        name: the parameter's own name in the module (``weight``); ``""`` for activations.
+    """
+
+    module: str
+    what: str
+    format: str
+    histogram: Histogram
+    name: str = ""

@@ -1,0 +1,86 @@
+"""StepObserver: what somebody who looks at training steps is told, by `MixedPrecision` and by a launched script alike.
+
+The calls of one step, in order::
+
+    call_begins(model, args, kwargs)      each call of a watched model that trains; its region has been entered
+    call_ended(model, output)
+    backward_begins(loss, scale)          each loss; gradients inside the graph will be `scale` times too large
+    update_begins(optimizer, scale)       `.grad` is as backward left it: `scale` times too large
+    update_ended(...)                     the optimizer has moved, or was passed over; gradients not yet cleared
+
+An observer that never looks at a step costs nothing: nobody calls one that is not there. None may change what the
+step computes: no gradient, no buffer, no random number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.finding import Finding
+from mezzo.core.records import Record
+
+
+class StepObserver(Protocol):
+    """Someone who looks at training steps."""
+
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model that trains is about to run forward, with gradients, outside of any other call and of backward.
+
+        Args:
+            model: as the loop calls it: perhaps a wrapper of `torch.compile` or of data parallelism.
+            args, kwargs: what it is called with.
+        """
+        ...
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """That call has returned; `output` is on the graph."""
+        ...
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """Backward is about to run from a loss.
+
+        Args:
+            loss: not scaled, its graph whole.
+            scale: what the seed is multiplied with, 0-dim FP32 or a number: loss scale, over `accumulate`.
+        """
+        ...
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """An optimizer's turn begins: `.grad` of its parameters is complete, and `scale` times too large."""
+        ...
+
+    def update_ended(
+        self,
+        optimizer: Optimizer,
+        *,
+        index: int,
+        number: int,
+        skipped: Tensor | bool,
+        loss_scale: Tensor | float,
+    ) -> None:
+        """The turn is over.
+
+        Args:
+            optimizer: the user's.
+            index: of the run's updates, as in its `UpdateRecord`.
+            number: of the optimizer, as there.
+            skipped: whether it was passed over; a tensor where only the device knows.
+            loss_scale: that the step used; 1.0 without one.
+        """
+        ...
+
+    def step_dropped(self) -> None:
+        """Backward raised: what was begun will not end."""
+        ...
+
+    @property
+    def finding(self) -> Finding | None:
+        """What was found out about the update that ended last; None where it was not skipped or nobody asked."""
+        ...
+
+    def drain(self) -> list[Record]:
+        """The records since the last call, in order. May wait for the device."""
+        ...
