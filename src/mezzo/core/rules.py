@@ -354,6 +354,10 @@ READ_IN_SOURCE: frozenset[tuple[str, str, str]] = _grid(
 # (tests/test_embedding.py). Nothing of the kind was measured on CUDA, whose kernels are left alone.
 SUMS_IN_SIXTEEN_BITS: frozenset[tuple[str, str]] = frozenset({("cpu", "embedding"), ("cpu", "embedding_bag")})
 
+# Ops that keep for backward where each maximum lay, as int64: shorter integers hold it
+# (`mezzo.pytorch.kernels.short_indices`).
+KEEPS_INDICES: frozenset[str] = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
+
 NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ_IN_SOURCE
 
 # (device type, format, op) for which Mezzo has a kernel of its own that reads sixteen bits and computes in FP32
@@ -395,7 +399,12 @@ def _exceptions(row: OpRule) -> list[tuple[str, str]]:
 
 def _version() -> str:
     rows = sorted((row.op, row.rule.value, _exceptions(row)) for row in RULES.values())
-    evidence = (sorted(NATIVE_FP32_ACCUMULATION), sorted(SUMS_IN_SIXTEEN_BITS), sorted(OWN_KERNEL))
+    evidence = (
+        sorted(NATIVE_FP32_ACCUMULATION),
+        sorted(SUMS_IN_SIXTEEN_BITS),
+        sorted(OWN_KERNEL),
+        sorted(KEEPS_INDICES),
+    )
     return hashlib.sha256(repr((rows, *evidence)).encode()).hexdigest()[:12]
 
 

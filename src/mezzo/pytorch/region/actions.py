@@ -22,6 +22,7 @@ from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels import own
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.short_indices import keeping_short_indices
 from mezzo.pytorch.region.plan import OpPlan, carries_fp32, overload_named
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
@@ -76,6 +77,8 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
 
         found: Action = getattr(reference, op_plan.op)
         return found
+    if op_plan.how == "short_indices":
+        return keeping_short_indices(op_plan.op, _fastest(overload))
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     if op_plan.rule == "lower":

@@ -19,6 +19,7 @@ from mezzo.core.compute import FP8_OPS
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import (
+    KEEPS_INDICES,
     OWN_GIVES_FP32,
     RECURRENT,
     RECURRENT_CELLS,
@@ -84,7 +85,8 @@ class OpPlan:
             reads in 16 bits), ``recurrent`` (Mezzo's kernels for recurrent layers), ``fp8`` and ``tf32`` (factors as
             `mezzo.core.compute` has them), ``rounded`` (the FP32 kernel between casts: 16 bits in and out),
             ``emulated`` (stored in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but
-            backward sums in FP32), ``banned``, ``absent`` (this build has no such op on the device).
+            backward sums in FP32), ``short_indices`` (as it is, but backward keeps shorter indices), ``banned``,
+            ``absent`` (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -226,6 +228,10 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
     if rule is Rule.PROMOTE and (device_type, op) in SUMS_IN_SIXTEEN_BITS:
         why = "the gradient of a 16-bit weight is summed in FP32"
         return planned(WIDEST, WIDEST, "fp32_sum", why, names)
+
+    if rule is Rule.PROMOTE and op in KEEPS_INDICES:
+        why = "backward keeps its indices in 16 or 32 bits, not 64"
+        return planned(WIDEST, WIDEST, "short_indices", why, names)
 
     if rule is Rule.PROMOTE:
         rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))

@@ -114,7 +114,7 @@ class Packing:
         self._waiting.clear()
 
     def _through(self, kept: Tensor) -> Any:
-        return _Versioned(kept) if self._outer is None else self._outer[0](kept)
+        return Versioned(kept) if self._outer is None else self._outer[0](kept)
 
     @staticmethod
     def unpack(packed: _Kept) -> Tensor:
@@ -127,7 +127,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 
 
-class _Versioned:
+class Versioned:
     """A kept tensor that may be the user's own: an in-place change since then is refused, as autograd
     refuses it."""
 
@@ -138,11 +138,16 @@ class _Versioned:
         self.version = tensor._version
 
     def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since, as autograd has it.
+        """
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a tensor of shape {list(self.tensor.shape)} and dtype {self.tensor.dtype}, an "
-                f"input of an op that Mezzo computes in FP32 between casts, is at version "
+                f"input of an op whose backward is Mezzo's, is at version "
                 f"{self.tensor._version}; expected version {self.version}. Use the out-of-place form."
             )
         return self.tensor
@@ -155,7 +160,7 @@ class _Kept:
 
     def __init__(self, handle: Any, outer: _Hooks | None, widen: bool = False) -> None:
         self.handle = handle
-        self._unpack = outer[1] if outer is not None else _Versioned.get
+        self._unpack = outer[1] if outer is not None else Versioned.get
         self._widen = widen
 
     def restore(self) -> Tensor:

@@ -1,0 +1,146 @@
+"""Max-pooling keeps short indices: the same numbers as PyTorch's, to the bit, and fewer bytes alive until backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from alive import bytes_alive
+from mezzo.pytorch.kernels.short_indices import _narrowest
+from mezzo.pytorch.region.plan import plan
+
+Pool = Callable[[Tensor], Tensor]
+
+# name -> input shape, op
+POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
+    "1d": ((4, 32, 512), lambda x: F.max_pool1d(x, 2)),
+    "2d": ((4, 32, 32, 32), lambda x: F.max_pool2d(x, 2)),
+    "2d overlapping, padded, dilated": (
+        (4, 32, 33, 31),
+        lambda x: F.max_pool2d(x, 3, stride=2, padding=1, dilation=2),
+    ),
+    "2d, a plane of more than 2^15": ((1, 2, 200, 300), lambda x: F.max_pool2d(x, 2)),
+    "2d channels_last": (
+        (4, 32, 32, 32),
+        lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
+    ),
+    "2d without a batch": ((32, 64, 64), lambda x: F.max_pool2d(x, 2)),
+    "3d": ((2, 8, 16, 16, 16), lambda x: F.max_pool3d(x, 2)),
+    "ceil": ((4, 32, 31, 31), lambda x: F.max_pool2d(x, 2, ceil_mode=True)),
+}
+_OPS = ("max_pool1d", "max_pool2d", "max_pool3d")
+
+
+@pytest.mark.parametrize("op", _OPS)
+def test_it_is_in_the_plan(op: str) -> None:
+    row = plan(mezzo.policy("bf16"), "cpu")[op]
+    assert row.how == "short_indices"
+    assert "16 or 32 bits" in row.reason
+    assert plan(mezzo.policy("fp32"), "cpu")[op].how == "pytorch"
+
+
+@pytest.mark.parametrize(
+    ("elements", "dtype"),
+    [
+        (1, torch.int16),
+        (2**15, torch.int16),
+        (2**15 + 1, torch.int32),
+        (2**31, torch.int32),
+        (2**31 + 1, None),
+    ],
+)
+def test_the_shortest_integer_that_holds_the_last_place(elements: int, dtype: torch.dtype | None) -> None:
+    assert _narrowest(elements) is dtype
+
+
+def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    if region:
+        with mezzo.autocast("bf16"):
+            y = pool(leaf)
+    else:
+        y = pool(leaf)
+    (y.float() * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
+    assert leaf.grad is not None
+    return y.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "NaN, infinities, ties"])
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_values_and_gradients_are_pytorchs(name: str, dtype: torch.dtype, special: bool) -> None:
+    shape, pool = POOLS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if special:
+        x = x.round()  # ties everywhere
+        x.view(-1)[::97] = float("nan")
+        x.view(-1)[::89] = float("inf")
+        x.view(-1)[::83] = -float("inf")
+    theirs, ours = _gradients(x, pool, region=False), _gradients(x, pool, region=True)
+    for a, b in zip(theirs, ours):
+        assert torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "per_index"), [("1d", 2), ("2d", 2), ("3d", 2), ("2d, a plane of more than 2^15", 4)]
+)
+def test_what_is_kept(name: str, per_index: int) -> None:
+    shape, pool = POOLS[name]
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    before = bytes_alive()
+    with mezzo.autocast("bf16"):
+        y = pool(x)
+    assert bytes_alive() - before == y.numel() * (y.element_size() + per_index)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_checkpointing(reentrant: bool) -> None:
+    shape, pool = POOLS["2d"]
+    x = torch.randn(shape).bfloat16()
+
+    def block(t: Tensor) -> Tensor:
+        return pool(t * 2)
+
+    def checkpointed(t: Tensor) -> Tensor:
+        out: Tensor = checkpoint(block, t, use_reentrant=reentrant)
+        return out
+
+    plain, again = _gradients(x, block, region=True), _gradients(x, checkpointed, region=True)
+    assert torch.equal(plain[0], again[0])
+    assert torch.equal(plain[1], again[1])
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    shape, pool = POOLS["2d"]
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    with mezzo.autocast("bf16"):
+        h = x * 2
+        y = pool(h)
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.float().sum().backward()
+
+
+def test_second_derivatives_and_transforms() -> None:
+    shape, pool = POOLS["2d"]
+    x = torch.randn(shape).bfloat16()
+
+    def loss(t: Tensor) -> Tensor:
+        with mezzo.autocast("bf16"):
+            return pool(t).float().pow(3).sum()
+
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.float().sum(), leaf)
+    other = x.clone().requires_grad_()
+    (theirs,) = torch.autograd.grad(pool(other).float().pow(3).sum(), other, create_graph=True)
+    (theirs2,) = torch.autograd.grad(theirs.float().sum(), other)
+    assert torch.equal(first, theirs)
+    assert torch.equal(second, theirs2)
+    assert torch.equal(torch.func.grad(loss)(x), first.detach())
