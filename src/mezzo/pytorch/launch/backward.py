@@ -28,6 +28,7 @@ from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Found, Veto
 
 if TYPE_CHECKING:
+    from mezzo.pytorch.launch.companions import Companions
     from mezzo.pytorch.launch.session import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
@@ -41,6 +42,8 @@ Backward = Callable[..., Any]
 def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
     """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
 
+    companions = session.companions
+
     @functools.wraps(original)
     def backward(
         tensors: Any,
@@ -51,7 +54,7 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
         inputs: Any = None,
     ) -> Any:
         rest = (retain_graph, create_graph, grad_variables)
-        if session.left_alone is not None or _tracing():
+        if session.left_alone is not None or companions.busy or _tracing():
             return original(tensors, grad_tensors, *rest, inputs=inputs)
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
@@ -63,10 +66,12 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
         seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
         _note_loss(session, roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
-            return original(tensors, grad_tensors, *rest, inputs=inputs)
+            with _told(companions, roots, 1.0):
+                return original(tensors, grad_tensors, *rest, inputs=inputs)
 
         def run(scale: float, retain: bool | None) -> None:
-            original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
+            with _told(companions, roots, scale):
+                original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
 
         leaves = leaves_of(roots)
         owned = veto.owned()
@@ -85,9 +90,11 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
 def make_grad(session: Session, original: Backward) -> Backward:
     """The `torch.autograd.grad` of a run that scales."""
 
+    companions = session.companions
+
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not session.scaling or _graph_task() != -1 or _tracing():
+        if not session.scaling or companions.busy or _graph_task() != -1 or _tracing():
             return original(outputs, inputs, grad_outputs, *args, **kwargs)
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
@@ -96,7 +103,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         by_hook = {id(leaf) for leaf in hooked}
 
         def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            with unscaling(hooked, scale):
+            with unscaling(hooked, scale), _told(companions, () if _in_functorch() else roots, scale):
                 found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
             return tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
@@ -216,6 +223,20 @@ class unscaling:  # noqa: N801, a context manager is named like a function
     def __exit__(self, *exc_info: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class _told:  # noqa: N801
+    """Those who look at the steps are told of a backward from these roots, and if it raises, of that."""
+
+    def __init__(self, companions: Companions, roots: Sequence[Any], scale: float) -> None:
+        self._companions = companions
+        companions.backward_begins(roots, scale)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._companions.step_dropped()
 
 
 @quiet

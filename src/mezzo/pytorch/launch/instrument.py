@@ -31,6 +31,7 @@ _MARK = "_mezzo_launch_files_are_skipped"
 _NOT_TRACED = (
     *(
         "backward",
+        "companions",
         "foreign",
         "journal",
         "losses",

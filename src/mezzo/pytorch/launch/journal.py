@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +15,7 @@ from mezzo.core.records import (
     MemoryRecord,
     OpFormats,
     OpsRecord,
+    OverflowRecord,
     Record,
     RecordWriter,
     RunEnded,
@@ -48,6 +49,7 @@ class Journal:
         self.updates: list[UpdateRecord] = []
         self.memory: MemoryRecord | None = None
         self.ops: list[OpFormats] = []
+        self.findings: list[OverflowRecord] = []
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
@@ -57,7 +59,7 @@ class Journal:
 
     def loss(self, value: Any) -> None:
         """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change."""
-        record = LossRecord(index=self.losses, loss=math.nan, at=self._now())
+        record = LossRecord(index=self.losses, loss=math.nan, at=self.now())
         self.losses += 1
         self._put(record, value)
 
@@ -77,7 +79,7 @@ class Journal:
             moved=moved,
             skipped=not moved,
             loss_scale=loss_scale,
-            at=self._now(),
+            at=self.now(),
             reason=reason,
             observed=observed,
         )
@@ -93,9 +95,16 @@ class Journal:
             self.ops = ops
             self._put(OpsRecord(ops), None)
 
+    def seen(self, records: Iterable[Record]) -> None:
+        """What those who look at the steps have to say."""
+        for record in records:
+            if isinstance(record, OverflowRecord):
+                self.findings.append(record)
+            self._put(record, None)
+
     def end(self, status: int) -> None:
         """The script is over: everything that waits is written, then the end."""
-        self._put(RunEnded(status=status, seconds=self._now(), notes=list(self.notes)), None)
+        self._put(RunEnded(status=status, seconds=self.now(), notes=list(self.notes)), None)
         self.flush()
         if self._writer is not None:
             self._writer.close()
@@ -121,7 +130,8 @@ class Journal:
         if not self._held or len(self._queue) >= _BATCH:
             self.flush()
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds since the run began, as records have them."""
         return time.perf_counter() - self._zero
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Veto
 
@@ -47,6 +48,7 @@ class Steps:
         self._watch = watch
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._inside: set[int] = set()
+        self._first_updates = 0
         self._wrapped: list[tuple[Any, Any]] = []
         self.statistics: weakref.WeakKeyDictionary[Any, RunningStatistics] = weakref.WeakKeyDictionary()
         # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
@@ -109,20 +111,23 @@ class Steps:
 
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
-        if not session.scaling:
-            result = step(optimizer, *args, **kwargs)
-            self._done(optimizer, moved=True, scale=1.0)
-            return result
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
         if closure is not None:
-            return self._step_with_closure(step, optimizer, closure, args, kwargs)
+            session.companions.closure_begins()
+            try:
+                return self._step_with_closure(step, optimizer, closure, args, kwargs)
+            finally:
+                session.companions.closure_ended()
+        session.companions.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
-        if self._veto.forbids(optimizer):
-            self._observe(found_inf=True)
+        if session.scaling and self._veto.forbids(optimizer):
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
-        result = step(optimizer, *args, **kwargs)
-        self._observe(found_inf=False)
+        try:
+            result = step(optimizer, *args, **kwargs)
+        except BaseException:
+            session.companions.step_dropped()
+            raise
         self._done(optimizer, moved=True, scale=scale)
         return result
 
@@ -131,6 +136,10 @@ class Steps:
     ) -> Any:
         """A closure whose gradients are not finite is run again at S/2, within the step, until they are."""
         session = self._session
+        if not session.scaling:
+            result = step(optimizer, *args, **kwargs)
+            self._done(optimizer, moved=True, scale=1.0)
+            return result
         calls = again = 0
 
         def finite_closure(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -156,35 +165,60 @@ class Steps:
         try:
             result = step(optimizer, *args, **kwargs)
         except _OverflowError:
-            self._observe(found_inf=True)
             self._done(optimizer, moved=False, scale=scale, reason="the loss was not finite")
             return None
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
-        scale = session.scale.scale
-        self._observe(found_inf=False)
-        self._done(optimizer, moved=True, scale=scale, reason=reason)
+        self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result
 
     @quiet
     def _observe(self, *, found_inf: bool) -> None:
-        self._session.observe(found_inf=found_inf)
+        try:
+            self._session.observe(found_inf=found_inf)
+        except LossScaleCollapseError as collapse:
+            findings = self._session.journal.findings
+            if findings:
+                raise collapse.named(findings[-1].finding) from None
+            raise
 
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
-        session = self._session
-        scripts = session.stand_ins.get(optimizer, optimizer)
+        """A step was taken, or not: all is written down before the scale may collapse, or the script be ended."""
+        session, scaled = self._session, self._session.scaling
+        scripts = self._of_the_script(optimizer)
+        if session.trial is not None:
+            session.trial.finish(counts=moved)
         number = self._numbers.setdefault(scripts, len(self._numbers))
+        index = len(session.journal.updates)
+        seen = session.companions.update_ended(
+            scripts, index=index, number=number, skipped=not moved, loss_scale=scale
+        )
         for module, statistics in self.statistics.items():
             statistics.restore(not moved)
             if module in self.traced and session.scaling:
                 statistics.remember()
-        if session.trial is not None:
-            session.trial.finish(counts=moved)
-            if session.trial.decision is not None:
-                session.decide(session.trial.decision)
-        observed = self._watch.running
+        # Looking costs time as well: no timing may use such a step.
+        observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
+        session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
+        if scaled:
+            self._observe(found_inf=not moved)
+        if session.trial is not None and session.trial.decision is not None:
+            session.decide(session.trial.decision)
+        self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        wanted = self._session.request.stop_after
+        if wanted is None or number != 0:
+            return
+        self._first_updates += 1
+        if self._first_updates >= wanted:
+            self._session.journal.note(f"ended after {wanted} updates of the first optimizer, as asked")
+            raise SystemExit(0)
+
+    def _of_the_script(self, optimizer: Any) -> Any:
+        return self._session.stand_ins.get(optimizer, optimizer)
 
 
 def _was_adopted(optimizer: Any) -> bool:

@@ -44,6 +44,7 @@ class _Thread(threading.local):
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
     """The `nn.Module.__call__` of a run."""
     thread = _Thread()
+    companions = session.companions
 
     def prepare_at_trace_time(context: Any) -> None:
         variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -68,6 +69,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         """The policy for an outermost call of this module; None if the call is none of ours."""
         if session.left_alone is not None or _graph_task() != -1 or _tracing_state() is not None:
             return None
+        if companions.busy:  # one who looks at a step calls the model
+            return None
         if thread.in_fp32 or not preparation.prepare(module):
             return None
         policy = session.enter()
@@ -80,9 +83,22 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return autocast(policy, session.device_type).__enter__()
 
     @quiet
-    def close_region(region: Region, out: Any = None) -> Any:
+    def close_region(region: Region) -> None:
         region.__exit__(None, None, None)
-        return to_fp32(out)
+
+    def original_told(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        told = companions.call_begins(self, args, kwargs)
+        if not told:
+            return original(self, *args, **kwargs)
+        try:
+            out = original(self, *args, **kwargs)
+        except BaseException:
+            companions.step_dropped()
+            raise
+        companions.call_ended(self, out)
+        return out
+
+    fp32_outside = quiet(to_fp32)
 
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
         policy = begin(self)
@@ -91,16 +107,15 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         if policy.is_fp32:
             thread.in_fp32 = True
             try:
-                return original(self, *args, **kwargs)
+                return original_told(self, args, kwargs)
             finally:
                 thread.in_fp32 = False
         region = open_region(policy)
         try:
-            out = original(self, *args, **kwargs)
-        except BaseException:
+            out = original_told(self, args, kwargs)
+        finally:
             close_region(region)
-            raise
-        return close_region(region, out)
+        return fp32_outside(out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL):
@@ -113,4 +128,5 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     # `__call__` is: what is compiled then is the module's `forward`. It is still traced inside a compiled step.
     pass_over(call)
     pass_over(outermost)
+    pass_over(original_told)
     return call

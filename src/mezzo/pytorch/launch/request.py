@@ -10,6 +10,8 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError, unknown_name
 
+_PATHS = ("records", "sensitivity")
+
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -26,9 +28,15 @@ class RunRequest:
         nudge: move the FP32 weights by one unit in the last place before the first step.
         observe: watch one early step for its peak memory and the formats of its ops.
         summary: print a short account to stderr at the end.
+        watch: look at the exponents of weights, activations, gradients and updates at every so many updates of each
+            optimizer; 0 never, -1 at the default interval (`mezzo.pytorch.monitor.ranges`).
+        trace: where the policy has a loss scale, look into each skipped step for where its NaN or infinity came from.
+        stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)` from within its
+            step; None lets it end by itself.
+        sensitivity: file for what `mezzo.pytorch.sensitivity` measures; None measures nothing.
 
     Raises:
-        UsageError: a seed offset below zero.
+        UsageError: a number out of range.
     """
 
     target: str
@@ -40,14 +48,23 @@ class RunRequest:
     nudge: bool = False
     observe: bool = False
     summary: bool = True
+    watch: int = 0
+    trace: bool = True
+    stop_after: int | None = None
+    sensitivity: Path | None = None
 
     def __post_init__(self) -> None:
         if self.seed_offset is not None and self.seed_offset < 0:
             raise UsageError(f"seed_offset is {self.seed_offset}: give None, or a number of 0 or more")
+        if self.watch < -1:
+            raise UsageError(f"watch is {self.watch}: give 0 (never), a number of updates, or -1 (default)")
+        if self.stop_after is not None and self.stop_after < 1:
+            raise UsageError(f"stop_after is {self.stop_after}: give None, or a number of 1 or more")
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
-        return json.dumps({**asdict(self), "records": None if self.records is None else str(self.records)})
+        paths = {name: getattr(self, name) for name in _PATHS}
+        return json.dumps({**asdict(self), **{n: None if p is None else str(p) for n, p in paths.items()}})
 
     @classmethod
     def from_json(cls, text: str) -> RunRequest:
@@ -63,7 +80,7 @@ class RunRequest:
                 if key not in names:
                     raise unknown_name("key", key, names, where="run request: ")
             data["argv"] = tuple(data.get("argv", ()))
-            data["records"] = Path(data["records"]) if data.get("records") else None
+            data.update({name: Path(data[name]) if data.get(name) else None for name in _PATHS})
             return cls(**data)
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
             raise UsageError(f"not a run request: {text[:80]!r} ({error})") from error

@@ -59,6 +59,7 @@ def run(request: RunRequest) -> int:
                 instrument.watch.finish()
             if instrument.storage is not None:
                 instrument.storage.finish()
+            journal.seen(session.companions.finish())
             if not journal.losses and session.left_alone is None:
                 journal.note("the script never called backward()")
             journal.end(status)

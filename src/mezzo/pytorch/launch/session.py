@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mezzo.core.errors import MezzoError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation
 from mezzo.core.policy import Policy
+from mezzo.pytorch.launch.companions import Companions
 from mezzo.pytorch.launch.journal import Journal
 from mezzo.pytorch.launch.request import RunRequest
 
@@ -38,6 +39,7 @@ class Session:
         optimizers_made: how many have been made so far.
         lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
         stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
+        companions: who looks at the training steps.
     """
 
     request: RunRequest
@@ -59,8 +61,10 @@ class Session:
     fatal: MezzoError | None = None
     reruns: int = 0
     compiled: bool = False
+    companions: Companions = field(init=False)
 
     def __post_init__(self) -> None:
+        self.companions = Companions(self)
         if self.policy.compute != "auto":
             self._settle()
 
@@ -87,6 +91,7 @@ class Session:
             self.journal.note(f"not left alone, though {why}: inside that its own choice rules")
         elif self.left_alone is None:
             self.left_alone = why
+            self.companions.step_dropped()
             self.journal.note(f"left alone: {why}")
 
     def resolve(self, device_type: str) -> None:

@@ -1,0 +1,196 @@
+"""Companions: those who look at a run's training steps, told of them at the moments at which `MixedPrecision` tells.
+
+| moment              | told from                                                                             |
+|---------------------|---------------------------------------------------------------------------------------|
+| `call_*`            | an outermost call of a module in training mode, with gradients                        |
+| `backward_begins`   | `backward` and, with a loss scale, `autograd.grad`; the scale is the run's            |
+| `update_*`          | an optimizer's step. `.grad` is unscaled by then, so its scale is 1                   |
+| `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
+
+Not told: calls inside a compiled function, which nothing of ours sees; a step with a closure, which calls and runs
+backward as often as it likes; threads other than the first that was met; a script without an optimizer.
+
+While one of them is told it may call the model and run backward itself. That is none of the script's doing: `busy` says
+so to whoever patched those functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from mezzo.pytorch.launch.quiet import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from mezzo.core.records import Record
+    from mezzo.pytorch.launch.session import Session
+    from mezzo.pytorch.monitor.observer import StepObserver
+
+
+def watchers_for(session: Session, model: nn.Module) -> list[StepObserver]:
+    """Those whom the request asks for, but for the tracer, in the order in which they are told.
+
+    Args:
+        session: the run.
+        model: the module whose call is the first of the run.
+    """
+    request, found = session.request, []
+    if request.watch:
+        ranges: Any = importlib.import_module("mezzo.pytorch.monitor.ranges")
+        every = ranges.DEFAULT_EVERY if request.watch < 0 else request.watch
+        found.append(ranges.RangeWatch(model, None, every=every, clock=session.journal.now))
+    if request.sensitivity is not None:
+        probe: Any = importlib.import_module("mezzo.pytorch.sensitivity.probe")
+        found.append(probe.Probe(request.sensitivity))
+    return found
+
+
+def tracer_for(session: Session) -> StepObserver | None:
+    """Who looks into skipped steps; None where the request wants nobody to."""
+    if not session.request.trace:
+        return None
+    try:
+        tracer: Any = importlib.import_module("mezzo.pytorch.monitor.overflow_tracer")
+    except ModuleNotFoundError:
+        return None
+
+    def enter() -> AbstractContextManager[Any]:
+        from mezzo.pytorch.region.autocast import autocast
+
+        return autocast(session.policy, session.device_type)
+
+    made: StepObserver = tracer.OverflowTracer(enter=enter, clock=session.journal.now, waits=True)
+    return made
+
+
+class Companions:
+    """The observers of a run. They are made at the first call that they are to see, when the device is known.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        request = session.request
+        self._session = session
+        self._wanted = bool(request.watch) or request.sensitivity is not None
+        self._watchers: list[StepObserver] | None = None
+        self._tracer: StepObserver | None = None
+        self._thread = 0
+        self._closures = 0
+        self._calls = 0
+        self.busy = False
+
+    @property
+    def listening(self) -> bool:
+        """Whether anybody is to be told of what happens now, in this thread."""
+        session = self._session
+        if not (self._wanted or (session.request.trace and session.scaling)):
+            return False
+        if self.busy or self._closures or session.left_alone is not None:
+            return False
+        return self._thread in (0, threading.get_ident())
+
+    @quiet
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """An outermost call begins; whether its end is to be told as well."""
+        import torch
+
+        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
+            return False
+        if self._watchers is None:
+            self._watchers = watchers_for(self._session, model)
+            self._thread = threading.get_ident()
+        if self._tracer is None and self._session.scaling:
+            self._tracer = tracer_for(self._session)
+        self._calls += 1
+        self._tell("call_begins", model, args, kwargs)
+        return True
+
+    @quiet
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """A call that they were told of has returned, in the formats of the region."""
+        self._tell("call_ended", model, output)
+
+    @quiet
+    def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
+        """Backward is about to run from these."""
+        from torch import Tensor
+
+        if self.listening:
+            for loss in losses:
+                if isinstance(loss, Tensor):
+                    self._tell("backward_begins", loss, scale)
+
+    @quiet
+    def update_begins(self, optimizer: Any) -> None:
+        """An optimizer's step begins; its gradients are unscaled."""
+        if self.listening:
+            self._tell("update_begins", optimizer, 1.0)
+
+    @quiet
+    def update_ended(
+        self, optimizer: Any, *, index: int, number: int, skipped: bool, loss_scale: Tensor | float
+    ) -> list[Record]:
+        """The step is over, or was not taken; what they have to write down about it."""
+        if not self.listening:
+            return []
+        self._tell(
+            "update_ended", optimizer, index=index, number=number, skipped=skipped, loss_scale=loss_scale
+        )
+        return self._drained()
+
+    @quiet
+    def step_dropped(self) -> None:
+        """What was begun will not end."""
+        self._tell("step_dropped")
+
+    @quiet
+    def closure_begins(self) -> None:
+        """A step with a closure begins: nobody is told of what it does."""
+        if self.listening and self._watchers is not None:
+            self._session.journal.note("steps with a closure are not watched, and not looked into")
+            self._tell("step_dropped")
+        self._closures += 1
+
+    def closure_ended(self) -> None:
+        """The step with a closure is over."""
+        self._closures -= 1
+
+    @quiet
+    def finish(self) -> list[Record]:
+        """The script is over: what is left to write down."""
+        session = self._session
+        if session.compiled and not self._calls and self.listening:
+            session.journal.note(
+                "the model is called inside a compiled function: nobody could watch it, or look into a skipped step"
+            )
+        records = self._drained()
+        self._tell("step_dropped")
+        for one in self._all():
+            done = getattr(one, "finish", None)
+            if done is not None:
+                done()
+        return records
+
+    def _all(self) -> list[StepObserver]:
+        tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
+        return [*(self._watchers or ()), *(() if tracer is None else (tracer,))]
+
+    def _tell(self, what: str, *args: Any, **kwargs: Any) -> None:
+        if self.busy:
+            return
+        self.busy = True
+        try:
+            for one in self._all():
+                getattr(one, what)(*args, **kwargs)
+        finally:
+            self.busy = False
+
+    def _drained(self) -> list[Record]:
+        return [record for one in self._all() for record in one.drain()]
