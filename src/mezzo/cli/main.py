@@ -23,6 +23,7 @@ VERBS = {
     "run": "run a script in mixed precision, unchanged",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
     "reproduce": "the experiments that mixed precision rests on, run again at a small size",
+    "report": "rebuild the report of a folder of run records",
     "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
     "formats": "the number formats, and any number's bits in each of them",
 }

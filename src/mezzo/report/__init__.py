@@ -6,10 +6,13 @@ import os
 import tempfile
 from pathlib import Path
 
+from mezzo.core.errors import UsageError
 from mezzo.report.page import render
 from mezzo.report.reading import read
+from mezzo.report.run import read_run
+from mezzo.report.run_page import render_runs
 
-__all__ = ["build"]
+__all__ = ["build", "build_any", "build_run"]
 
 
 def build(directory: str | os.PathLike[str]) -> Path:
@@ -27,9 +30,49 @@ def build(directory: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
     folder = Path(directory)
-    text = render(read(folder))
-    target = folder / "report.html"
-    handle, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=folder)
+    return _write(folder / "report.html", render(read(folder)))
+
+
+def build_run(records: str | os.PathLike[str]) -> Path:
+    """Write a page about runs without a verdict, and return its path.
+
+    Args:
+        records: a folder with ``runs/*.jsonl``, or with ``*.jsonl``, whose page is ``DIR/report.html``; or one
+            ``.jsonl`` file, whose page stands beside it as ``NAME.html``.
+
+    Raises:
+        UsageError: there are no records.
+        OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
+    """
+    place = Path(records)
+    if place.is_dir():
+        files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
+        target = place / "report.html"
+    else:
+        files = [place] if place.is_file() else []
+        target = place.with_suffix(".html")
+    if not files:
+        raise UsageError(
+            f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "
+            "`mezzo run --watch SCRIPT` and `mezzo run --records FILE SCRIPT` write them."
+        )
+    name = place.resolve().name if place.is_dir() else place.stem
+    return _write(target, render_runs([read_run(file) for file in files], name))
+
+
+def build_any(place: str | os.PathLike[str]) -> Path:
+    """`build` for a folder that holds a `verdict.json`, else `build_run`.
+
+    Raises:
+        UsageError: there is neither a verdict nor a record.
+        OSError: as for both.
+    """
+    return build(place) if (Path(place) / "verdict.json").exists() else build_run(place)
+
+
+def _write(target: Path, text: str) -> Path:
+    """Put a file in its place, whole or not at all."""
+    handle, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)

@@ -1,11 +1,11 @@
-"""``python -m mezzo.report DIR``: make DIR/report.html anew from the records in DIR."""
+"""``python -m mezzo.report DIR``: make DIR/report.html anew from the records in DIR, as `mezzo report DIR` does."""
 
 from __future__ import annotations
 
 import sys
 
 from mezzo.core.errors import MezzoError
-from mezzo.report import build
+from mezzo.report import build_any
 
 
 def main(words: list[str]) -> int:
@@ -15,7 +15,7 @@ def main(words: list[str]) -> int:
         return 0 if words else 2
     for word in words:
         try:
-            print(build(word))
+            print(build_any(word))
         except (MezzoError, OSError) as error:
             print(f"mezzo.report: {error}", file=sys.stderr)
             return 2

@@ -7,14 +7,14 @@ from typing import Any
 
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import size
-from mezzo.report.reading import Comparison
+from mezzo.report.run import Run
 
 
-def machine(comparison: Comparison) -> Markup | None:
-    """The machine as the runs recorded it."""
-    found = comparison.verdict.get("machine")
+def machine(known: object, runs: Sequence[Run]) -> Markup | None:
+    """The machine as it is known, else as the first run that says so recorded it; None where nobody does."""
+    found = known
     if not isinstance(found, dict) or not found:
-        found = next((run.started.machine for run in comparison.runs if run.started), {})
+        found = next((run.started.machine for run in runs if run.started), {})
     if not found:
         return None
     rows = [

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mezzo.core.records import OpFormats
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import counted
-from mezzo.report.reading import Comparison
+from mezzo.report.run import Run
 
 SHOWN = 14
 _COLUMNS = ("Op", "Module", "Rule", "Planned", "Observed", "Calls", "Casts", "Why")
@@ -21,27 +21,25 @@ _RULES = {
 }
 
 
-def ops(comparison: Comparison, candidate: str) -> Markup | None:
-    """The table of one candidate, from its first run that watched its formats; None where none did."""
-    found = next((run for run in comparison.of(candidate) if run.ops), None)
+def ops(runs: Sequence[Run], name: str) -> Markup | None:
+    """The table of one precision, from its first run that watched its formats; None where none did."""
+    found = next((run for run in runs if run.ops), None)
     if found is None:
         return None
     # Departures first, then what was called most: what a reader looks for is at the top.
     rows = sorted(found.ops, key=lambda op: (op.as_planned, op.rule, -op.calls, op.op, op.module))
     departed = [op for op in rows if not op.as_planned]
-    parts = [element("h3", candidate), _summary(rows, departed, found.seed)]
+    parts = [element("h3", name), _summary(rows, departed, found.seed if len(runs) > 1 else None)]
     if len(rows) <= SHOWN:
         parts.append(_table(rows))
     else:
         if departed:
             parts.append(_table(departed))
-        parts.append(
-            element("details", element("summary", f"All {len(rows)} ops of {candidate}"), _table(rows))
-        )
+        parts.append(element("details", element("summary", f"All {len(rows)} ops of {name}"), _table(rows)))
     return element("div", parts, class_="ops")
 
 
-def _summary(rows: Sequence[OpFormats], departed: Sequence[OpFormats], seed: int) -> Markup:
+def _summary(rows: Sequence[OpFormats], departed: Sequence[OpFormats], seed: int | None) -> Markup:
     rules = Counter(op.rule for op in rows)
     told = "; ".join(
         f"{number} {rule or 'without a rule'}" + (f" ({_RULES[rule]})" if rule in _RULES else "")
@@ -52,10 +50,11 @@ def _summary(rows: Sequence[OpFormats], departed: Sequence[OpFormats], seed: int
         if departed
         else element("strong", "Every op ran as planned.")
     )
+    where = "" if seed is None else f" of seed {seed}"
     return element(
         "p",
         verdict,
-        f" {counted(len(rows), 'op')} in one watched step of seed {seed}: {told}.",
+        f" {counted(len(rows), 'op')} in one watched step{where}: {told}.",
         class_="note",
     )
 

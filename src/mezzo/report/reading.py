@@ -1,58 +1,22 @@
 """What a comparison's folder holds, as values: the verdict, and every run that left records.
 
-Tolerant by design: a report is wanted most when something went wrong. Only a verdict that is missing or is
-no JSON is an error; a run that crashed, was killed or left a broken file is kept with what it has and a
-fault to be shown.
+Only a verdict that is missing or is no JSON is an error: a report is wanted most when something went wrong.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from mezzo.core import records
 from mezzo.core.errors import UsageError
 from mezzo.report.numbers import finite
-from mezzo.report.series import Array
+from mezzo.report.run import Run, read_run, slug
 
 SCHEMA = 1
-LOG_LINES = 25
-_NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run's records, taken apart: losses in order, updates in order, and what was measured once."""
-
-    name: str
-    precision: str
-    seed: int
-    nudged: bool
-    losses: Array
-    updates: tuple[records.UpdateRecord, ...] = ()
-    started: records.RunStarted | None = None
-    memory: records.MemoryRecord | None = None
-    ops: tuple[records.OpFormats, ...] = ()
-    ended: records.RunEnded | None = None
-    fault: str = ""
-    log: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run was cut short or its script gave another exit status than 0."""
-        return bool(self.fault) or self.ended is None or self.ended.status != 0
-
-    @property
-    def skipped(self) -> list[int]:
-        """Indices of the updates that were vetoed."""
-        return [update.index for update in self.updates if update.skipped]
 
 
 @dataclass(frozen=True)
@@ -128,15 +92,9 @@ def read(directory: Path) -> Comparison:
         for name, values in verdict["candidates"].items()
     }
     baseline = str(verdict.get("baseline", "fp32"))
-    known = {_slug(name): name for name in (baseline, *candidates)}
-    runs = tuple(_read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
+    known = {slug(name): name for name in (baseline, *candidates)}
+    runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
     return Comparison(directory, verdict, candidates, baseline, runs, _request(directory, verdict))
-
-
-def _slug(name: str) -> str:
-    """A precision as it stands in the name of a run's files: of a policy's file, its stem."""
-    name = PurePath(name).stem if name.endswith(".toml") else name
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
 
 
 def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,50 +106,3 @@ def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _read_run(path: Path, known: Mapping[str, str]) -> Run:
-    losses: list[float] = []
-    updates: list[records.UpdateRecord] = []
-    once: dict[str, Any] = {}
-    fault = ""
-    try:
-        for record in records.read(path):
-            if isinstance(record, records.LossRecord):
-                losses.append(record.loss)
-            elif isinstance(record, records.UpdateRecord):
-                updates.append(record)
-            elif isinstance(record, records.OpsRecord):
-                once["ops"] = tuple(record.ops)
-            else:
-                once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
-    except (UsageError, OSError, UnicodeDecodeError) as error:
-        fault = str(error).replace(f"{path.parent}/", "")
-    if not fault and "ended" not in once:
-        fault = "the run was cut short: its records have no end"
-    found = _NAME.fullmatch(path.stem)
-    started: records.RunStarted | None = once.get("started")
-    precision = found["precision"] if found else started.policy if started else path.stem
-    return Run(
-        name=path.stem,
-        precision=known.get(_slug(precision), precision),
-        seed=int(found["seed"]) if found else started.seed_offset if started else 0,
-        nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
-        losses=np.array(losses, dtype=float),
-        updates=tuple(updates),
-        fault=fault,
-        log=_tail(path.with_suffix(".log")),
-        **once,
-    )
-
-
-def _tail(path: Path) -> str:
-    """The last lines of what the script printed, or nothing."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 20_000))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-LOG_LINES:])

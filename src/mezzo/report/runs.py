@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import seconds
-from mezzo.report.reading import Comparison, Run
+from mezzo.report.run import Run
 
 
-def runs(comparison: Comparison) -> Markup | None:
+def runs(found: Sequence[Run]) -> Markup | None:
     """Every run in a row; below them what they noted, and what those that failed printed last."""
-    if not comparison.runs:
+    if not found:
         return None
     columns = ("Run", "Steps", "Updates", "Skipped", "Time", "Ended")
     head = element(
@@ -35,13 +37,13 @@ def runs(comparison: Comparison) -> Markup | None:
             element("td", ended(run)),
             class_="departs" if run.failed else None,
         )
-        for run in comparison.runs
+        for run in found
     ]
     table = element("table", element("thead", head), element("tbody", body), class_="list")
     return element(
         "div",
         element("div", table, class_="scroll", tabindex=0, role="region", aria_label="Runs"),
-        _notes(comparison),
+        notes(found),
     )
 
 
@@ -50,15 +52,16 @@ def ended(run: Run) -> str:
     if run.fault:
         return run.fault
     if run.ended is None:
-        return "cut short"
+        return "not told"
     return "well" if run.ended.status == 0 else f"exit status {run.ended.status}"
 
 
-def _notes(comparison: Comparison) -> list[Markup]:
+def notes(found: Sequence[Run]) -> list[Markup]:
+    """What runs noted, and what those that failed printed last."""
     parts = []
     # The same note from every seed is one note.
     told: dict[str, list[str]] = {}
-    for run in comparison.runs:
+    for run in found:
         for note in run.ended.notes if run.ended else []:
             told.setdefault(str(note), []).append(run.name)
     if told:
@@ -67,7 +70,7 @@ def _notes(comparison: Comparison) -> list[Markup]:
             for note, names in told.items()
         ]
         parts.append(element("ul", rows, class_="notes"))
-    for run in comparison.runs:
+    for run in found:
         if run.failed and run.log:
             parts.append(
                 element(

@@ -9,7 +9,8 @@ from mezzo.report.charts.axis import Axis, axis_over
 from mezzo.report.charts.frame import Frame, Key
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import counted, signed, significant
-from mezzo.report.reading import Comparison, Run
+from mezzo.report.reading import Comparison
+from mezzo.report.run import Run
 from mezzo.report.series import Array, align, band, sample, smooth, thin, thin_band, window_for
 
 # The frame shows this share of the smoothed differences; the rest, the first steps mostly, may leave it.

@@ -8,7 +8,8 @@ from mezzo.report.charts.axis import Axis, axis_over
 from mezzo.report.charts.frame import Frame, Key
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import counted, significant
-from mezzo.report.reading import Comparison, Run
+from mezzo.report.reading import Comparison
+from mezzo.report.run import Run
 from mezzo.report.series import (
     Array,
     align,
@@ -26,22 +27,31 @@ from mezzo.report.series import (
 CUT = 5.0
 
 
-def loss(comparison: Comparison, candidate: str, series: str) -> Markup | None:
-    """The figure, or None where the candidate recorded no loss."""
+Group = tuple[str, str, list[Run]]
+"""A precision's name, its colour, and its runs."""
+
+
+def loss_over(comparison: Comparison, candidate: str, series: str) -> Markup | None:
+    """A candidate's figure over FP32's, or None where the candidate recorded no loss."""
     groups = [
         ("FP32", "s0", comparison.of(comparison.baseline)),
         (candidate, series, comparison.of(candidate)),
     ]
+    return loss(f"Loss: {candidate} over FP32", groups)
+
+
+def loss(title: str, groups: list[Group]) -> Markup | None:
+    """The figure, or None where the last group recorded no loss; a first one of two is what it is held against."""
     rows = [align([run.losses for run in runs if len(run.losses)]) for _, _, runs in groups]
     steps = max(part.shape[1] for part in rows)
-    if not rows[1].size:
+    if not rows[-1].size:
         return None
     window = window_for(steps)
     smoothed = [smooth(part, window) for part in rows]
     seeds = max(part.shape[0] for part in rows)
     frame = Frame(
-        title=f"Loss: {candidate} over FP32",
-        described=_described(candidate, smoothed),
+        title=title,
+        described=_described([name for name, _, _ in groups], smoothed),
         x=Axis(0.0, float(max(1, steps - 1))),
         y=_height(rows),
         x_name="step",
@@ -61,7 +71,9 @@ def loss(comparison: Comparison, candidate: str, series: str) -> Markup | None:
         if part.shape[0] > 1:
             frame.band(*thin_band(over.low, over.high), series=colour)
         # FP32 is drawn broad and pale under the candidate, so that both are seen where they agree.
-        frame.line(*thin(over.mean), series=colour, name=name, style="line" if colour == series else "under")
+        frame.line(
+            *thin(over.mean), series=colour, name=name, style="line" if name == groups[-1][0] else "under"
+        )
         values = np.full(steps, np.nan)
         values[: len(over.mean)] = over.mean
         columns.append((name, colour, values[picks]))
@@ -90,9 +102,9 @@ def _height(rows: list[Array]) -> Axis:
     return axis_over(rows)
 
 
-def _described(candidate: str, smoothed: list[Array]) -> str:
+def _described(names: list[str], smoothed: list[Array]) -> str:
     words = []
-    for name, part in zip(("FP32", candidate), smoothed):
+    for name, part in zip(names, smoothed):
         if part.size and np.isfinite(part).any():
             mean = band(part).mean
             good = mean[np.isfinite(mean)]

@@ -1,17 +1,19 @@
-"""The loss scale over a run's updates, with every skipped update marked."""
+"""The loss scale over a run's updates: every skipped one marked, those that are alarms with their culprit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from mezzo.core.finding import CAUSES, Finding
 from mezzo.core.records import UpdateRecord
 from mezzo.report.charts.axis import Axis
 from mezzo.report.charts.frame import Frame, Key
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import counted, significant
-from mezzo.report.reading import Comparison, Run
+from mezzo.report.run import Run
 from mezzo.report.series import Array
 
 # More strokes than this would be a wall of colour: one a bucket is drawn, and the note gives the true count.
@@ -19,20 +21,28 @@ STROKES = 200
 NAMED = 12
 
 Updates = tuple[UpdateRecord, ...]
+Found = dict[int, Finding]
+"""Index of an update -> what was found out about it."""
 
 
-def loss_scale(comparison: Comparison, candidate: str, series: str) -> Markup | None:
-    """The figure, or None where no update was scaled and none was skipped."""
-    tracks = [track for run in comparison.of(candidate) for track in _tracks(run)]
-    updates = [update for _, track in tracks for update in track]
+def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
+    """The figure, or None where no update was scaled and none was skipped.
+
+    Args:
+        runs: of one precision.
+        series: the class of its colour.
+        name: of the precision.
+    """
+    tracks = [track for run in runs for track in _tracks(run, alone=len(runs) == 1)]
+    updates = [update for _, track, _ in tracks for update in track]
     if not any(update.skipped or update.loss_scale != 1.0 for update in updates):
         return None
-    steps = max(len(track) for _, track in tracks)
+    steps = max(len(track) for _, track, _ in tracks)
     scales = [u.loss_scale for u in updates if math.isfinite(u.loss_scale) and u.loss_scale > 0]
     low, high = (min(scales), max(scales)) if scales else (1.0, 2.0)
     told = _grouped(tracks)
     frame = Frame(
-        title=f"Loss scale: {candidate}",
+        title=f"Loss scale: {name}",
         described=" ".join(told),
         x=Axis(0.0, float(max(1, steps - 1))),
         y=Axis(low / 2, high * 2, log=True),
@@ -42,55 +52,80 @@ def loss_scale(comparison: Comparison, candidate: str, series: str) -> Markup | 
         height="low",
         powers=True,
     )
-    marked = False
-    for name, track in tracks:
+    drawn = set()
+    for who, track, found in tracks:
         frame.line(*_corners(track), series=series, style="line" if len(tracks) == 1 else "thin")
-        for place, update in _strokes(track):
-            reason = f": {update.reason}" if update.reason else ""
-            frame.tick(place, "skip", f"{name}, update {place:,.0f} skipped{reason}")
-            marked = True
+        for place, update in _strokes(track, found):
+            kind, words = _mark(update, found.get(update.index))
+            label = f"{who}, " if who else ""
+            frame.tick(place, kind, f"{label}update {place:,.0f} skipped{words}")
+            if kind == "alarm":
+                frame.mark(place, float("inf"), "alarm", f"{label}update {place:,.0f}{words}", shape="cross")
+            drawn.add(kind)
     frame.keys.append(Key(series, "line", "loss scale"))
-    if marked:
-        frame.keys.append(Key("skip", "tick", "skipped update"))
+    for kind, shape, words in (
+        ("skip", "tick", "skipped update"),
+        ("probe", "tick", "skipped: the scale was too high"),
+        ("alarm", "cross", "skipped: an alarm"),
+    ):
+        if kind in drawn:
+            frame.keys.append(Key(kind, shape, words))
     frame.notes += told
     return frame.render()
 
 
-def _tracks(run: Run) -> list[tuple[str, Updates]]:
+def _mark(update: UpdateRecord, finding: Finding | None) -> tuple[str, str]:
+    """The class of a skipped update's stroke, and what to say of it."""
+    if finding is None:
+        return "skip", f": {update.reason}" if update.reason else ""
+    if not finding.alarms:
+        return "probe", f": {CAUSES[finding.cause]}"
+    return "alarm", f": {finding}"
+
+
+def _tracks(run: Run, *, alone: bool) -> list[tuple[str, Updates, Found]]:
     """The updates of each optimizer of a run, with what to call them: each has a scale of its own."""
     numbers = sorted({update.optimizer for update in run.updates})
-    names = [f"Seed {run.seed}" + (f", optimizer {number}" if len(numbers) > 1 else "") for number in numbers]
+    found = {record.update: record.finding for record in run.overflows}
+    tracks = []
+    for number in numbers:
+        words = ([] if alone else [f"Seed {run.seed}"]) + (
+            [f"optimizer {number}"] if len(numbers) > 1 else []
+        )
+        track = tuple(update for update in run.updates if update.optimizer == number)
+        tracks.append((", ".join(words), track, found))
+    return tracks
+
+
+def _grouped(tracks: list[tuple[str, Updates, Found]]) -> list[str]:
+    """What there is to tell of each track, with those of which the same is true told together."""
+    names: dict[str, list[str]] = {}
+    for name, track, found in tracks:
+        names.setdefault(_told(track, found), []).append(name)
     return [
-        (name, tuple(update for update in run.updates if update.optimizer == number))
-        for name, number in zip(names, numbers)
+        f"{'; '.join(who)}: {what}" if any(who) else f"{what[0].upper()}{what[1:]}"
+        for what, who in names.items()
     ]
 
 
-def _grouped(tracks: list[tuple[str, Updates]]) -> list[str]:
-    """What there is to tell of each track, with those of which the same is true told together."""
-    names: dict[str, list[str]] = {}
-    for name, track in tracks:
-        names.setdefault(_told(track), []).append(name)
-    return [f"{'; '.join(who)}: {what}" for what, who in names.items()]
-
-
-def _told(track: Updates) -> str:
+def _told(track: Updates, found: Found) -> str:
     skipped = [place for place, update in enumerate(track) if update.skipped]
     if not skipped:
         return f"none of {counted(len(track), 'update')} skipped."
     named = ", ".join(f"{place:,}" for place in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
     reasons = sorted({update.reason for update in track if update.skipped and update.reason})
     why = f" ({'; '.join(reasons[:3])})" if reasons else ""
+    looked = [found[update.index] for update in track if update.skipped and update.index in found]
+    alarms = sum(finding.alarms for finding in looked)
+    causes = f"; of {len(looked):,} looked into, {counted(alarms, 'alarm')}" if looked else ""
     return (
         f"{len(skipped):,} of {counted(len(track), 'update')} skipped, "
-        f"at {named}{why}; "
+        f"at {named}{why}{causes}; "
         f"the last scale is {significant(track[-1].loss_scale, 6)}."
     )
 
 
-def _corners(
-    updates: Updates,
-) -> tuple[Array, Array]:
+def _corners(updates: Updates) -> tuple[Array, Array]:
     """The steps of the staircase alone: where the scale changes, and both ends."""
     xs: list[float] = []
     ys: list[float] = []
@@ -107,11 +142,18 @@ def _corners(
     return np.array(xs), np.array(ys)
 
 
-def _strokes(updates: Updates) -> list[tuple[float, UpdateRecord]]:
+def _strokes(updates: Updates, found: Found) -> list[tuple[float, UpdateRecord]]:
+    """The skipped updates to draw, of each bucket one: an alarm before any other."""
     skipped = [(float(place), update) for place, update in enumerate(updates) if update.skipped]
     if len(skipped) <= STROKES:
         return skipped
+
+    def alarms(update: UpdateRecord) -> bool:
+        return update.index in found and found[update.index].alarms
+
     kept: dict[int, tuple[float, UpdateRecord]] = {}
     for place, update in skipped:
-        kept.setdefault(int(place * STROKES / len(updates)), (place, update))
+        bucket = int(place * STROKES / len(updates))
+        if bucket not in kept or (alarms(update) and not alarms(kept[bucket][1])):
+            kept[bucket] = (place, update)
     return list(kept.values())

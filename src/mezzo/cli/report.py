@@ -1,0 +1,40 @@
+"""Build the report of a folder of run records anew, from the records alone: no framework is imported.
+
+A folder that `mezzo compare` wrote gets the comparison's page; any other with records (`mezzo run --watch`, `mezzo
+run --records`, MixedPrecision(records=...)) a page about its runs; a .jsonl file a page beside it.
+
+Exit status: 0 the page was written, 2 there are no records, or they cannot be read.
+
+Examples:
+  mezzo report mezzo-run
+  mezzo report mezzo-compare-digits --open
+  mezzo report run.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import webbrowser
+
+from mezzo.core.errors import UsageError
+from mezzo.report import build_any
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("place", metavar="DIR", help="a folder with run records, or a .jsonl file")
+    parser.add_argument("--open", action="store_true", help="show the page in a browser")
+    parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build the page and print its path."""
+    try:
+        page = build_any(arguments.place)
+    except OSError as error:
+        raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}") from error
+    print(json.dumps({"schema": 1, "report": str(page)}) if arguments.json else page)
+    if arguments.open and not webbrowser.open(page.resolve().as_uri()):
+        raise UsageError(f"no browser was found to open {page} with: open it by hand")
+    return 0

@@ -1,0 +1,163 @@
+"""What made steps fail: a row for each thing that was found out, however often it happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mezzo.core.finding import CAUSES, Finding, TensorFacts
+from mezzo.core.records import OverflowRecord
+from mezzo.report.markup import Markup, element
+from mezzo.report.numbers import counted, seconds, significant, size
+from mezzo.report.run import Run
+
+ROWS = 60
+NAMED = 8
+_COLUMNS = ("Update", "Where", "Operation", "Cause", "What went in", "What to try")
+
+
+@dataclass
+class Group:
+    """The same finding, as often as it was made.
+
+    Args:
+        records: of it, in order.
+        runs: the names of the runs in which it was made.
+    """
+
+    records: list[OverflowRecord] = field(default_factory=list)
+    runs: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def finding(self) -> Finding:
+        """The first of them: what followed may be its consequence."""
+        return self.records[0].finding
+
+
+def findings(runs: Sequence[Run]) -> Markup | None:
+    """The section, alarms first; None where no skipped update was looked into."""
+    groups = _grouped(runs)
+    if not groups:
+        return None
+    several = len(runs) > 1
+    alarms = [group for group in groups if group.finding.alarms]
+    probes = [group for group in groups if not group.finding.alarms]
+    parts: list[Markup] = [_summary(alarms, probes)]
+    if alarms:
+        parts.append(_table(alarms[:ROWS], several, "Alarms"))
+        if len(alarms) > ROWS:
+            parts.append(element("p", f"{len(alarms) - ROWS:,} more are in the records.", class_="note"))
+    if probes:
+        table = _table(probes[:ROWS], several, "Steps that a smaller scale would have kept")
+        shown = counted(len(probes), "place")
+        parts.append(
+            element("details", element("summary", f"Where the loss scale was too high: {shown}"), table)
+        )
+    return element("div", parts, class_="found")
+
+
+def _grouped(runs: Sequence[Run]) -> list[Group]:
+    groups: dict[tuple[str, ...], Group] = {}
+    for run in runs:
+        for record in run.overflows:
+            one = record.finding
+            key = (one.cause, one.module, one.op, one.direction, one.line)
+            group = groups.setdefault(key, Group())
+            group.records.append(record)
+            group.runs[run.name] = None
+    return list(groups.values())
+
+
+def _summary(alarms: Sequence[Group], probes: Sequence[Group]) -> Markup:
+    steps = sum(len(group.records) for group in alarms)
+    probing = sum(len(group.records) for group in probes)
+    words: list[Markup | str] = []
+    if alarms:
+        told = f"{counted(steps, 'skipped update')} to look into, of {counted(len(alarms), 'kind')}."
+        words.append(element("strong", told, class_="bad"))
+    else:
+        words.append(element("strong", "No alarm."))
+    if probing:
+        was = "was" if probing == 1 else "were"
+        words.append(
+            f" {counted(probing, 'skipped update')} {was} the loss scale finding its height: {CAUSES['loss scale']}."
+        )
+    return element("p", words, class_="note")
+
+
+def _table(groups: Sequence[Group], several: bool, label: str) -> Markup:
+    head = element("tr", [element("th", name, scope="col") for name in _COLUMNS])
+    body = [_row(group, several) for group in groups]
+    table = element("table", element("thead", head), element("tbody", body), class_="list findings")
+    return element("div", table, class_="scroll", tabindex=0, role="region", aria_label=label)
+
+
+def _row(group: Group, several: bool) -> Markup:
+    one = group.finding
+    where: list[Markup | str] = [element("code", one.module or "(the model)")]
+    if one.line:
+        where.append(element("code", one.line, class_="source"))
+    operation: list[Markup | str] = [element("code", one.op or "–"), element("span", one.direction)]
+    remedies = [element("li", text) for text in one.remedies]
+    return element(
+        "tr",
+        element("th", _when(group), _in_runs(group) if several else None, scope="row"),
+        element("td", where, class_="where"),
+        element("td", operation, class_="stack"),
+        element(
+            "td", element("b", one.cause), element("span", CAUSES.get(one.cause, "")), class_="stack why"
+        ),
+        element("td", [_facts(tensor) for tensor in one.inputs] or "–", _details(one), class_="why"),
+        element("td", element("ol", remedies) if remedies else "–", class_="why"),
+        class_="departs" if one.alarms else None,
+    )
+
+
+def _when(group: Group) -> str:
+    updates = [record.update for record in group.records]
+    named = ", ".join(f"{update:,}" for update in updates[:NAMED]) + (", …" if len(updates) > NAMED else "")
+    return named if len(updates) == 1 else f"{counted(len(updates), 'time')}: {named}"
+
+
+def _in_runs(group: Group) -> Markup:
+    return element("span", ", ".join(group.runs), class_="muted")
+
+
+def _facts(tensor: TensorFacts) -> Markup:
+    shape = "×".join(map(str, tensor.shape)) or "scalar"
+    numbers = f"{significant(tensor.smallest, 3)} to {significant(tensor.largest, 3)}"
+    if not tensor.largest:
+        numbers = "nothing finite but 0" if tensor.zeros else "nothing finite"
+    bad = [
+        counted(number, word, word)
+        for number, word in (
+            (tensor.zeros, "zero" if tensor.zeros == 1 else "zeros"),
+            (tensor.infinities, "infinite"),
+            (tensor.nans, "NaN"),
+        )
+        if number
+    ]
+    return element(
+        "div",
+        element("b", tensor.name),
+        f" {tensor.format} {shape}: {', '.join([numbers, *bad])}",
+        class_="fact",
+    )
+
+
+def _details(one: Finding) -> Markup | None:
+    """What came out, who passed it on, how it was found: folded."""
+    parts: list[Markup] = []
+    if one.outputs:
+        parts.append(
+            element("div", element("em", "What came out"), [_facts(tensor) for tensor in one.outputs])
+        )
+    if one.propagators:
+        listed = element("ol", [element("li", element("code", text)) for text in one.propagators])
+        parts.append(element("div", element("em", "Passed on by"), listed))
+    if one.note:
+        parts.append(element("p", one.note))
+    how = {"replay": "Found by running the step's calls again", "live": "Seen as it happened"}
+    cost = f"{how.get(one.how, one.how)}: {seconds(one.seconds)}, {size(one.kept_bytes)} kept for it."
+    parts.append(element("p", cost, class_="muted"))
+    return element("details", element("summary", "Details"), parts)

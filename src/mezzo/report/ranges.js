@@ -1,0 +1,1 @@
+// What a script adds to the section about ranges.

@@ -1,0 +1,186 @@
+"""What a run's ranges records say, gathered while they are read: a track for each tensor that was looked at.
+
+A run of 200 modules that is watched a thousand times writes over a million histograms. A track keeps their sum,
+and of each step only a share for every format: a few bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mezzo.core.formats import named
+from mezzo.core.ranges import Histogram
+from mezzo.core.records import RangesRecord
+
+FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
+"""The formats that a report answers for, whichever of them the run used."""
+GRADIENTS = frozenset({"activation gradient", "weight gradient"})
+"""What a loss scale multiplies."""
+RATIO = "update ratio"
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A format's ends as exponents: what lies in a binade is decided by its exponent alone.
+
+    Args:
+        zero: below ``2**zero`` a number rounds to zero.
+        normal: from ``2**normal`` on it keeps every bit of the format's precision.
+        overflow: from ``2**overflow`` on it is beyond the largest.
+        step: a change by a smaller part than ``2**step`` moves no number of this format.
+    """
+
+    zero: int
+    normal: int
+    overflow: int
+    step: int
+
+    @classmethod
+    def of(cls, name: str) -> Limits:
+        """Of a format by name."""
+        form = named(name)
+        return cls(form.minexp - form.nmant - 1, form.minexp, form.maxexp, -(form.nmant + 1))
+
+
+LIMITS = {name: Limits.of(name) for name in FORMATS}
+
+
+@dataclass
+class Track:
+    """One tensor over the watched steps.
+
+    Args:
+        label: what the page calls it: path of the module, with the parameter's name where it is a parameter's.
+        what: a key of `mezzo.core.ranges.WHAT`.
+        format: what it has in the run.
+        total: all its histograms together; those of gradients without the loss scale.
+        columns: the places in `Ranges.updates` of the steps in which it was seen.
+        lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
+            scale; of an update ratio, the share too small to move a weight of that format. NaN where there is no
+            finite number but zero.
+        broken: for each of those steps, how many elements were infinite or NaN.
+        quantiles: of an update ratio, for each of those steps, the log2 of the `QUANTILES`.
+    """
+
+    label: str
+    what: str
+    format: str
+    total: Histogram = field(default_factory=Histogram)
+    columns: array[int] = field(default_factory=lambda: array("l"))
+    lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
+    broken: array[int] = field(default_factory=lambda: array("q"))
+    quantiles: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("f") for _ in QUANTILES))
+
+    def add(self, column: int, histogram: Histogram, shift: int) -> None:
+        """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
+        self.total = self.total.plus(histogram)
+        self.columns.append(column)
+        self.broken.append(histogram.infinities + histogram.nans)
+        counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
+        for name, limits in LIMITS.items():
+            if self.what == RATIO:
+                gone = sum(counts[: max(0, limits.step - lowest)])
+            else:
+                gone = sum(counts[: max(0, limits.zero - lowest - shift)])
+                gone += sum(counts[max(0, limits.overflow - lowest - shift) :])
+            self.lost[name].append(gone / elements if elements else math.nan)
+        if self.what == RATIO:
+            for kept, value in zip(self.quantiles, quantiles(histogram, QUANTILES)):
+                kept.append(value)
+
+    def mean_lost(self, name: str) -> float:
+        """Mean of the shares lost in a format over the steps that have one; NaN where none has."""
+        shares = [share for share in self.lost[name] if not math.isnan(share)]
+        return sum(shares) / len(shares) if shares else math.nan
+
+    def worst_lost(self, name: str) -> tuple[float, int]:
+        """The largest share lost in a format, and the column where; NaN and -1 where there is none."""
+        found = [
+            (share, -column) for share, column in zip(self.lost[name], self.columns) if not math.isnan(share)
+        ]
+        if not found:
+            return math.nan, -1
+        share, column = max(found)
+        return share, -column
+
+
+@dataclass
+class Ranges:
+    """All tracks of a run.
+
+    Args:
+        updates: index of the update of each watched step, in order.
+        scales: the loss scale that each of them used.
+        tracks: in the order in which they were first seen.
+    """
+
+    updates: list[int] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    tracks: dict[tuple[int, str, str, str], Track] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.tracks)
+
+    def add(self, record: RangesRecord) -> None:
+        """One watched step."""
+        column = len(self.updates)
+        self.updates.append(record.update)
+        self.scales.append(record.loss_scale)
+        shift = shift_of(record.loss_scale)
+        for row in record.rows:
+            key = (record.optimizer, row.what, row.module, row.name)
+            track = self.tracks.get(key)
+            if track is None:
+                label = ".".join(part for part in (row.module, row.name) if part) or "(the model)"
+                if record.optimizer:
+                    label = f"optimizer {record.optimizer}: {label}"
+                self.tracks[key] = track = Track(label, row.what, row.format)
+            track.format = row.format
+            track.add(column, row.histogram, shift if row.what in GRADIENTS else 0)
+
+    def of(self, what: str) -> list[Track]:
+        """The tracks of one kind, in the order in which they were seen: mostly that of the model."""
+        return [track for track in self.tracks.values() if track.what == what]
+
+
+def shift_of(scale: float) -> int:
+    """The exponent of a loss scale, 0 for one that is none.
+
+    >>> shift_of(65536.0), shift_of(1.0), shift_of(float("nan"))
+    (16, 0, 0)
+    """
+    return round(math.log2(scale)) if 0 < scale < math.inf else 0
+
+
+def together(tracks: Sequence[Track]) -> Histogram:
+    """The histograms of several tracks as one."""
+    total = Histogram()
+    for track in tracks:
+        total = total.plus(track.total)
+    return total
+
+
+def quantiles(histogram: Histogram, parts: Sequence[float]) -> list[float]:
+    """The log2 of quantiles of the magnitudes that are finite and not zero, spread evenly over each binade.
+
+    >>> quantiles(Histogram(lowest=-10, counts=[2, 2]), (0.0, 0.5, 0.75))
+    [-10.0, -9.0, -8.5]
+    """
+    elements = sum(histogram.counts)
+    if not elements:
+        return [math.nan] * len(parts)
+    found = []
+    for part in parts:
+        want, seen = part * elements, 0
+        value = float(histogram.lowest + len(histogram.counts))
+        for place, number in enumerate(histogram.counts):
+            if number and seen + number >= want:
+                value = histogram.lowest + place + (want - seen) / number
+                break
+            seen += number
+        found.append(value)
+    return found

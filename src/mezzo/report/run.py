@@ -1,0 +1,136 @@
+"""One run's records, taken apart: losses and updates in order, what was measured once, what was found out.
+
+Tolerant by design: a report is wanted most when something went wrong. A run that crashed, was killed or left a
+broken file is kept with what it has and a fault to be shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from mezzo.core import records
+from mezzo.core.errors import UsageError
+from mezzo.report.ranges import Ranges
+from mezzo.report.series import Array
+
+LOG_LINES = 25
+_NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind.
+
+    Args:
+        name: of its file, without the ending.
+        precision: the name of its policy.
+        seed: what was added to the script's own seeds.
+        nudged: whether it is a one-ulp twin.
+        losses: of every outermost backward, unscaled.
+        overflows: a record for each skipped update that was looked into.
+        ranges: what was seen of the exponents of its tensors.
+        fault: what is wrong with the records; ``""`` where nothing is.
+        log: the last lines that the script printed.
+    """
+
+    name: str
+    precision: str
+    seed: int
+    nudged: bool
+    losses: Array
+    updates: tuple[records.UpdateRecord, ...] = ()
+    started: records.RunStarted | None = None
+    memory: records.MemoryRecord | None = None
+    ops: tuple[records.OpFormats, ...] = ()
+    ended: records.RunEnded | None = None
+    overflows: tuple[records.OverflowRecord, ...] = ()
+    ranges: Ranges = field(default_factory=Ranges)
+    fault: str = ""
+    log: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run was cut short or its script gave another exit status than 0."""
+        return bool(self.fault) or (self.ended is not None and self.ended.status != 0)
+
+    @property
+    def skipped(self) -> list[int]:
+        """Indices of the updates that were vetoed."""
+        return [update.index for update in self.updates if update.skipped]
+
+
+def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
+    """The run that a file of records tells of; a file that breaks off or is broken is a run with a fault.
+
+    The records of a loop of one's own (``MixedPrecision(records=...)``) have neither a beginning nor an end, and
+    that is no fault.
+
+    Args:
+        path: the ``.jsonl`` file.
+        known: `slug` of a precision -> the precision as it was asked for.
+    """
+    losses: list[float] = []
+    updates: list[records.UpdateRecord] = []
+    overflows: list[records.OverflowRecord] = []
+    ranges = Ranges()
+    once: dict[str, Any] = {}
+    fault = ""
+    try:
+        for record in records.read(path):
+            if isinstance(record, records.LossRecord):
+                losses.append(record.loss)
+            elif isinstance(record, records.UpdateRecord):
+                updates.append(record)
+            elif isinstance(record, records.RangesRecord):
+                ranges.add(record)
+            elif isinstance(record, records.OverflowRecord):
+                overflows.append(record)
+            elif isinstance(record, records.OpsRecord):
+                once["ops"] = tuple(record.ops)
+            else:
+                once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
+    except (UsageError, OSError, UnicodeDecodeError) as error:
+        fault = str(error).replace(f"{path.parent}/", "")
+    of_a_loop = "started" not in once and bool(losses or updates)
+    if not fault and "ended" not in once and not of_a_loop:
+        fault = "the run was cut short: its records have no end"
+    found = _NAME.fullmatch(path.stem)
+    started: records.RunStarted | None = once.get("started")
+    precision = found["precision"] if found else started.policy if started else path.stem
+    return Run(
+        name=path.stem,
+        precision=(known or {}).get(slug(precision), precision),
+        seed=int(found["seed"]) if found else started.seed_offset if started else 0,
+        nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
+        losses=np.array(losses, dtype=float),
+        updates=tuple(updates),
+        overflows=tuple(overflows),
+        ranges=ranges,
+        fault=fault,
+        log=_tail(path.with_suffix(".log")),
+        **once,
+    )
+
+
+def slug(name: str) -> str:
+    """A precision as it stands in the name of a run's files: of a policy's file, its stem."""
+    name = PurePath(name).stem if name.endswith(".toml") else name
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
+
+
+def _tail(path: Path) -> str:
+    """The last lines of what the script printed, or nothing."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 20_000))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-LOG_LINES:])

@@ -1,0 +1,71 @@
+"""A run in a few numbers: what it was, how it went, what it had to leave out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mezzo.report.markup import Markup, element
+from mezzo.report.numbers import count, counted, seconds, significant, size
+from mezzo.report.run import Run
+from mezzo.report.runs import ended
+
+
+def summary(run: Run) -> Markup:
+    """The card of one run."""
+    alarms = [record for record in run.overflows if record.finding.alarms]
+    skipped = len(run.skipped)
+    good = run.losses[np.isfinite(run.losses)]
+    stats = [
+        _stat("Updates", count(len(run.updates)), f"{counted(len(run.losses), 'loss', 'losses')} recorded"),
+        _stat("Skipped", count(skipped), _skips(run, len(alarms))),
+        _stat(
+            "Last loss",
+            significant(run.losses[-1]) if len(run.losses) else "–",
+            f"first {significant(good[0])}, smallest {significant(good.min())}"
+            if len(good)
+            else "none finite",
+        ),
+    ]
+    scales = [update.loss_scale for update in run.updates]
+    if any(scale != 1.0 for scale in scales):
+        stats.append(
+            _stat(
+                "Loss scale",
+                significant(scales[-1], 6),
+                f"{significant(min(scales), 6)} to {significant(max(scales), 6)}",
+            )
+        )
+    if run.memory:
+        stats.append(_stat("Peak memory", size(run.memory.peak_bytes), f"by {run.memory.how}"))
+    if run.ended:
+        stats.append(_stat("Time", seconds(run.ended.seconds), f"ended {ended(run)}"))
+    if run.ranges:
+        stats.append(
+            _stat(
+                "Watched",
+                count(len(run.ranges.updates)),
+                f"{counted(len(run.ranges.tracks), 'tensor')} in each step",
+            )
+        )
+    heading = element("h3", run.precision if run.started else run.name)
+    fault = element("p", run.fault, class_="reason bad") if run.fault else None
+    return element(
+        "article",
+        element("header", heading),
+        fault,
+        element("dl", stats, class_="stats"),
+        class_="card" + (" p-divergent" if run.failed or alarms else ""),
+    )
+
+
+def _skips(run: Run, alarms: int) -> str:
+    if not run.skipped:
+        return "none"
+    if not run.overflows:
+        return "not looked into"
+    probing = len(run.overflows) - alarms
+    return f"{counted(alarms, 'alarm')}, {probing:,} by a scale too high"
+
+
+def _stat(term: str, value: str, detail: str) -> Markup:
+    return element("div", element("dt", term), element("dd", element("b", value), element("span", detail)))
