@@ -23,6 +23,7 @@ _PUBLIC = {
     "StaticLossScale": ("mezzo.core.loss_scale", "StaticLossScale"),
     "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
+    "StatisticalLossScale": ("mezzo.core.statistical_scale", "StatisticalLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "find_batch_size": ("mezzo.pytorch.batch_size.find", "find_batch_size"),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
@@ -41,6 +42,7 @@ __all__ = [
     "NoLossScale",
     "Policy",
     "StaticLossScale",
+    "StatisticalLossScale",
     "autocast",
     "explain",
     "find_batch_size",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from mezzo.core import formats
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
+    from mezzo.core.statistical_scale import StatisticalLossScale
     from mezzo.pytorch.batch_size.find import find_batch_size
     from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.observe.explain import explain

@@ -4,7 +4,8 @@ fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies 
 when S is a power of two; they are multiplied by 1/S in FP32 before anything reads them (Micikevicius et al.
 2017, arXiv 1710.03740, section 3.2). S is a constant, best chosen from the largest gradient seen
 (`StaticLossScale.from_largest`), or found by trial (`DynamicLossScale`): grow after N good steps; when a
-gradient is not finite, skip the step and back off.
+gradient is not finite, skip the step and back off. Or it follows from what the largest gradients have been so far
+(`StatisticalLossScale`, in a file of its own).
 
 Every number here is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that
 keeps S in an FP32 tensor goes through the same values. S and 1/S are normal FP32 numbers, always.
@@ -17,13 +18,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
 from mezzo.core.formats import named
-
-# The inverse of a scale must be a normal FP32 number as well.
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+from mezzo.core.scale_numbers import NOT_THE_SCALE, check_whole, checked_scale, collapsed, fl32, power_text
+from mezzo.core.statistical_scale import StatisticalLossScale
 
 # A loss up to 2^27 times a constant scale stays finite in FP32.
 _LARGEST_CONSTANT = 100
@@ -35,8 +33,8 @@ class Observation:
 
     Args:
         found_inf: whether any gradient was NaN or infinite, after unscaling.
-        largest: the largest finite gradient magnitude, unscaled, where the caller knows it. No machine here
-            needs it; it is what `StaticLossScale.from_largest` is called with.
+        largest: the largest magnitude among the activation gradients, unscaled, where the caller knows it.
+            `StatisticalLossScale` learns from it, the others pass it over; 0, NaN and infinity say nothing.
     """
 
     found_inf: bool
@@ -80,9 +78,9 @@ class StaticLossScale:
     skips: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", _scale("scale", self.scale))
-        _whole("patience", self.patience, 1)
-        _whole("skips", self.skips, 0)
+        object.__setattr__(self, "scale", checked_scale("scale", self.scale))
+        check_whole("patience", self.patience, 1)
+        check_whole("skips", self.skips, 0)
 
     @classmethod
     def from_largest(
@@ -110,7 +108,7 @@ class StaticLossScale:
             raise UsageError(
                 f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above 0"
             )
-        _whole("headroom_bits", headroom_bits, 0)
+        check_whole("headroom_bits", headroom_bits, 0)
         room = named(format).exact_max / Fraction(largest_gradient)
         # bit_length gives floor(log2) of a ratio to within one; the comparison settles which.
         exponent = room.numerator.bit_length() - room.denominator.bit_length()
@@ -128,7 +126,7 @@ class StaticLossScale:
         if skips >= self.patience:
             raise LossScaleCollapseError(
                 f"{skips} steps in a row were skipped: their gradients are not finite under the constant "
-                f"loss scale {_power(self.scale)}. {_NOT_THE_SCALE} Else use a smaller constant, "
+                f"loss scale {power_text(self.scale)}. {NOT_THE_SCALE} Else use a smaller constant, "
                 "StaticLossScale.from_largest(...), or loss_scale='dynamic'."
             )
         return replace(self, skips=skips)
@@ -203,8 +201,10 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("init", "floor", "ceiling"):
-            object.__setattr__(self, name, _scale(name, getattr(self, name)))
-        object.__setattr__(self, "scale", self.init if self.scale == 0 else _scale("scale", self.scale))
+            object.__setattr__(self, name, checked_scale(name, getattr(self, name)))
+        object.__setattr__(
+            self, "scale", self.init if self.scale == 0 else checked_scale("scale", self.scale)
+        )
         for name in ("growth_factor", "backoff_factor"):
             object.__setattr__(self, name, fl32(getattr(self, name)))
         if not 1 < self.growth_factor < math.inf:
@@ -216,15 +216,15 @@ class DynamicLossScale:
                 f"backoff_factor is {self.backoff_factor!r}: it must lie between 0 and 1 in FP32"
             )
         for name in ("growth_interval", "hysteresis", "patience"):
-            _whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1)
         for name in ("good_steps", "overflows", "stuck"):
-            _whole(name, getattr(self, name), 0)
+            check_whole(name, getattr(self, name), 0)
         for name in ("init", "scale"):
             value = getattr(self, name)
             if not self.floor <= value <= self.ceiling:
                 raise UsageError(
-                    f"{name} is {_power(value)}: it must lie between the floor {_power(self.floor)} and the "
-                    f"ceiling {_power(self.ceiling)}"
+                    f"{name} is {power_text(value)}: it must lie between the floor {power_text(self.floor)} and the "
+                    f"ceiling {power_text(self.ceiling)}"
                 )
 
     def next(self, observation: Observation) -> DynamicLossScale:
@@ -242,11 +242,7 @@ class DynamicLossScale:
         overflows = self.overflows + 1
         stuck = self.stuck + 1 if self.scale <= self.floor else 0
         if stuck >= self.patience:
-            raise LossScaleCollapseError(
-                f"the loss scale is at its floor {_power(self.floor)} and the last {stuck} steps were "
-                f"skipped. {_NOT_THE_SCALE} Else train in bf16, or keep the module that overflows in FP32: "
-                "fp16,module.PATTERN=fp32."
-            )
+            raise collapsed(self.floor, stuck)
         scale = self.scale
         if overflows >= self.hysteresis:
             scale = max(fl32(scale * self.backoff_factor), self.floor)
@@ -257,13 +253,13 @@ class DynamicLossScale:
         return {"kind": "dynamic", **asdict(self)}
 
 
-_NOT_THE_SCALE = (
-    "If the loss itself is NaN or infinite no scale can help: run the step in FP32 and look at the data, the "
-    "learning rate and the initialisation."
-)
-
-LossScale = NoLossScale | StaticLossScale | DynamicLossScale
-_KINDS: dict[str, type[Any]] = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
+LossScale = NoLossScale | StaticLossScale | DynamicLossScale | StatisticalLossScale
+_KINDS: dict[str, type[Any]] = {
+    "none": NoLossScale,
+    "static": StaticLossScale,
+    "dynamic": DynamicLossScale,
+    "statistical": StatisticalLossScale,
+}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
@@ -279,26 +275,3 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
     names = {field.name for field in fields(cls)}
     loaded: LossScale = cls(**{name: value for name, value in state.items() if name in names})
     return loaded
-
-
-def fl32(value: float) -> float:
-    """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
-
-
-def _scale(name: str, value: object) -> float:
-    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not number or not _SMALLEST <= float(value) <= _LARGEST:  # type: ignore[arg-type]
-        raise UsageError(f"{name} is {value!r}: a loss scale is a number between 2**-126 and 2**126")
-    return fl32(float(value))  # type: ignore[arg-type]
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name} is {value!r}: it must be a whole number of at least {least}")
-
-
-def _power(value: float) -> str:
-    mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"

@@ -26,7 +26,16 @@ from typing import Any, NamedTuple
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+    StatisticalLossScale,
+)
+from mezzo.core.scale_numbers import fl32
+from mezzo.core.statistical_scale import SETTINGS as STATISTICAL
+from mezzo.core.statistical_scale import StatisticalLossScale
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +46,12 @@ KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recomp
 
 _STATE = ("scale", "good_steps", "overflows", "stuck")
 # What a user may set in `dynamic(...)`, with its default.
-_SETTINGS: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
+_DYNAMIC: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
+# Name -> what it makes, and its settings.
+_MACHINES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "dynamic": (DynamicLossScale, _DYNAMIC),
+    "statistical": (StatisticalLossScale, STATISTICAL),
+}
 
 
 class Entry(NamedTuple):
@@ -107,7 +121,8 @@ def _entry(key: str, value: str, where: str) -> Entry:
 
 
 def loss_scale_of(text: str, where: str = "") -> LossScale:
-    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`) stands for.
+    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)`, `statistical`, `statistical(window=50)` or a number
+    (`1024`, `2**10`) stands for.
 
     Raises:
         UsageError: anything else, an unknown setting, or a value out of range.
@@ -116,22 +131,26 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
     if text == "none":
         return NoLossScale()
     try:
-        dynamic = re.fullmatch(r"dynamic(?:\((.*)\))?", text, re.DOTALL)
-        return DynamicLossScale(**_settings(dynamic[1] or "")) if dynamic else StaticLossScale(_number(text))
+        machine = re.fullmatch(rf"({'|'.join(_MACHINES)})(?:\((.*)\))?", text, re.DOTALL)
+        if machine is None:
+            return StaticLossScale(_number(text))
+        make, known = _MACHINES[machine[1]]
+        made: LossScale = make(**_settings(machine[2] or "", machine[1], known))
+        return made
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 
 
-def _settings(text: str) -> dict[str, Any]:
+def _settings(text: str, machine: str, known: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in _SETTINGS:
-            raise unknown_name("setting of dynamic(...)", name, _SETTINGS)
+        if name not in known:
+            raise unknown_name(f"setting of {machine}(...)", name, known)
         if name in settings:
-            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
+            raise UsageError(f"{machine}(...) has {name} twice. Keep one of the two.")
         given = _number(value)
-        settings[name] = int(given) if isinstance(_SETTINGS[name], int) and given.is_integer() else given
+        settings[name] = int(given) if isinstance(known[name], int) and given.is_integer() else given
     return settings
 
 
@@ -141,8 +160,8 @@ def _number(text: str) -> float:
         return math.ldexp(1.0, int(power[1])) if power else float(text)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), or a "
-            "number such as 1024 or 2**10."
+            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), statistical, "
+            "or a number such as 1024 or 2**10."
         ) from None
 
 
@@ -152,9 +171,17 @@ def print_loss_scale(scale: LossScale) -> str:
         return "none"
     if isinstance(scale, StaticLossScale):
         return _print_number(scale.scale)
-    own = ((name, getattr(scale, name), default) for name, default in _SETTINGS.items())
-    changed = ",".join(f"{name}={_print_number(value)}" for name, value, default in own if value != default)
-    return f"dynamic({changed})" if changed else "dynamic"
+    machine, known = next((name, known) for name, (kind, known) in _MACHINES.items() if type(scale) is kind)
+    own = ((name, getattr(scale, name), default) for name, default in known.items())
+    changed = ",".join(
+        f"{name}={_print_number(value)}" for name, value, default in own if value != _as_kept(default)
+    )
+    return f"{machine}({changed})" if changed else machine
+
+
+def _as_kept(default: float) -> float:
+    """A default as a loss scale keeps it: in FP32, where 3.09 is another number."""
+    return fl32(default)
 
 
 def _print_number(value: float) -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation, StaticLossScale
+from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -38,11 +40,12 @@ class DeviceDynamicLossScale:
     overflows: Tensor
     stuck: Tensor
 
-    def next(self, found_inf: Tensor) -> DeviceDynamicLossScale:
+    def next(self, found_inf: Tensor, largest: Tensor | None = None) -> DeviceDynamicLossScale:
         """The state after one step, equal to `pure.next(Observation(found_inf != 0))` event by event.
 
         Args:
             found_inf: 0-dim FP32 on the same device; 0 where every gradient was finite, above 0 otherwise.
+            largest: passed over.
         """
         pure = self.pure
         found = found_inf.clamp(max=1.0)
@@ -95,8 +98,8 @@ class DeviceStaticLossScale:
     scale: Tensor
     skips: Tensor
 
-    def next(self, found_inf: Tensor) -> DeviceStaticLossScale:
-        """The same scale, and the skips in a row counted."""
+    def next(self, found_inf: Tensor, largest: Tensor | None = None) -> DeviceStaticLossScale:
+        """The same scale, and the skips in a row counted; `largest` is passed over."""
         return replace(self, skips=(self.skips + 1.0) * found_inf.clamp(max=1.0))
 
     def on_host(self) -> StaticLossScale:
@@ -114,13 +117,15 @@ class DeviceStaticLossScale:
             replace(self.pure, skips=skips - 1).next(Observation(found_inf=True))
 
 
-DeviceLossScale = DeviceDynamicLossScale | DeviceStaticLossScale
+DeviceLossScale = DeviceDynamicLossScale | DeviceStaticLossScale | DeviceStatisticalLossScale
 
 
 def on_device(pure: LossScale, device: torch.device) -> DeviceLossScale | None:
     """The device form of a loss scale; None for `NoLossScale`, which has nothing to multiply or look at."""
     if isinstance(pure, NoLossScale):
         return None
+    if isinstance(pure, StatisticalLossScale):
+        return DeviceStatisticalLossScale.of(pure, device)
 
     def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)
