@@ -26,13 +26,7 @@ from typing import Any, NamedTuple
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
-from mezzo.core.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-    StatisticalLossScale,
-)
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.scale_numbers import fl32
 from mezzo.core.statistical_scale import SETTINGS as STATISTICAL
 from mezzo.core.statistical_scale import StatisticalLossScale
