@@ -56,6 +56,13 @@ def findings(runs: Sequence[Run]) -> Markup | None:
     return element("div", parts, class_="found")
 
 
+def told(finding: Finding) -> str:
+    """A finding in a sentence, also one whose cause only a newer version knows."""
+    if finding.cause in CAUSES:
+        return str(finding)
+    return f"{finding.direction} of {finding.op} in {finding.module}: {finding.cause}"
+
+
 def _grouped(runs: Sequence[Run]) -> list[Group]:
     groups: dict[tuple[str, ...], Group] = {}
     for run in runs:

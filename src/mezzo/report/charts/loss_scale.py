@@ -11,6 +11,7 @@ from mezzo.core.finding import CAUSES, Finding
 from mezzo.core.records import UpdateRecord
 from mezzo.report.charts.axis import Axis
 from mezzo.report.charts.frame import Frame, Key
+from mezzo.report.findings import told
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import counted, significant
 from mezzo.report.run import Run
@@ -80,7 +81,7 @@ def _mark(update: UpdateRecord, finding: Finding | None) -> tuple[str, str]:
         return "skip", f": {update.reason}" if update.reason else ""
     if not finding.alarms:
         return "probe", f": {CAUSES[finding.cause]}"
-    return "alarm", f": {finding}"
+    return "alarm", f": {told(finding)}"
 
 
 def _tracks(run: Run, *, alone: bool) -> list[tuple[str, Updates, Found]]:
