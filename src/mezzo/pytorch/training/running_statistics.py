@@ -1,109 +1,231 @@
-"""Running statistics of normalisation layers, as they were before a step: copied at its start, put back if
-skipped.
+"""Running statistics: the buffers that a training forward pass changes, as they were before a step. Copied at its
+start, put back if the step is skipped.
 
-An overflow in the forward pass makes running means infinite or NaN for good, though the step itself is
-skipped (PyTorch issue 90342). Copy and return are each a handful of launches whatever the number of layers,
-and without a
-wait: all statistics of one dtype and device are laid out in one flat tensor.
+An overflow in the forward pass makes running means infinite or NaN for good, though the step itself is skipped
+(PyTorch issue 90342). What is true of BatchNorm is true of every module that keeps averages of what it saw: the `u`
+and `v` of a spectral norm, the codebook of a VQ layer, a module's own counter.
+
+Which buffers move is learned. Those of BatchNorm and InstanceNorm are known. All others are copied in the first two
+steps and compared after them: version counters alone would not do, since native kernels and writes through `.data`
+do not move them. From then on those that moved are copied. Those that held still (masks, rotary tables) are not:
+their version counters are looked at, and one that moves after all is copied from then on; where it is small, the copy
+of the learning steps is still there to put back.
+
+What it leaves out: state that is no buffer (a Python counter, a plain tensor attribute); a buffer that a skipped step
+registers anew; and one that is large, or written through `.data`, and changes for the first time in a skipped step
+after the second.
 """
 
 from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from mezzo.pytorch.training.buffers_before import (
+    Group,
+    Kept,
+    Place,
+    Still,
+    changed_of,
+    is_plain,
+    spoiled_by,
+)
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
+
+LEARNED_AFTER = 2
+"""Steps in which every buffer is copied, and compared afterwards."""
+
+_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm and InstanceNorm layers in training mode.
+    """The buffers of a model that its forward pass changes in training, and the histories of its fp8 scales.
 
     Naive code::
 
-        before = [buffer.clone() for buffer in buffers]     # remember()
-        for buffer, old in zip(buffers, before):            # restore(found_inf)
+        before = [buffer.clone() for buffer in model.buffers()]     # remember()
+        for buffer, old in zip(model.buffers(), before):            # restore(found_inf)
             buffer.copy_(torch.where(found_inf != 0, old, buffer))
+
+    Args:
+        model: held weakly. Its buffers are looked for at the first `remember`, in the learning steps, and after each
+            skip.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if isinstance(module, _NormBase)]
-        self._groups: list[tuple[list[Tensor], Tensor]] = []
+        self._model = weakref.ref(model)
+        self._moving: list[Place] = []
+        self._learning: list[Place] = []
+        self._still = Still()
+        self._known: set[tuple[int, str]] = set()
+        self._groups: list[Group] = []
+        self._alone: list[Kept] = []
+        self._histories: HistoriesBefore | None = None
+        self._began = False
+        self._look = True
+        # Plain bools, for a compiler may read `watches`.
+        self._has_norm = any(isinstance(module, _NormBase) for module in model.modules())
+        self._has_buffers = self._has_norm or any(module._buffers for module in model.modules())
 
     @property
     def watches(self) -> bool:
-        """Whether the model has such layers at all."""
-        return bool(self._layers)
+        """Whether the model has buffers that may move.
+
+        While a compiler traces: whether there are normalisation layers. Nothing of ours runs inside a compiled
+        region, so each model with a mask would be cut in two.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self._has_norm
+        return self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a copy."""
-        return bool(self._groups)
+        """Whether a step has begun, whose buffers can be put back."""
+        return self._began
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the statistics of the layers that would update them now."""
-        grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for layer in self._layers:
-            if layer.training and layer.track_running_stats:
-                for buffer in layer.buffers(recurse=False):
-                    grouped.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self._groups = [(buffers, _flat(buffers)) for buffers in grouped.values()]
+        """A step begins: copy what it may change."""
+        self._began = True
+        if self._look:
+            self._find()
+        self._alone = [Kept.of(place) for place in self._learning]
+        grouped: dict[tuple[torch.device, torch.dtype], tuple[list[Place], list[Tensor]]] = {}
+        for place in self._moving:
+            if not place.trains():
+                continue
+            tensor = place.now()
+            if tensor is None or not is_plain(tensor):
+                self._alone.append(Kept.of(place))
+                continue
+            places, tensors = grouped.setdefault((tensor.device, tensor.dtype), ([], []))
+            places.append(place)
+            tensors.append(tensor)
+        self._groups = [Group(places, tensors) for places, tensors in grouped.values()]
+        self._still.refresh()
+        self._histories = self._histories_now()
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor | bool) -> None:
-        """Put the copy back where `found_inf` is not 0, and drop it.
+        """The step is over: put the copies back where `found_inf` is not 0, and drop them.
 
         Args:
-            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor.
+            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor. That is waited for in
+                the learning steps, and where a buffer that held still has moved.
         """
-        groups, self._groups = self._groups, []
+        if not self._began:
+            return
+        groups, alone, histories = self._groups, self._alone, self._histories
+        self.forget()
+        late = self._still.touched()
+        if isinstance(found_inf, Tensor) and (alone or late):
+            found_inf = bool(found_inf)
+        if alone:
+            changed = changed_of(alone)
+            self._learn(alone, changed)
+        if late:
+            self._moving.extend(kept.place for kept in self._still.take(late))
         if found_inf is False:
             return
-        for buffers, before in groups:
-            if isinstance(found_inf, Tensor):
-                skipped = found_inf.to(before.device, non_blocking=True) != 0
-                before = torch.where(skipped, before, _flat(buffers))
-            _put(buffers, before)
+        for kept in alone:
+            if kept in changed:
+                kept.put_back()
+        for kept in late:
+            kept.put_back()
+        for group in groups:
+            group.put_back(found_inf)
+        if histories is not None:
+            histories.put_back(found_inf)
+        self._look = True
 
     @torch.no_grad()
     def mend(self, found_inf: Tensor | bool) -> None:
-        """Put the copy back, and keep it, where `found_inf` is not 0 and the statistics are no longer finite.
+        """Put the copies back, and keep them, where `found_inf` is not 0 and a buffer is no longer finite that was.
 
         For the step of another network: its loss came through this one, whose statistics its overflow may have spoiled.
         """
         if found_inf is False:
             return
-        for buffers, before in self._groups:
-            now = _flat(buffers)
-            spoiled = ~now.isfinite().all()
-            if isinstance(found_inf, Tensor):
-                spoiled = spoiled & (found_inf.to(before.device, non_blocking=True) != 0)
-            _put(buffers, torch.where(spoiled, before, now))
+        for group in self._groups:
+            group.mend(found_inf)
+        one_by_one = [*self._alone, *self._still.touched()]
+        if one_by_one and bool(found_inf):
+            for kept in one_by_one:
+                if kept.copy is not None and spoiled_by(kept.copy, kept.place.now()):
+                    kept.put_back()
 
     def forget(self) -> None:
-        """Drop the copy."""
-        self._groups = []
+        """Drop the copies."""
+        self._groups, self._alone, self._histories, self._began = [], [], None, False
 
-    def state(self) -> list[Tensor]:
-        """The copy, as flat tensors."""
-        return [before.clone() for _, before in self._groups]
+    def state(self) -> dict[str, Tensor]:
+        """The copies: name of a buffer -> its values before the step."""
+        kept = {each.place.path: each.copy.clone() for each in self._alone if each.copy is not None}
+        for group in self._groups:
+            kept.update(
+                (place.path, part.clone()) for place, part in zip(group.places, group.parts(), strict=True)
+            )
+        return kept
 
-    def load(self, state: list[Tensor]) -> None:
-        """Take a copy that `state` gave; one of other layers is dropped."""
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor] | list[Tensor]) -> None:
+        """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
+        self._look = True
+        self._learning += [kept.place for kept in self._still.take()]
         self.remember()
-        if [before.shape for before in state] == [before.shape for _, before in self._groups]:
-            self._groups = [
-                (buffers, saved.to(before.device, copy=True))
-                for (buffers, before), saved in zip(self._groups, state)
-            ]
-        else:
+        if not isinstance(state, dict):
             self.forget()
+            return
+        copies = {each.place.path: each.copy for each in self._alone if each.copy is not None}
+        for group in self._groups:
+            copies.update((place.path, part) for place, part in zip(group.places, group.parts()))
+        if any(path not in copies or copies[path].shape != saved.shape for path, saved in state.items()):
+            self.forget()
+            return
+        for path, saved in state.items():
+            copies[path].copy_(saved)
 
+    def _find(self) -> None:
+        """Look for buffers that are not known yet."""
+        self._look = False
+        model = self._model()
+        if model is None:
+            return
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if (id(module._buffers), name) in self._known or (buffer is not None and buffer.is_meta):
+                    continue
+                self._known.add((id(module._buffers), name))
+                is_norm = isinstance(module, _NormBase) and name in _NORM_BUFFERS
+                path = f"{prefix}.{name}" if prefix else name
+                place = Place(path, module._buffers, name, weakref.ref(module) if is_norm else None)
+                (self._moving if is_norm else self._learning).append(place)
+        self._has_buffers = bool(self._known)
 
-def _flat(buffers: list[Tensor]) -> Tensor:
-    return torch.cat([buffer.reshape(-1) for buffer in buffers])
+    def _learn(self, compared: list[Kept], changed: set[Kept]) -> None:
+        """Settle which buffers move, once they have been compared often enough."""
+        moved = {kept.place: kept in changed for kept in compared}
+        for place in self._learning:
+            place.steps += 1
+            place.moved |= moved.get(place, False)
+        settled = [place for place in self._learning if place.steps >= LEARNED_AFTER]
+        self._learning = [place for place in self._learning if place.steps < LEARNED_AFTER]
+        self._moving += [place for place in settled if place.moved]
+        self._still.add([place for place in settled if not place.moved])
+        self._look = True
 
+    def _histories_now(self) -> HistoriesBefore | None:
+        """The fp8 histories, if a layer has been multiplied in fp8 at all: else their code is not even loaded."""
+        if "mezzo.pytorch.kernels.fp8.history" not in sys.modules:
+            return None
+        from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
 
-def _put(buffers: list[Tensor], flat: Tensor) -> None:
-    sizes = [buffer.numel() for buffer in buffers]
-    parts = [part.view(buffer.shape) for part, buffer in zip(flat.split(sizes), buffers)]
-    torch._foreach_copy_(buffers, parts)
+        model = self._model()
+        return None if model is None else HistoriesBefore.of(model)

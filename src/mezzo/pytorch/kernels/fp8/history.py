@@ -23,6 +23,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +238,57 @@ def name_weights(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         _NAMES[parameter] = name.removesuffix(".weight") if name != "weight" else type(model).__name__
+
+
+@dataclass(frozen=True)
+class HistoriesBefore:
+    """A model's histories as they are before a step, to be put back if it is skipped.
+
+    An overflowed step's finite amaxes are recorded like any other's, and the scales of the next steps would come from
+    them. Nothing is copied: a use makes new tensors.
+
+    Args:
+        weights: the model's parameters.
+        before: each track that is there, with what a use replaces.
+    """
+
+    weights: list[Tensor]
+    before: dict[_Track, tuple[Tensor, Tensor, bool, int]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> HistoriesBefore | None:
+        """Those of a model; None where no weight has been multiplied with delayed scales, in this process."""
+        if not len(_HISTORIES):
+            return None
+        weights: list[Tensor] = list(model.parameters())
+        tracks = [track for weight in weights for track in _tracks(weight)]
+        return cls(
+            weights,
+            {track: (track.amaxes, track.scales, track.has_past, track.unrecorded) for track in tracks},
+        )
+
+    def put_back(self, found_inf: Tensor | bool) -> None:
+        """Take back what was recorded since, where `found_inf` is not 0. Does not wait for the device."""
+        if found_inf is False:
+            return
+        for track in [track for weight in self.weights for track in _tracks(weight)]:
+            empty = torch.zeros_like(track.amaxes)
+            amaxes, scales, had_past, unrecorded = self.before.get(track, (empty, empty, False, 0))
+            track.has_past = track.has_past and had_past
+            if isinstance(found_inf, Tensor):
+                if amaxes.shape != track.amaxes.shape:
+                    continue
+                skipped = found_inf.to(empty.device, non_blocking=True) != 0
+                amaxes = torch.where(skipped, amaxes.to(empty.device), track.amaxes)
+                scales = torch.where(skipped, scales.to(empty.device), track.scales)
+            else:
+                track.unrecorded = unrecorded
+            track.amaxes, track.scales = amaxes, scales
+
+
+def _tracks(weight: Tensor) -> list[_Track]:
+    found: WeightHistory | None = _HISTORIES.get(weight)
+    return [] if found is None else list(found.tracks.values())
 
 
 def history_state(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
