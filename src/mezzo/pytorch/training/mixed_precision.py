@@ -30,6 +30,7 @@ from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
+from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto
@@ -271,6 +272,11 @@ class MixedPrecision:
     def findings(self) -> list[Finding]:
         """What was found out about the steps that were skipped, where `trace` looked into them: the last hundred."""
         return list(self._findings)
+
+    @property
+    def ranges(self) -> list[RangeRow]:
+        """The exponent histograms of the last update that was watched; none without `watch`. Waits for the device."""
+        return self._observing.ranges
 
     @property
     def loss_scale(self) -> float:

@@ -15,8 +15,10 @@ from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backw
 from torch.optim import Optimizer
 
 from mezzo.core.finding import Finding
+from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
 from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
 
 def observers_for(
@@ -40,7 +42,11 @@ def observers_for(
         enter: makes the region in which a call is run again.
         clock: seconds since the run's start, for records.
     """
-    return []
+    observers: list[StepObserver] = []
+    if watch:
+        every = DEFAULT_EVERY if watch is True else watch
+        observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
+    return observers
 
 
 class Observing:
@@ -111,6 +117,11 @@ class Observing:
     def drain(self) -> list[Record]:
         """What they have to write since the last time."""
         return [record for observer in self._observers for record in observer.drain()]
+
+    @property
+    def ranges(self) -> list[RangeRow]:
+        """The histograms of the last watched update; none where nobody watches."""
+        return [row for one in self._observers if isinstance(one, RangeWatch) for row in one.rows]
 
     def undo(self) -> None:
         """Take the hooks off the model."""

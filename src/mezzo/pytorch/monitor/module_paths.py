@@ -1,0 +1,91 @@
+"""Which modules of a model can be looked at, and what they are called: by their paths in the model without wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+# A wrapper keeps what it wraps under one of these names: torch.compile, (distributed) data parallelism, FSDP,
+# torch's CheckpointWrapper.
+_WRAPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+@dataclass
+class Paths:
+    """What is in a model.
+
+    Args:
+        seen: path -> module, of those whose outputs can be seen: leaves, and those with parameters of their own.
+        compiled: paths of modules whose inside can't be seen, as it is compiled.
+    """
+
+    seen: dict[str, nn.Module] = field(default_factory=dict)
+    compiled: list[str] = field(default_factory=list)
+
+
+def paths(model: nn.Module) -> Paths:
+    """The modules of a model whose outputs can be looked at. One that is there twice has its first path."""
+    found = Paths()
+    for path, module in _walk(model, "", set()):
+        # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
+        if module._compiled_call_impl is not None:
+            found.compiled.append(path)
+        elif is_opaque(module):
+            found.compiled.append(path)
+            found.seen[path] = module
+        elif any(p is not None for p in module._parameters.values()) or not any(
+            True for _ in module.children()
+        ):
+            found.seen[path] = module
+    return found
+
+
+def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
+    """id of a parameter -> path of its first module, and its name there."""
+    found: dict[int, tuple[str, str]] = {}
+    for path, module in _walk(model, "", set(), inside=True):
+        for name, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), (path, name))
+    return found
+
+
+def joined(path: str, name: str) -> str:
+    """The path of what is called so at a path; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether a module's call does not call its submodules in Python: it is compiled, or a script."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or isinstance(module, torch.jit.ScriptModule)
+    )
+
+
+def _walk(
+    module: nn.Module, path: str, visited: set[int], *, inside: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with their paths, each once, parents first; a wrapper and what it wraps have the same path.
+
+    Args:
+        module, path: where to begin.
+        visited: ids of those that were given already.
+        inside: go into compiled modules too.
+    """
+    if id(module) in visited:
+        return
+    visited.add(id(module))
+    yield path, module
+    if is_opaque(module) and not inside:
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            wraps = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
+            below = path if wraps else joined(path, name)
+            yield from _walk(child, below, visited, inside=inside)

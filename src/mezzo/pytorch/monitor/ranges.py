@@ -1,0 +1,294 @@
+"""RangeWatch: exponent histograms of a training's weights, activations, gradients and updates, at an interval.
+
+In a watched update hooks are on the modules, and each tensor is counted where it is, once; nothing is read before
+somebody asks. In all others there is no hook and nothing to do but to count the update.
+
+What is counted is what the step computes anyway: calls of the model in training mode, the gradients of `backward` on a
+loss, one update. Not evaluation, not what activation checkpointing repeats, not the gradients of a penalty.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.finding import Finding
+from mezzo.core.ranges import WHAT, RangeRow
+from mezzo.core.records import RangesRecord, Record
+from mezzo.pytorch.monitor.exponent_rows import ExponentRows
+from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, paths
+from mezzo.pytorch.monitor.watched_outputs import WatchedOutputs
+from mezzo.pytorch.monitor.watched_parameters import WatchedParameters
+
+DEFAULT_EVERY = 100
+"""Updates from one that is watched to the next: see docs/monitoring.md for what one costs."""
+
+KEPT = 32
+"""Watched updates whose records are kept for `drain`."""
+
+_COMPILED = (
+    "watch: torch.compile has taken the modules of {} into one graph: what they return inside of it is left out of "
+    "the ranges, and their weights, gradients and updates are not."
+)
+_NOT_CALLED = (
+    "watch: no call of the model was seen in a watched update, so its ranges are without activations. A model is seen "
+    "where it is called itself (not only parts of it), in training mode and outside of a compiled function."
+)
+
+
+class RangeWatch:
+    """Histograms in every so many updates; a `StepObserver`.
+
+    Args:
+        model: whose modules are looked at; None: any that is called.
+        optimizer: whose updates count; None: any, each counted for itself.
+        every: updates of an optimizer from one that is watched to the next.
+        first: index of the first that is watched.
+        clock: seconds, for records.
+        kinds: which of `WHAT` to look at.
+
+    Attributes:
+        notes: what could not be looked at, and why, once each.
+
+    Raises:
+        UsageError: `every` below 1, `first` below 0.
+        UnknownNameError: a kind that is not in `WHAT`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        *,
+        every: int = DEFAULT_EVERY,
+        first: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        kinds: Collection[str] = tuple(WHAT),
+    ) -> None:
+        for name, value, least in (("watch", every, 1), ("first", first, 0)):
+            if not isinstance(value, int) or value < least:
+                raise UsageError(f"{name}={value!r}: give a whole number of updates, {least} or more.")
+        for kind in kinds:
+            if kind not in WHAT:
+                raise unknown_name("kind of range", kind, WHAT)
+        self.every, self.first = every, first
+        self.notes: list[str] = []
+        self._optimizer = optimizer
+        self._clock = clock
+        self._kinds = frozenset(kinds)
+        self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        if optimizer is not None:
+            self._updates[optimizer] = 0
+        self._models: list[_Known] = [] if model is None else [_Known(ref(model), "")]
+        self._outputs = WatchedOutputs(self._kinds)
+        self._parameters: WatchedParameters | None = None
+        self._releases = False  # the optimizer moves parameters within backward, and has no `update_begins`
+        self._begun = False
+        self._gradient_scale: Tensor | float | None = None  # of the window's activation gradients
+        self._weight_scale: Tensor | float = 1.0
+        self._waiting: deque[_Watched] = deque(maxlen=KEPT)
+        self._last: _Watched | None = None
+
+    @property
+    def rows(self) -> list[RangeRow]:
+        """The rows of the last watched update; none before the first. Waits for the device."""
+        return [] if self._last is None else self._last.read().rows
+
+    @property
+    def finding(self) -> Finding | None:
+        """None: nobody looks for causes here."""
+        return None
+
+    def drain(self) -> list[Record]:
+        """The records of the watched updates since the last call, of the last `KEPT` of them. Waits for the device."""
+        found: list[Record] = [watched.read() for watched in self._waiting]
+        self._waiting.clear()
+        return found
+
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put hooks on the modules, if the update that comes is watched."""
+        known = self._known(model)
+        if self._armed() and self._outputs.wanted and not _capturing():
+            found = paths(model)
+            if found.compiled:
+                self._note(_COMPILED.format(found.compiled[0] or "the model"))
+            self._outputs.call_begins(model, found, known.prefix)
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """What the model itself returned."""
+        self._outputs.call_ended(model, output)
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """From here gradients count."""
+        self._outputs.backward_begins()
+        if self._gradient_scale is None:
+            self._gradient_scale = _kept(scale)
+        optimizer = self._optimizer
+        if self._releases and self._parameters is None and optimizer is not None and self._due(optimizer):
+            self._weight_scale = _kept(scale)
+            self._parameters = self._watched(optimizer)
+            self._parameters.before_each()
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """Weights and gradients, before they move."""
+        self._outputs.backward_ended()
+        if self._of_interest(optimizer):
+            self._begun = True
+            if self._due(optimizer):
+                self._weight_scale = _kept(scale)
+                self._parameters = self._watched(optimizer)
+                self._parameters.before()
+
+    def update_ended(
+        self,
+        optimizer: Optimizer,
+        *,
+        index: int,
+        number: int,
+        skipped: Tensor | bool,
+        loss_scale: Tensor | float,
+    ) -> None:
+        """The ratios, and with them the record; all hooks go."""
+        if not self._of_interest(optimizer):
+            return
+        due = self._due(optimizer)
+        begun, self._begun = self._begun or self._parameters is not None, False
+        outputs, scale = self._outputs.end(), self._gradient_scale
+        parameters, self._parameters = self._parameters, None
+        self._gradient_scale = None
+        if due and not begun and self._optimizer is not None and not self._releases:
+            self._releases = True  # known from here on: the next update is watched in place of this one
+            return
+        self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
+        if not due:
+            return
+        rows, ratios = ExponentRows(), ExponentRows()
+        if parameters is not None:
+            ratios = ExponentRows() if skipped is True else parameters.after()
+            parameters.end()
+            rows.take(parameters.rows)
+        if not outputs and self._outputs.wanted:
+            self._note(_NOT_CALLED)
+        rows.take(outputs)
+        scales = {
+            "activation gradient": 1.0 if scale is None else scale,
+            "weight gradient": self._weight_scale,
+        }
+        record = RangesRecord(index, number, self._clock(), 1.0)
+        self._last = _Watched(rows, ratios, scales, record, _kept(loss_scale), _kept(skipped))
+        self._waiting.append(self._last)
+
+    def step_dropped(self) -> None:
+        """Nothing of the step counts."""
+        self._outputs.end()
+        if self._parameters is not None:
+            self._parameters.end()
+        self._parameters, self._gradient_scale, self._begun = None, None, False
+
+    def _of_interest(self, optimizer: Optimizer) -> bool:
+        return self._optimizer is None or optimizer is self._optimizer
+
+    def _due(self, optimizer: Optimizer) -> bool:
+        update = self._updates.get(optimizer, 0)
+        return update >= self.first and (update - self.first) % self.every == 0
+
+    def _armed(self) -> bool:
+        """Whether the update that comes is watched; with several optimizers: whether one that may come is."""
+        if self._optimizer is None and max(self._updates.values(), default=0) < 2 and self.first == 0:
+            return True  # not every optimizer has been seen
+        return any(map(self._due, self._updates))
+
+    def _known(self, model: nn.Module) -> _Known:
+        """The model's paths; those of a second one in the process begin with its class."""
+        self._models = [known for known in self._models if known.model() is not None]
+        for known in self._models:
+            if known.model() is model:
+                return known
+        prefix = ""
+        if self._models:
+            name = type(model).__name__
+            again = sum(known.prefix.startswith(name) for known in self._models)
+            prefix = f"{name}{again + 1 if again else ''}"
+        self._models.append(_Known(ref(model), prefix))
+        return self._models[-1]
+
+    def _watched(self, optimizer: Optimizer) -> WatchedParameters:
+        names: dict[int, tuple[str, str]] = {}
+        for known in reversed(self._models):
+            model = known.model()
+            if model is not None:
+                found = parameter_paths(model)
+                names |= {key: (joined(known.prefix, path), name) for key, (path, name) in found.items()}
+        return WatchedParameters(optimizer, names, self._kinds)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+            warnings.warn(text, UserWarning, stacklevel=2)
+
+
+class _Known(NamedTuple):
+    """A model that has been called, and what its modules' paths begin with."""
+
+    model: ref[nn.Module]
+    prefix: str
+
+
+class _Watched:
+    """One watched update, on the device until it is read.
+
+    Args:
+        rows: of everything but ratios.
+        ratios: which count only if the update was not skipped.
+        scales: what a kind of gradient is too large by.
+        record: with no rows yet, and what is still on the device left out.
+        loss_scale, skipped: of the update.
+    """
+
+    def __init__(
+        self,
+        rows: ExponentRows,
+        ratios: ExponentRows,
+        scales: dict[str, Tensor | float],
+        record: RangesRecord,
+        loss_scale: Tensor | float,
+        skipped: Tensor | bool,
+    ) -> None:
+        self._device_side: Any = (rows, ratios, scales, loss_scale, skipped)
+        self._record = record
+
+    def read(self) -> RangesRecord:
+        """The record; waits for the device the first time."""
+        if self._device_side is not None:
+            rows, ratios, scales, loss_scale, skipped = self._device_side
+            shifts = {what: _exponents_down(float(scale)) for what, scale in scales.items()}
+            found = rows.read(shifts) + ([] if bool(skipped) else ratios.read(shifts))
+            self._record = replace(self._record, loss_scale=float(loss_scale), rows=found)
+            self._device_side = None
+        return self._record
+
+
+def _exponents_down(scale: float) -> int:
+    """What takes a scale away, by whole exponents."""
+    return -round(math.log2(scale)) if 0 < scale < math.inf else 0
+
+
+def _kept(value: Any) -> Any:
+    """A number as it is now, wherever it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured: it would count in every replay."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
