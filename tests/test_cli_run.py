@@ -65,3 +65,116 @@ def test_every_option_is_on_the_page() -> None:
         for option in action.option_strings:
             if option not in ("-h", "--help"):
                 assert f"`{option}" in page, option
+
+
+TRAIN = """
+import os, sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+os.chdir("elsewhere")
+for step in range(4):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(torch.ones(8, 4)), torch.zeros(8, dtype=torch.long)).backward()
+    optimizer.step()
+print(sys.argv[1:])
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "folder", "watched"),
+    [
+        (["--watch"], "mezzo-run", [0]),
+        (["--watch=2"], "mezzo-run", [0, 2]),
+        (["--quiet", "--watch", "--precision", "bf16", "--out", "here/run"], "here/run", [0]),
+        (["--out=here"], "here", []),
+        (["--precision", "fp16", "--watch=3", "--no-trace"], "mezzo-run", [0, 3]),
+    ],
+)
+def test_a_watched_run_leaves_records_and_a_report(
+    options: list[str],
+    folder: str,
+    watched: list[int],
+    train: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--watch", "7", "--watch=8", "-m", "--out", "x"]  # the script's own
+    assert main(["run", *options, train, *words]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == f"{words}\n"
+    found = list(records.read(tmp_path / folder / "runs" / "run.jsonl"))
+    assert [r.update for r in found if isinstance(r, records.RangesRecord)] == watched
+    page = (tmp_path / folder / "report.html").absolute()
+    assert page.stat().st_size > 1000
+    assert (f"mezzo: report: {page}\n" in captured.err) == ("--quiet" not in options)
+    first = found[0]
+    assert isinstance(first, records.RunStarted)
+    assert first.argv == words
+    assert not (tmp_path / "elsewhere" / "mezzo-run").exists()
+
+
+def test_records_without_a_report(train: str, tmp_path: Path) -> None:
+    assert main(["run", "--quiet", "--watch", "--records", "r.jsonl", train]) == 3
+    assert any(isinstance(r, records.RangesRecord) for r in records.read(tmp_path / "r.jsonl"))
+    assert not (tmp_path / "mezzo-run").exists()
+
+
+def test_a_second_run_takes_the_place_of_the_first(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for policy in ("bf16", "fp32"):
+        monkeypatch.chdir(tmp_path)  # the script has left it
+        assert main(["run", "--quiet", "--out", "here", "--precision", policy, train]) == 3
+        (started, *_) = records.read(tmp_path / "here" / "runs" / "run.jsonl")
+        assert isinstance(started, records.RunStarted)
+        assert started.policy == policy
+        (tmp_path / "here" / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--watch=0"], "'0' is no number of updates. Write --watch, or --watch=50"),
+        (["--watch=x"], "'x' is no number of updates"),
+        (["--out", "full"], "holds other files (comparison.json)"),
+        (["--out", "train.py"], "Name a folder that can be written"),
+        (["--out", "a", "--records", "b"], "not allowed with argument"),
+    ],
+)
+def test_refusals(
+    options: list[str], why: str, train: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "comparison.json").write_text("{}")
+    assert main(["run", *options, train]) == 2
+    assert why in capsys.readouterr().err.replace("\n", " ")
+    assert (tmp_path / "train.py").read_text() == TRAIN
+
+
+def test_each_process_of_torchrun_has_records_of_its_own(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["run", "--watch", train]) == 3
+    assert [p.name for p in (tmp_path / "mezzo-run").rglob("*.*")] == ["run-rank1.jsonl"]
+    assert "report" not in capsys.readouterr().err
+
+
+def test_the_summary_says_the_policys_notes(train: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--precision", "bf16,scaling=rowwise", train]) == 3
+    said = (
+        "mezzo: scaling=rowwise does nothing here: it scales fp8 factors, and nothing is computed in fp8.\n"
+    )
+    assert said in capsys.readouterr().err

@@ -76,7 +76,7 @@ class Told:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     one = Told()
-    monkeypatch.setattr(companions, "watchers_for", lambda session, model: [one])
+    monkeypatch.setattr(companions, "watchers_for", lambda session: [one])
     monkeypatch.setattr(companions, "tracer_for", lambda session: None)
     return one
 

@@ -103,7 +103,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         by_hook = {id(leaf) for leaf in hooked}
 
         def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            with unscaling(hooked, scale), _told(companions, () if _in_functorch() else roots, scale):
+            with unscaling(hooked, scale):
                 found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
             return tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
@@ -154,6 +154,7 @@ def _carefully(
             if scale <= 1.0 or not any(found.read()):
                 break
             scale = session.overflowed(scale)
+            session.companions.backward_again()
     finally:
         if not create_graph:
             _into_the_old(before)

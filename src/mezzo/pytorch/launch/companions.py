@@ -3,7 +3,7 @@
 | moment              | told from                                                                             |
 |---------------------|---------------------------------------------------------------------------------------|
 | `call_*`            | an outermost call of a module in training mode, with gradients                        |
-| `backward_begins`   | `backward` and, with a loss scale, `autograd.grad`; the scale is the run's            |
+| `backward_begins`   | an outermost `backward`; its scale is the run's                                       |
 | `update_*`          | an optimizer's step. `.grad` is unscaled by then, so its scale is 1                   |
 | `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from mezzo.pytorch.launch.quiet import quiet
@@ -32,18 +32,15 @@ if TYPE_CHECKING:
     from mezzo.pytorch.monitor.observer import StepObserver
 
 
-def watchers_for(session: Session, model: nn.Module) -> list[StepObserver]:
-    """Those whom the request asks for, but for the tracer, in the order in which they are told.
-
-    Args:
-        session: the run.
-        model: the module whose call is the first of the run.
-    """
-    request, found = session.request, []
+def watchers_for(session: Session) -> list[StepObserver]:
+    """Those whom the request asks for, but for the tracer, in the order in which they are told."""
+    request = session.request
+    found: list[StepObserver] = []
     if request.watch:
-        ranges: Any = importlib.import_module("mezzo.pytorch.monitor.ranges")
-        every = ranges.DEFAULT_EVERY if request.watch < 0 else request.watch
-        found.append(ranges.RangeWatch(model, None, every=every, clock=session.journal.now))
+        from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
+
+        every = DEFAULT_EVERY if request.watch < 0 else request.watch
+        found.append(RangeWatch(None, None, every=every, clock=session.journal.now))
     if request.sensitivity is not None:
         probe: Any = importlib.import_module("mezzo.pytorch.sensitivity.probe")
         found.append(probe.Probe(request.sensitivity))
@@ -51,9 +48,7 @@ def watchers_for(session: Session, model: nn.Module) -> list[StepObserver]:
 
 
 def tracer_for(session: Session) -> StepObserver | None:
-    """Who looks into skipped steps; None where the request wants nobody to."""
-    if not session.request.trace:
-        return None
+    """Who looks into skipped steps."""
     try:
         tracer: Any = importlib.import_module("mezzo.pytorch.monitor.overflow_tracer")
     except ModuleNotFoundError:
@@ -78,8 +73,9 @@ class Companions:
     def __init__(self, session: Session) -> None:
         request = session.request
         self._session = session
+        self._traces = request.trace
         self._wanted = bool(request.watch) or request.sensitivity is not None
-        self._watchers: list[StepObserver] | None = None
+        self._watchers: list[StepObserver] = []
         self._tracer: StepObserver | None = None
         self._thread = 0
         self._closures = 0
@@ -90,7 +86,7 @@ class Companions:
     def listening(self) -> bool:
         """Whether anybody is to be told of what happens now, in this thread."""
         session = self._session
-        if not (self._wanted or (session.request.trace and session.scaling)):
+        if not (self._wanted or (self._traces and session.scaling)):
             return False
         if self.busy or self._closures or session.left_alone is not None:
             return False
@@ -103,10 +99,10 @@ class Companions:
 
         if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
             return False
-        if self._watchers is None:
-            self._watchers = watchers_for(self._session, model)
+        if not self._thread:
             self._thread = threading.get_ident()
-        if self._tracer is None and self._session.scaling:
+            self._watchers = watchers_for(self._session)
+        if self._traces and self._tracer is None and self._session.scaling:
             self._tracer = tracer_for(self._session)
         self._calls += 1
         self._tell("call_begins", model, args, kwargs)
@@ -126,6 +122,13 @@ class Companions:
             for loss in losses:
                 if isinstance(loss, Tensor):
                     self._tell("backward_begins", loss, scale)
+
+    @quiet
+    def backward_again(self) -> None:
+        """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
+        if self.listening:
+            for one in list(self._watchers):  # who would count its gradients twice
+                self._tell_one(one, "step_dropped")
 
     @quiet
     def update_begins(self, optimizer: Any) -> None:
@@ -153,7 +156,7 @@ class Companions:
     @quiet
     def closure_begins(self) -> None:
         """A step with a closure begins: nobody is told of what it does."""
-        if self.listening and self._watchers is not None:
+        if self.listening and self._thread:
             self._session.journal.note("steps with a closure are not watched, and not looked into")
             self._tell("step_dropped")
         self._closures += 1
@@ -173,24 +176,36 @@ class Companions:
         records = self._drained()
         self._tell("step_dropped")
         for one in self._all():
-            done = getattr(one, "finish", None)
-            if done is not None:
-                done()
+            if hasattr(one, "finish"):
+                self._tell_one(one, "finish")
+            for note in getattr(one, "notes", ()):
+                session.journal.note(note)
         return records
 
     def _all(self) -> list[StepObserver]:
         tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
-        return [*(self._watchers or ()), *(() if tracer is None else (tracer,))]
+        return [*self._watchers, *(() if tracer is None else (tracer,))]
 
     def _tell(self, what: str, *args: Any, **kwargs: Any) -> None:
-        if self.busy:
-            return
+        if not self.busy:
+            for one in self._all():
+                self._tell_one(one, what, *args, **kwargs)
+
+    def _tell_one(self, one: StepObserver, what: str, *args: Any, **kwargs: Any) -> Any:
+        """Whatever becomes of one who looks, the script goes on."""
         self.busy = True
         try:
-            for one in self._all():
-                getattr(one, what)(*args, **kwargs)
+            return getattr(one, what)(*args, **kwargs)
+        except Exception as error:
+            self._session.journal.note(f"{type(one).__name__} gave up: {type(error).__name__}: {error}")
+            self._watchers = [other for other in self._watchers if other is not one]
+            if one is self._tracer:
+                self._tracer, self._traces = None, False
+            with suppress(Exception):
+                one.step_dropped()
+            return []
         finally:
             self.busy = False
 
     def _drained(self) -> list[Record]:
-        return [record for one in self._all() for record in one.drain()]
+        return [record for one in self._all() for record in self._tell_one(one, "drain")]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mezzo.core.loss_scale import NoLossScale
 
 if TYPE_CHECKING:
+    from mezzo.core.records import OverflowRecord
     from mezzo.pytorch.launch.session import Session
+
+# Places where values that are not finite were made, told one by one.
+_PLACES = 5
 
 
 def summary(session: Session) -> str:
@@ -28,6 +33,7 @@ def summary(session: Session) -> str:
                 else ""
             )
             lines.append(f"loss scale {session.scale.scale:g} at the end{reruns}")
+        lines += findings(journal.findings)
         if journal.ops:
             lines.append(_ops(session))
         lines += session.policy.notes
@@ -65,6 +71,29 @@ def _ops(session: Session) -> str:
         by_format.setdefault(op.observed.split(" -> ")[0], []).append(op.op)
     parts = [f"{name or 'no floats'}: {len(ops)} ops" for name, ops in sorted(by_format.items())]
     return "formats seen in one step: " + "; ".join(parts)
+
+
+def findings(records: Sequence[OverflowRecord]) -> list[str]:
+    """What was found out about the skipped steps: what is to be mended, each place once, with what to try first."""
+    probes = sum(not record.finding.alarms for record in records)
+    lines = []
+    if probes:
+        what = (
+            "was the loss scale finding its place" if probes == 1 else "were the loss scale finding its place"
+        )
+        lines.append(f"{_count(probes, 'skipped step')} {what}")
+    places: dict[str, list[OverflowRecord]] = {}
+    for record in records:
+        if record.finding.alarms:
+            places.setdefault(str(record.finding), []).append(record)
+    for place, same in list(places.items())[:_PLACES]:
+        times = f", and {_count(len(same) - 1, 'later one')}" if len(same) > 1 else ""
+        lines.append(f"update {same[0].update} skipped{times}: {place}")
+        if same[0].finding.remedies:
+            lines.append(f"  try: {same[0].finding.remedies[0]}")
+    if len(places) > _PLACES:
+        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, in the records")
+    return lines
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
