@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
+from mezzo.core.rounding import round_number
 
 BINS = 258
 """Length of the vector that a kernel counts into, by the exponent field of the FP32 number.
@@ -124,12 +125,11 @@ class Histogram:
             UnknownNameError: no such format.
         """
         form = named(format)
-        half_step = 2.0 ** (form.maxexp - 1 - form.nmant) / 2 if form.maxexp < 1000 else 0.0
         try:
             value = math.ldexp(self.largest, shift)
         except OverflowError:
             return True
-        return value >= float(form.max) + half_step if form.maxexp < 1000 else False
+        return not math.isfinite(round_number(value, form, "infinity"))
 
     def lost(self, format: str | Format) -> float | None:
         """Of ratios update / weight, the share too small to move a weight of this format: below ``2**-(nmant + 1)``.

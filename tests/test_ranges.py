@@ -1,0 +1,148 @@
+"""Histogram: what it says of a format is what rounding to that format does, exponent by exponent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mezzo.core import formats
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.ranges import BINS, INFINITE, NAN, WHAT, ZERO, Histogram, Shares
+
+FORMATS = ("fp16", "bf16", "tf32", "fp32", "e4m3fn", "e5m2")
+EXPONENTS = range(-150, 129)
+SHIFTS = (-20, 0, 16)
+
+
+def fate(value: float, name: str) -> str:
+    """What rounding makes of a number: a field of `Shares`."""
+    rounded = float(formats.round(value, name))
+    if not math.isfinite(rounded):
+        return "overflow"
+    if rounded == 0:
+        return "underflow"
+    return "normal" if abs(value) >= formats.named(name).smallest_normal else "subnormal"
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_shares_of_every_exponent_are_what_rounding_does(name: str, shift: int) -> None:
+    """At 1.25 times the power of two: above the tie to zero, and below the largest number of a top binade."""
+    for exponent in EXPONENTS:
+        shares = Histogram(exponent, [3]).shares(name, shift)
+        expected = {"underflow": 0.0, "subnormal": 0.0, "normal": 0.0, "overflow": 0.0}
+        expected[fate(1.25 * 2.0 ** (exponent + shift), name)] = 1.0
+        assert shares == Shares(**expected), f"2**{exponent} in {name}"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(-40, 40), st.integers(-30, 30))
+def test_shares_are_of_what_is_finite_and_not_zero(counts: list[int], lowest: int, shift: int) -> None:
+    seen = Histogram(lowest, counts, zeros=5, infinities=7, nans=1)
+    for name in FORMATS:
+        shares = seen.shares(name, shift)
+        if not sum(counts):
+            assert shares is None
+            continue
+        expected = dict.fromkeys(("underflow", "subnormal", "normal", "overflow"), 0)
+        for place, count in enumerate(counts):
+            expected[fate(1.25 * 2.0 ** (lowest + place + shift), name)] += count
+        assert shares is not None
+        for field, number in expected.items():
+            assert getattr(shares, field) == pytest.approx(number / sum(counts), abs=1e-12)
+
+
+# The number at which each format overflows, and the one below it that does not.
+EDGES = [
+    ("fp16", 65520.0, 65519.99609375),
+    ("bf16", 3.3961775292304957e38, 3.39617752923e38),
+    ("e4m3fn", 464.00003, 464.0),  # a tie, and 448 is even: the pattern above it is NaN
+    ("e5m2", 61440.0, 61439.996),
+    ("tf32", 3.4020e38, 3.4011e38),
+    ("fp32", math.inf, 3.4028234663852886e38),
+]
+
+
+@pytest.mark.parametrize(("name", "over", "under"), EDGES, ids=[row[0] for row in EDGES])
+def test_overflows_is_exact(name: str, over: float, under: float) -> None:
+    for value, expected in ((over, True), (under, False)):
+        assert (fate(value, name) == "overflow") is expected
+        assert Histogram(largest=value).overflows(name) is expected
+        for shift in (-12, 5):
+            assert Histogram(largest=math.ldexp(value, -shift)).overflows(name, shift) is expected
+    assert not Histogram().overflows(name)
+
+
+@given(st.floats(min_value=0, max_value=3.4e38), st.sampled_from(FORMATS))
+def test_overflows_is_what_rounding_does(largest: float, name: str) -> None:
+    assert Histogram(largest=largest).overflows(name) is not math.isfinite(
+        float(formats.round(largest, name))
+    )
+
+
+def test_a_shift_beyond_what_python_can_hold_overflows() -> None:
+    assert Histogram(largest=1.0).overflows("fp32", 2000)
+    assert not Histogram(largest=1.0).overflows("fp64", 1000)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_lost_is_what_adding_in_the_format_loses(name: str) -> None:
+    """A ratio in a binade below ``2**-(nmant + 1)`` never moves the weight 1; one above always does."""
+    bits = formats.named(name).nmant
+    for exponent in range(-bits - 4, 2):
+        lost = Histogram(exponent, [1], zeros=9).lost(name)
+        moved = formats.round(1 + 1.25 * 2.0**exponent, name) != 1
+        assert lost == (0.0 if moved else 1.0), exponent
+
+
+def test_lost_without_ratios() -> None:
+    assert Histogram(zeros=3, infinities=2).lost("bf16") is None
+    assert Histogram(-20, [1, 0, 3], zeros=3).lost("fp16") == 1.0
+    assert Histogram(-12, [1, 3]).lost("fp16") == 0.25
+
+
+def test_from_bins_trims_and_keeps_apart_what_has_no_exponent() -> None:
+    bins = [0] * BINS
+    bins[0], bins[127], bins[130], bins[INFINITE], bins[ZERO], bins[NAN] = 1, 2, 3, 4, 5, 6
+    seen = Histogram.from_bins(bins, 15.5)
+    assert (seen.lowest, len(seen.counts), seen.counts[0], seen.counts[-1]) == (-127, 131, 1, 3)
+    assert (seen.infinities, seen.zeros, seen.nans, seen.largest, seen.elements) == (4, 5, 6, 15.5, 21)
+    assert Histogram.from_bins([0] * BINS) == Histogram()
+    with pytest.raises(UsageError, match="258 bins, not 3"):
+        Histogram.from_bins([1, 2, 3])
+
+
+histograms = st.builds(
+    lambda lowest, counts, zeros, largest: Histogram(lowest, [1, *counts, 1], zeros, 1, 2, largest),
+    st.integers(-60, 60),
+    st.lists(st.integers(0, 5), max_size=30),
+    st.integers(0, 9),
+    st.floats(0, 1e6),
+)
+
+
+@given(histograms, histograms)
+def test_plus_counts_both(one: Histogram, other: Histogram) -> None:
+    both = one.plus(other)
+    assert both == other.plus(one)
+    assert both.elements == one.elements + other.elements
+    assert both.largest == max(one.largest, other.largest)
+    for name in FORMATS:
+        parts = [h.shares(name) for h in (one, other)]
+        mean = sum(p.underflow * sum(h.counts) for p, h in zip(parts, (one, other)) if p) / sum(both.counts)
+        shares = both.shares(name)
+        assert shares is not None
+        assert shares.underflow == pytest.approx(mean)
+    assert one.plus(Histogram()) == one
+
+
+def test_unknown_formats_are_named() -> None:
+    for question in (Histogram(0, [1]).shares, Histogram(0, [1]).overflows, Histogram(0, [1]).lost):
+        with pytest.raises(UnknownNameError, match="fp17"):
+            question("fp17")
+
+
+def test_what_is_looked_at_is_explained() -> None:
+    assert set(WHAT) == {"weight", "activation", "activation gradient", "weight gradient", "update ratio"}
