@@ -1,0 +1,69 @@
+"""The score of the search for culprits: faults that were planted and named, runs without one that raised no alarm.
+
+    python benchmarks/faults.py                 # writes benchmarks/results/faults.json
+
+The rows are in tests/faults: `rows.py` has the faults over CNN, transformer, recurrent nets, GANs and perceptrons, and
+`clean.py` the runs whose loss scale overflows because it looks for its place. That each row is as it says, is shown
+without any tracer by tests/test_faults.py. Exit status 1 if a fault was not named or an alarm was false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mezzo.pytorch.machine import describe
+
+RESULTS = Path(__file__).parent / "results" / "faults.json"
+
+
+def main() -> int:
+    """Run every row; print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    # In front of this file's own folder, where `faults` is this script.
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    scoring = importlib.import_module("faults.score")
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    score = scoring.score()
+    seconds = time.perf_counter() - began
+
+    console = Console(width=120)
+    table = Table(title=f"{len(score.faults)} findings of planted faults, {len(score.clean)} clean runs")
+    table.add_column("what")
+    table.add_column("right", justify="right")
+    table.add_column("of", justify="right")
+    for what, (right, total) in score.counts().items():
+        table.add_row(what, str(right), str(total))
+    for family, (right, total) in score.by_family().items():
+        table.add_row(f"  named, {family}", str(right), str(total))
+    console.print(table)
+    for grade in score.faults:
+        if not (grade.named and grade.cause and grade.line):
+            console.print(
+                ("not named: " if not grade.named else "in part:   ") + scoring.missed(grade), markup=False
+            )
+    for clean in score.clean:
+        for alarm in clean.alarms:
+            console.print(f"false alarm: {clean.name}: {alarm}", markup=False)
+        if not clean.skips:
+            console.print(f"never overflowed: {clean.name}", markup=False)
+    console.print(f"{seconds:.0f} s")
+    record = {"machine": describe(), "seconds": round(seconds, 1), **score.to_json()}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if score.perfect else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,457 @@
+"""Small models of the usual families, each with places (`front`, `middle`, `tail`) where a fault can be built in.
+
+A step takes a few milliseconds. Everything is drawn from seeds, so that two trainees made alike train alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+Batch = tuple[Any, ...]
+Make = Callable[[Any], Optimizer]
+Place = Callable[[], nn.Module] | None
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+@dataclass
+class Trainee:
+    """Models, their optimizers, and the losses of a step.
+
+    Args:
+        models: by the name of their part in the training; one, `main`, unless it is a GAN.
+        optimizers: one for each part that has steps of its own.
+        draw: step number -> batch.
+        losses: the batch -> (part, loss of that part) in the order of the step; a loss is computed when it is called.
+        spoil: what is done to each batch before it is used: where bad batches are planted.
+        loss: a loss in place of the trainee's own: where faults outside of the model are planted.
+        armed: whether faults that are built into the models act.
+    """
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    draw: Callable[[int], Batch]
+    losses: Callable[[Trainee, Batch], Iterator[tuple[str, Callable[[], Tensor]]]]
+    spoil: Callable[[Batch], Batch] = lambda batch: batch
+    loss: Callable[..., Tensor] | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models["main"]
+
+    def step(self, number: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """The losses of step `number`, each to be called inside its part's region."""
+        return self.losses(self, self.spoil(self.draw(number)))
+
+    def arm(self) -> None:
+        """Let every fault that is built in act from now on."""
+        for model in self.models.values():
+            for module in model.modules():
+                if hasattr(module, "armed"):
+                    module.armed = True
+
+
+def _one_loss(default: Callable[..., Tensor]) -> Callable[[Trainee, Batch], Any]:
+    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        chosen = trainee.loss or default
+        yield "main", lambda: chosen(trainee.model, *batch)
+
+    return losses
+
+
+def _drawn(make: Callable[[torch.Generator], Batch]) -> Callable[[int], Batch]:
+    return lambda number: make(torch.Generator().manual_seed(100 + number))
+
+
+def _place(make: Place) -> nn.Module:
+    return nn.Identity() if make is None else make()
+
+
+# ---------------------------------------------------------------------------------------------------- CNN
+
+
+class CNN(nn.Module):
+    """Two convolutions, one BatchNorm, one head: 1 x 8 x 8 pictures of 4 classes."""
+
+    def __init__(self, front: Place, middle: Place, tail: Place) -> None:
+        super().__init__()
+        self.front = _place(front)
+        self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.middle = _place(middle)
+        self.conv2 = nn.Conv2d(4, 8, 3, padding=1, stride=2)
+        self.tail = _place(tail)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.conv1(self.front(x))))
+        x = torch.relu(self.conv2(self.middle(x)))
+        x = self.tail(x.mean((2, 3)))
+        return self.head(x)
+
+
+def cnn(
+    front: Place = None,
+    middle: Place = None,
+    tail: Place = None,
+    optimizer: Make = sgd,
+) -> Trainee:
+    torch.manual_seed(0)
+    model = CNN(front, middle, tail)
+    draw = _drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g), torch.randint(4, (6,), generator=g)))
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        draw,
+        _one_loss(lambda m, x, y: F.cross_entropy(m(x), y)),
+    )
+
+
+# ------------------------------------------------------------------------------------------ transformer
+
+
+class Attention(nn.Module):
+    """Causal attention of one head, written out, with a mask of -inf."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.scores = nn.Identity()
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = self.scores(scores.masked_fill(future, float("-inf")))
+        if padding is not None:
+            scores = scores.masked_fill(padding[:, None, :], float("-inf"))
+        weights = torch.softmax(scores, -1)
+        return self.out(weights @ v)
+
+
+class MLP(nn.Module):
+    """Up, GELU, down."""
+
+    def __init__(self, width: int, middle: Place) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.middle = _place(middle)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(F.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    """Attention and an MLP on a residual stream."""
+
+    def __init__(self, width: int, dropout: float, middle: Place) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = Attention(width)
+        self.mlp = MLP(width, middle)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.ln1(x), padding))
+        return x + self.dropout(self.mlp(self.ln2(x)))
+
+
+class Transformer(nn.Module):
+    """Two blocks over 17 tokens; `how` is the checkpoint's: None, `reentrant` or `not reentrant`."""
+
+    def __init__(self, middle: Place, tail: Place, dropout: float, how: str | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 16)
+        self.blocks = nn.ModuleList([Block(16, dropout, None), Block(16, dropout, middle)])
+        self.norm = nn.LayerNorm(16)
+        self.tail = _place(tail)
+        self.head = nn.Linear(16, 17)
+        self.how = how
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.how is None:
+                x = block(x, padding)
+            else:
+                x = checkpoint(block, x, padding, use_reentrant=self.how == "reentrant")
+        return self.head(self.tail(self.norm(x)))
+
+
+def transformer(
+    middle: Place = None,
+    tail: Place = None,
+    dropout: float = 0.0,
+    how: str | None = None,
+    padded: bool = False,
+    optimizer: Make = adamw,
+) -> Trainee:
+    torch.manual_seed(1)
+    model = Transformer(middle, tail, dropout, how)
+
+    def make(g: torch.Generator) -> Batch:
+        tokens = torch.randint(17, (4, 9), generator=g)
+        padding = torch.zeros(4, 8, dtype=torch.bool)
+        padding[:, 6:] = padded
+        return tokens, padding if padded else None
+
+    def loss(model: nn.Module, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        out = model(tokens[:, :-1]) if padding is None else model(tokens[:, :-1], padding=padding)
+        return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Trainee({"main": model}, {"main": optimizer(model.parameters())}, _drawn(make), _one_loss(loss))
+
+
+# --------------------------------------------------------------------------------------------- recurrent
+
+
+class Recurrent(nn.Module):
+    """A projection, a recurrent layer, a head: predicts a number a sequence."""
+
+    def __init__(self, kind: Callable[..., nn.Module], front: Place, tail: Place) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 8)
+        self.front = _place(front)
+        self.rnn = kind(8, 8, batch_first=True)
+        self.tail = _place(tail)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.rnn(self.front(self.inner(x)))
+        return self.head(self.tail(out[:, -1]))
+
+
+class OwnCell(nn.Module):
+    """A recurrent layer as people write their own: a loop over time with a ReLU."""
+
+    def __init__(self, features: int, width: int, batch_first: bool = True) -> None:
+        super().__init__()
+        self.enter = nn.Linear(features, width)
+        self.again = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        state = torch.zeros(x.shape[0], self.again.in_features)
+        states = []
+        for moment in range(x.shape[1]):
+            state = torch.relu(self.enter(x[:, moment]) + self.again(state))
+            states.append(state)
+        return torch.stack(states, 1), None
+
+
+class Carried(nn.Module):
+    """A layer whose state goes from batch to batch, kept where people keep it: in an attribute, or in a buffer."""
+
+    state: Tensor
+
+    def __init__(self, features: int, width: int, batch_first: bool = True, buffer: bool = False) -> None:
+        super().__init__()
+        self.enter = nn.Linear(features, width)
+        self.again = nn.Linear(width, width, bias=False)
+        self.gain = 1.0
+        if buffer:
+            self.register_buffer("state", torch.zeros(1, width))
+        else:
+            self.state = torch.zeros(1, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        state = self.state
+        for moment in range(x.shape[1]):
+            state = torch.relu(self.enter(x[:, moment]) + self.again(state * self.gain))
+        with torch.no_grad():
+            if "state" in self._buffers:
+                self.state.copy_(state.mean(0, keepdim=True))
+            else:
+                self.state = state.mean(0, keepdim=True).float()
+        return state[:, None], None
+
+
+def recurrent(
+    kind: Callable[..., nn.Module] = nn.LSTM,
+    front: Place = None,
+    tail: Place = None,
+    optimizer: Make = adamw,
+) -> Trainee:
+    torch.manual_seed(2)
+    model = Recurrent(kind, front, tail)
+    draw = _drawn(lambda g: (torch.randn(4, 6, 3, generator=g), torch.randn(4, 1, generator=g)))
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        draw,
+        _one_loss(lambda m, x, y: F.mse_loss(m(x).float(), y)),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- GAN
+
+
+class Player(nn.Module):
+    """Generator or critic: two layers."""
+
+    def __init__(self, wide: int, out: int, middle: Place) -> None:
+        super().__init__()
+        self.first = nn.Linear(wide, 12)
+        self.middle = _place(middle)
+        self.last = nn.Linear(12, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(F.leaky_relu(self.first(x), 0.2)))
+
+
+def gan(
+    generator_middle: Place = None,
+    critic_middle: Place = None,
+    penalty: bool = False,
+    optimizer: Make = adamw,
+) -> Trainee:
+    """The critic's step, then the generator's: two optimizers and two loss scales. `penalty`: on the critic's slope."""
+    torch.manual_seed(3)
+    generator, critic = Player(4, 5, generator_middle), Player(5, 1, critic_middle)
+
+    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        real, noise = batch
+
+        def of_critic() -> Tensor:
+            fake = generator(noise).detach()
+            told, missed = critic(real).float(), critic(fake).float()
+            loss = F.softplus(-told).mean() + F.softplus(missed).mean()
+            if penalty:
+                between = (real + fake.float()).div(2).requires_grad_()
+                (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+                loss = loss + (slope.float().square().sum(1).sqrt() - 1).square().mean()
+            return loss
+
+        def of_generator() -> Tensor:
+            return F.softplus(-critic(generator(noise)).float()).mean()
+
+        yield "critic", of_critic
+        yield "generator", of_generator
+
+    return Trainee(
+        {"generator": generator, "critic": critic},
+        {"generator": optimizer(generator.parameters()), "critic": optimizer(critic.parameters())},
+        _drawn(lambda g: (torch.randn(6, 5, generator=g), torch.randn(6, 4, generator=g))),
+        losses,
+    )
+
+
+# ------------------------------------------------------------------------------------------ perceptrons
+
+
+class TwoHeads(nn.Module):
+    """A trunk with two heads; each head may have an optimizer of its own."""
+
+    def __init__(self, left: Place, right: Place) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 12)
+        self.left = nn.Sequential(_place(left), nn.Linear(12, 1))
+        self.right = nn.Sequential(_place(right), nn.Linear(12, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return {"left": self.left(x), "right": self.right(x)}
+
+
+def two_heads(
+    left: Place = None,
+    right: Place = None,
+    both: bool = True,
+    split: bool = False,
+    optimizer: Make = adamw,
+) -> Trainee:
+    """One loss of both heads (`both=False`: of the left one only, so that the other's output reaches nothing), or
+    with `split` two optimizers over one model: `main` trains trunk and left head, `right` the right head.
+    """
+    torch.manual_seed(4)
+    model = TwoHeads(left, right)
+
+    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        x, y = batch
+
+        def of(head: str) -> Tensor:
+            return F.mse_loss(model(x)[head].float(), y)
+
+        def of_both() -> Tensor:
+            out = model(x)
+            return F.mse_loss(out["left"].float(), y) + F.mse_loss(out["right"].float(), y)
+
+        if split:
+            yield "main", lambda: of("left")
+            yield "right", lambda: of("right")
+        else:
+            yield "main", of_both if both else lambda: of("left")
+
+    if split:
+        optimizers = {
+            "main": optimizer([*model.trunk.parameters(), *model.left.parameters()]),
+            "right": optimizer(model.right.parameters()),
+        }
+    else:
+        optimizers = {"main": optimizer(model.parameters())}
+    return Trainee(
+        {"main": model} | ({"right": model} if split else {}),
+        optimizers,
+        _drawn(lambda g: (torch.randn(6, 5, generator=g), torch.randn(6, 1, generator=g))),
+        losses,
+    )
+
+
+class Stack(nn.Module):
+    """One layer used again and again, and a head."""
+
+    def __init__(self, times: int, between: Place, tail: Place) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.between = _place(between)
+        self.tail = _place(tail)
+        self.head = nn.Linear(8, 1)
+        self.times = times
+
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        for _ in range(self.times):
+            x = self.between(self.shared(x))
+        x = self.tail(x)
+        return self.head(x if offset is None else x + offset)
+
+
+def stack(
+    times: int = 3,
+    between: Place = None,
+    tail: Place = None,
+    accumulate: int = 1,
+    optimizer: Make = adamw,
+) -> Trainee:
+    """Regression; with `accumulate` so many quarters of a batch in each step."""
+    torch.manual_seed(5)
+    model = Stack(times, between, tail)
+
+    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        x, y, *rest = batch
+        chosen = trainee.loss or (lambda m, x, y, *rest: F.mse_loss(m(x, *rest).float(), y))
+        for part in range(accumulate):
+            rows = slice(part * len(x) // accumulate, (part + 1) * len(x) // accumulate)
+            yield "main", lambda rows=rows: chosen(model, x[rows], y[rows], *(r[rows] for r in rest))
+
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        _drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
+        losses,
+    )

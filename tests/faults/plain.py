@@ -1,0 +1,138 @@
+"""What is true of a fault, found out without a tracer: hooks on every module, and one look at each tensor.
+
+It is slow and knows modules only, not operations. It says which rows are true, and no tracer may be asked that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from faults.runs import Compute
+from mezzo.core.finding import OUTSIDE
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The floating tensors in a nest of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_of(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_of(each)
+
+
+def finite(tensors: Any) -> bool:
+    return all(bool(t.detach().isfinite().all()) for t in tensors_of(tensors))
+
+
+@dataclass
+class Look:
+    """What one loss's forward and backward looked like, module by module."""
+
+    inputs_finite: bool = True
+    bad_state: list[str] = field(default_factory=list)
+    forward: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    outputs_finite: bool = True
+    loss_finite: bool = True
+    arriving_finite: bool = True
+
+    def says(self) -> tuple[str, str, str]:
+        """Module, direction, and `state`, `input` or `made`."""
+        if not self.inputs_finite:
+            return "", "forward", "input"
+        if self.bad_state:
+            return self.bad_state[0], "forward", "state"
+        if self.outputs_finite and not self.loss_finite:
+            return OUTSIDE, "forward", "made"
+        if not self.outputs_finite:
+            return self.forward[0] if self.forward else "?", "forward", "made"
+        if not self.arriving_finite:
+            return OUTSIDE, "backward", "made"
+        return self.backward[0] if self.backward else "?", "backward", "made"
+
+
+class Looks:
+    """Looks at the calls of models while a loss is computed, and at the gradients while its backward runs.
+
+    Args:
+        models: whose modules are looked at.
+    """
+
+    def __init__(self, models: dict[str, nn.Module]) -> None:
+        self.models = models
+        self.looks: list[tuple[str, Look]] = []
+
+    def __call__(self, part: str, mp: Any, compute: Compute) -> Tensor:
+        look = Look()
+        self.looks.append((part, look))
+        model = self.models[part]
+        handles = []
+        for path, module in model.named_modules():
+            look.bad_state += [
+                path
+                for value in (*module._parameters.values(), *module._buffers.values())
+                if value is not None and not finite(value)
+            ]
+            handles += [
+                module.register_forward_pre_hook(self._begins(look, path), with_kwargs=True),
+                module.register_forward_hook(self._ended(look, path), with_kwargs=True),
+            ]
+        # A state that is carried from call to call changes in forward: what was there before is what counts.
+        look.bad_state = list(look.bad_state)
+        with mp.autocast():
+            loss = compute()
+        look.loss_finite = finite(loss)
+        if not any(
+            True for m in model.modules() if hasattr(m, "how") and m.how
+        ):  # checkpoints run forward again
+            for handle in handles:
+                handle.remove()
+        return loss
+
+    def _begins(self, look: Look, path: str) -> Any:
+        def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if path == "":
+                look.inputs_finite &= finite([args, kwargs])
+
+        return begins
+
+    def _ended(self, look: Look, path: str) -> Any:
+        def ended(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                if finite([args, kwargs]) and not finite(output):
+                    look.forward.append(path)
+                if path == "":
+                    look.outputs_finite &= finite(output)
+            state = {"bad": False}
+
+            def leaving(gradient: Tensor) -> None:
+                state["bad"] |= not finite(gradient)
+                if path == "":
+                    look.arriving_finite &= finite(gradient)
+
+            def entering(gradient: Tensor) -> None:
+                if not finite(gradient) and not state["bad"] and path not in look.backward:
+                    look.backward.append(path)
+
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(leaving)
+            taken = [*tensors_of([args, kwargs]), *module._parameters.values()]
+            for tensor in taken:
+                if (
+                    tensor is not None
+                    and tensor.requires_grad
+                    and not any(tensor is o for o in tensors_of(output))
+                ):
+                    tensor.register_hook(entering)
+
+        return ended

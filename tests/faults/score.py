@@ -1,0 +1,220 @@
+"""The score: every fault named by the right module, and no alarm where there is no fault.
+
+A fault counts as named if its finding has the module, the direction and, where the row has one, the operation. Cause and
+line are counted beside it. A clean run counts as quiet if no step that was skipped is called a fault.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from faults.clean import CLEAN, Clean, of_clean
+from faults.rows import FAULTS, Expected, Fault
+from faults.runs import acting, of_fault
+from mezzo.core.finding import OUTSIDE, Finding
+
+FAMILIES: dict[str, set[str]] = {
+    "mul": {"mul", "imul", "rmul", "multiply"},
+    "add": {"add", "iadd", "radd"},
+    "div": {"div", "truediv", "itruediv", "rtruediv", "truedivide", "divide"},
+    "pow": {"pow", "rpow"},
+    "matmul": {"matmul", "rmatmul", "bmm", "mm", "baddbmm", "einsum"},
+    "linear": {"linear", "addmm", "mm", "bmm", "matmul"},
+    "conv": {"conv2d", "convolution", "convolutionoverrideable", "mkldnnconvolution"},
+    "half": {"half", "to", "tocopy"},
+    "cast": {"float", "to", "tocopy"},
+    "lstm": {"lstm"},
+    "gru": {"gru"},
+    "layer_norm": {"layernorm", "nativelayernorm"},
+    "group_norm": {"groupnorm", "nativegroupnorm"},
+    "batch_norm": {"batchnorm", "nativebatchnorm"},
+    "rms_norm": {"rmsnorm", "fusedrmsnorm"},
+    "normalize": {"normalize", "div", "truediv"},
+    "softmax": {"softmax"},
+    "eigh": {"linalgeigh", "eigh"},
+}
+"""What an operation of a row may be called, in small letters, without what Python, autograd and ATen add to it."""
+
+
+def plain_name(op: str) -> str:
+    """An operation's name without `Tensor.`, underscores and `Backward0`.
+
+    >>> plain_name("Tensor.__truediv__"), plain_name("DivBackward0"), plain_name("_CarelessBackward")
+    ('truediv', 'div', 'careless')
+    """
+    return re.sub(r"backward\d*$", "", re.split(r"\.|::", op)[-1].lower().replace("_", ""))
+
+
+def is_op(op: str, wanted: str) -> bool:
+    """Whether `op` is one of those that a row calls `wanted`; any is where the row names none."""
+    name = plain_name(op)
+    return not wanted or name in FAMILIES.get(wanted, {wanted.replace("_", "")})
+
+
+@dataclass(frozen=True)
+class FaultGrade:
+    """What was found of one fault, beside what is so.
+
+    Args:
+        name, family: of the row.
+        expected: what is to be found.
+        found: what was, of the last step in which it acted; None where nothing was found.
+        skipped: whether that step was skipped at all.
+        module, direction, op, cause, line: whether each is right.
+        first: module that the finding of the fault's first step named.
+    """
+
+    name: str
+    family: str
+    expected: Expected
+    found: Finding | None
+    skipped: bool
+    module: bool
+    direction: bool
+    op: bool
+    cause: bool
+    line: bool
+    first: str | None = None
+
+    @property
+    def named(self) -> bool:
+        """The right module, direction and operation."""
+        return self.module and self.direction and self.op
+
+
+@dataclass(frozen=True)
+class CleanGrade:
+    """What was said of one run without a fault.
+
+    Args:
+        name, family: of the row.
+        skips: steps that were skipped.
+        alarms: findings that call something a fault.
+        silent: skipped steps without a finding.
+    """
+
+    name: str
+    family: str
+    skips: int
+    alarms: list[Finding] = field(default_factory=list)
+    silent: int = 0
+
+    @property
+    def quiet(self) -> bool:
+        """It overflowed, and no alarm was raised."""
+        return self.skips > 0 and not self.alarms
+
+
+def grade(
+    row: Fault, expected: Expected, found: Finding | None, skipped: bool, first: str | None
+) -> FaultGrade:
+    """Compare a finding with the row."""
+    paths = {expected.module, expected.also} if expected.also else {expected.module}
+    right = {
+        "module": found is not None and found.module in paths,
+        "direction": found is not None and found.direction == expected.direction,
+        "op": found is not None and is_op(found.op, expected.op),
+        "cause": found is not None and found.cause == expected.cause,
+        "line": found is not None and expected.line in found.line,
+    }
+    return FaultGrade(row.name, row.family, expected, found, skipped, first=first, **right)
+
+
+def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
+    """Run a fault with tracing, and grade what each expected part's step found.
+
+    Args:
+        row: the fault.
+        options: of `owners`, in place of the row's.
+    """
+    seen: dict[str, list[Any]] = {}
+    for turn in of_fault(row, trace=True, **options):
+        if turn.number in acting(row) and turn.result.updated:
+            seen.setdefault(turn.part, []).append(turn.result)
+    grades = []
+    for expected in row.all_expected:
+        results = seen[expected.part]
+        first = results[0].finding
+        last = results[-1]
+        grades.append(
+            grade(row, expected, last.finding, last.skipped, None if first is None else first.module)
+        )
+    return grades
+
+
+def grade_of_clean(row: Clean) -> CleanGrade:
+    """Run without a fault, with tracing."""
+    skipped = [turn.result for turn in of_clean(row, trace=True) if turn.result.skipped]
+    alarms = [result.finding for result in skipped if result.finding is not None and result.finding.alarms]
+    silent = sum(result.finding is None for result in skipped)
+    return CleanGrade(row.name, row.family, len(skipped), alarms, silent)
+
+
+@dataclass(frozen=True)
+class Score:
+    """All grades."""
+
+    faults: list[FaultGrade]
+    clean: list[CleanGrade]
+
+    @property
+    def perfect(self) -> bool:
+        """Every fault named, and no alarm without one."""
+        return all(g.named for g in self.faults) and all(g.quiet for g in self.clean)
+
+    def counts(self) -> dict[str, list[int]]:
+        """What was asked -> [how often it was right, of how many]."""
+        faults, clean = len(self.faults), len(self.clean)
+        rows: dict[str, list[int]] = {
+            "named (module, direction, operation)": [sum(g.named for g in self.faults), faults]
+        }
+        for what in ("module", "direction", "op", "cause"):
+            rows[f"right {what}"] = [sum(getattr(g, what) for g in self.faults), faults]
+        lines = [g for g in self.faults if g.expected.line]
+        rows["right line, of those with one in the script"] = [sum(g.line for g in lines), len(lines)]
+        rows["clean runs without an alarm"] = [sum(g.quiet for g in self.clean), clean]
+        rows["skipped steps of clean runs put down to the loss scale"] = [
+            sum(g.skips - len(g.alarms) - g.silent for g in self.clean),
+            sum(g.skips for g in self.clean),
+        ]
+        return rows
+
+    def by_family(self) -> dict[str, list[int]]:
+        """Kind of model -> [faults named, faults]."""
+        families = dict.fromkeys(g.family for g in self.faults)
+        return {
+            family: [
+                sum(g.named for g in self.faults if g.family == family),
+                sum(g.family == family for g in self.faults),
+            ]
+            for family in families
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "counts": self.counts(),
+            "by_family": self.by_family(),
+            "faults": [{**asdict(g), "named": g.named} for g in self.faults],
+            "clean": [{**asdict(g), "quiet": g.quiet} for g in self.clean],
+        }
+
+
+def score(faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
+    """Run and grade all of it."""
+    return Score([g for row in faults for g in grades_of(row)], [grade_of_clean(row) for row in clean])
+
+
+def missed(g: FaultGrade) -> str:
+    """What a fault's finding should have said, and did say, in a line."""
+    e = g.expected
+    wanted = f"{e.cause} {e.direction} {e.op or 'any op'} in {e.module or 'the model'}"
+    if g.found is None:
+        return f"{g.name}: {wanted}; found nothing{'' if g.skipped else ', and the step was not skipped'}"
+    f = g.found
+    where = f.module if f.module != OUTSIDE else OUTSIDE
+    note = f", note: {f.note}" if f.note else ""
+    return f"{g.name}: {wanted}; found {f.cause} {f.direction} {f.op or 'no op'} in {where!r} line {f.line!r}{note}"
