@@ -33,8 +33,9 @@ class Observation:
 
     Args:
         found_inf: whether any gradient was NaN or infinite, after unscaling.
-        largest: the largest magnitude among the activation gradients, unscaled, where the caller knows it.
-            `StatisticalLossScale` learns from it, the others pass it over; 0, NaN and infinity say nothing.
+        largest: the largest magnitude among the gradients of activations and weights, unscaled, where the caller
+            knows it. `StatisticalLossScale` learns from it, the others pass it over; 0, NaN and infinity say
+            nothing.
     """
 
     found_inf: bool

@@ -1,14 +1,14 @@
 """StatisticalLossScale: S from how the largest gradients have been spread so far, instead of by running into overflow.
 
-The largest activation gradient of a step, L, is about log-normal over the steps of a run. With the mean and the
+The largest gradient of a step, L, is about log-normal over the steps of a run. With the mean and the
 standard deviation of log2(L), the S that overflows fp16 in one step of a thousand is known without trying it::
 
     S = 2 ** floor(16 - (mean + 3.09 * deviation))      # 2^16: where fp16 overflows; 3.09: the normal's 0.1 %
 
 `DynamicLossScale` finds the same place from above, by an overflow each time, and when gradients shrink it follows by
 one power of two in thousands of steps; this one follows without an overflow (a sudden jump takes it a few windows,
-since it widens the deviation first). It sees activation gradients only. What else overflows, it learns of as the
-dynamic one does, by backing off.
+since it widens the deviation first). What overflows that it was not told of, it learns of as the dynamic one does,
+by backing off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALLEST_SEEN = 2.0**-126
 
 @dataclass(frozen=True)
 class StatisticalLossScale:
-    """S from the running mean and variance of log2 of the largest activation gradient.
+    """S from the running mean and variance of log2 of the largest gradient, of activations and weights.
 
     One step, each operation rounded to FP32, `bad` = found_inf as 0 or 1, without a branch on a value::
 

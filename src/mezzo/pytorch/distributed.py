@@ -78,6 +78,20 @@ def agreed(
     return (None if found_inf is None else agreed_found.to(found_inf.device)), total
 
 
+def agreed_largest(value: Tensor, group: Any = None) -> Tensor:
+    """The largest of all ranks' numbers, bit-equal on all of them; NaN wins over every number.
+
+    Without a process group, or in one of a single rank, the number itself. Every rank of the group calls it.
+
+    Args:
+        value: 0-dim, on a device that the group's backend can gather from.
+        group: the process group; None: the default one.
+    """
+    if not is_distributed(group):
+        return value
+    return _gathered(value.reshape(1), group).amax()
+
+
 def own_sum_of_squares(params: Sequence[Tensor]) -> Tensor:
     """The sum of squares of this rank's part of the parameters' gradients, as `agreed` takes it.
 

@@ -54,7 +54,7 @@ class DeviceStatisticalLossScale:
 
         Args:
             found_inf: 0-dim FP32 on the same device; 0 where every gradient was finite, above 0 otherwise.
-            largest: 0-dim FP32 there, the largest activation gradient, unscaled; None where nobody looked.
+            largest: 0-dim FP32 there, the largest gradient, unscaled; None where nobody looked.
         """
         pure = self.pure
         bad = found_inf != 0

@@ -39,6 +39,7 @@ from mezzo.pytorch.region.fp8_layers import introduce
 from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
+from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
 from mezzo.pytorch.training import checks, turns, weight_modes
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
@@ -108,8 +109,8 @@ class MixedPrecision:
             Mezzo's under the object that you hold.
         state: what the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
         release_gradients: step each parameter inside backward and free its gradient at once.
-        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, or a
-            number.
+        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale`, `StatisticalLossScale` or
+            `NoLossScale`, or a number.
         device_type: of the region; by default that of the model's first parameter.
         watch: look at the exponents of weights, activations, gradients and updates, by module: True, or at every so
             many updates. See `ranges` and docs/monitoring.md.
@@ -197,6 +198,7 @@ class MixedPrecision:
                 scales=self._machine is not None,
                 enter=lambda: self._regions[self.precision],
                 clock=self._journal.now,
+                follows=isinstance(self._machine, DeviceStatisticalLossScale),
             ),
         )
         self._journal.also(self._observing.drain)
@@ -426,7 +428,7 @@ class MixedPrecision:
         )
         machine = self._scaling()
         if machine is not None and found is not None:
-            self._machine = machine = machine.next(found)
+            self._machine = machine = machine.next(found, self._observing.largest)
         self._journal.update(result)
         self._try_on(result)
         self._unchecked += 1

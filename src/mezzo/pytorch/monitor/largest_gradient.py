@@ -1,0 +1,149 @@
+"""LargestGradient: the largest number of a step's backward pass, for a loss scale that follows it.
+
+It looks at the gradients of what modules return and at those of parameters. The latter are the larger ones where the
+loss is a mean over a large batch: each sample's part of the gradient shrinks with the batch, and their sum over it, the
+weight's gradient, does not (docs/monitoring.md has figures). In the updates that are looked at, hooks are on the
+modules' outputs; in all others there is none. Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.finding import Finding
+from mezzo.core.records import Record
+from mezzo.pytorch import distributed
+from mezzo.pytorch.monitor.exponent_rows import ExponentRows
+from mezzo.pytorch.monitor.module_paths import paths
+from mezzo.pytorch.monitor.watched_outputs import GRADIENT, WatchedOutputs
+
+EVERY = 16
+"""Updates from one that is looked at to the next."""
+
+DENSE = 20
+"""So many updates at the start are all looked at, so that a statistic has its first numbers soon."""
+
+
+class LargestGradient:
+    """Takes the largest magnitude over the gradients of all module outputs and parameters; a `StepObserver`.
+
+    What is compiled into one graph is seen at its outputs and its parameters. Gradients that are released within
+    backward are not seen, those of outputs are.
+
+    Args:
+        every: updates from one that is looked at to the next.
+        dense: updates at the start that are all looked at.
+
+    Attributes:
+        largest: of the update that ended last, 0-dim FP32 on the loss scale's device, divided by the loss scale; the
+            same on all ranks. Not finite where a gradient was not, 0 where none was seen. None: nobody looked.
+    """
+
+    def __init__(self, *, every: int = EVERY, dense: int = DENSE) -> None:
+        self.largest: Tensor | None = None
+        self._every, self._dense = every, dense
+        self._updates = 0
+        self._outputs = WatchedOutputs({GRADIENT})
+        self._seen = _LargestMagnitude()
+        self._of_weights: Tensor | None = None
+
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hooks on the modules, if the update that comes is looked at."""
+        if self._looks() and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            self._outputs.rows = self._seen
+            self._outputs.call_begins(model, paths(model))
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """What the model itself returned."""
+        self._outputs.call_ended(model, output)
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """From here gradients count."""
+        self._outputs.backward_begins()
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """Until here; and the parameters' gradients, which are complete."""
+        self._outputs.backward_ended()
+        if self._looks():
+            of_weights = _LargestMagnitude()
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        of_weights.add("", "", param.grad)
+            scale = torch.as_tensor(scale, dtype=torch.float32)
+            self._of_weights = of_weights.largest(scale.device) / scale
+
+    def update_ended(
+        self,
+        optimizer: Optimizer,
+        *,
+        index: int,
+        number: int,
+        skipped: Tensor | bool,
+        loss_scale: Tensor | float,
+    ) -> None:
+        """The largest of all, over the loss scale; all hooks go."""
+        looked = self._looks()
+        self._outputs.end()
+        self._updates += 1
+        self.largest = None
+        if looked:
+            scale = torch.as_tensor(loss_scale, dtype=torch.float32)
+            # The seed was S / accumulate: with `accumulate`, what the graph held is that much smaller.
+            largest = self._seen.largest(scale.device) / scale
+            if self._of_weights is not None:
+                largest = torch.maximum(largest, self._of_weights.to(largest.device))
+            self.largest = distributed.agreed_largest(largest)
+        self._seen, self._of_weights = _LargestMagnitude(), None
+
+    def step_dropped(self) -> None:
+        """Nothing of the step counts."""
+        self._outputs.end()
+        self._seen, self._of_weights = _LargestMagnitude(), None
+
+    @property
+    def finding(self) -> Finding | None:
+        """None: nobody looks for causes here."""
+        return None
+
+    def drain(self) -> list[Record]:
+        """None: what is seen goes to the loss scale."""
+        return []
+
+    def _looks(self) -> bool:
+        return self._updates < self._dense or self._updates % self._every == 0
+
+
+class _LargestMagnitude(ExponentRows):
+    """In place of a histogram a tensor: the largest magnitude, one number a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._largest: dict[torch.device, Tensor] = {}
+        self._guard = threading.Lock()  # autograd has a thread for each device
+
+    def add(self, module: str, what: str, tensor: Tensor, *, name: str = "", format: str = "") -> bool:
+        """Take a tensor's largest magnitude into account; NaN wins."""
+        numbers = distributed.local(tensor.detach())
+        if numbers.layout is torch.sparse_coo:
+            numbers = numbers._values()
+        if numbers.layout is not torch.strided or not numbers.is_floating_point() or not numbers.numel():
+            return False
+        low, high = torch.aminmax(numbers)
+        own = torch.maximum(-low, high).float()
+        with self._guard:
+            before = self._largest.get(own.device)
+            self._largest[own.device] = own if before is None else torch.maximum(before, own)
+        return True
+
+    def largest(self, device: torch.device) -> Tensor:
+        """Over all devices, on one; 0 where nothing was seen."""
+        found = torch.zeros((), device=device)
+        for one in self._largest.values():
+            found = torch.maximum(found, one.to(device))
+        return found
