@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from mezzo.core.finding import Finding
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
+from mezzo.pytorch.monitor.again import running_again
 from mezzo.pytorch.monitor.largest_gradient import LargestGradient
 from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
 
@@ -51,6 +53,8 @@ def observers_for(
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if follows:
         observers.append(LargestGradient())
+    if trace or (trace is None and scales and next(model.parameters()).device.type == "cpu"):
+        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace)))
     return observers
 
 
@@ -92,7 +96,9 @@ class Observing:
         self._inside = max(0, self._inside - 1)
 
     def _looks(self, model: nn.Module) -> bool:
-        return self._inside == 1 and model.training and torch.is_grad_enabled() and _graph_task() == -1
+        if self._inside != 1 or not model.training or running_again():
+            return False
+        return torch.is_grad_enabled() and _graph_task() == -1
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Backward is about to run from a loss."""
@@ -134,7 +140,8 @@ class Observing:
         return [row for one in self._observers if isinstance(one, RangeWatch) for row in one.rows]
 
     def undo(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model; what was begun is dropped."""
+        self.step_dropped()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

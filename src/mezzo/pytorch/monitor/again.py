@@ -1,0 +1,139 @@
+"""Running a model's call again with nothing left behind: random numbers, buffers, attributes, hooks on leaves.
+
+What is put back: the random state of PyTorch (of the CPU and the model's devices), of `random` and of NumPy; every
+buffer, with its version; numbers and tensors that are attributes of modules. Compiled parts run eagerly, and reentrant
+checkpoints as plain calls, because their backward can't be asked for single gradients.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+_PLAIN = (int, float, bool, type(None), Tensor)
+_now = threading.local()
+
+
+def running_again() -> bool:
+    """Whether this thread is running a call again: who looks at training steps should look away."""
+    return bool(getattr(_now, "again", False))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """What random numbers will come next."""
+
+    torch_cpu: Tensor
+    devices: tuple[tuple[torch.device, Tensor], ...]
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, devices: tuple[torch.device, ...] = ()) -> RandomState:
+        """As it is now.
+
+        Args:
+            devices: those whose generators are kept beside the CPU's.
+        """
+        numpy = sys.modules.get("numpy")
+        return cls(
+            torch.get_rng_state(),
+            tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in devices),
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(),
+        )
+
+    def put_back(self) -> None:
+        """Let the random numbers go on from here."""
+        torch.set_rng_state(self.torch_cpu)
+        for device, state in self.devices:
+            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, about."""
+        return self.torch_cpu.nbytes + sum(state.nbytes for _, state in self.devices) + 2_500 * 2
+
+
+def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
+    """The accelerators that a model's parameters and buffers are on."""
+    found = {tensor.device for group in (model.parameters(), model.buffers()) for tensor in group}
+    return tuple(sorted((d for d in found if d.type in ("cuda", "xpu", "mps")), key=str))
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[None]:
+    """Run a model inside, and find everything as it was before afterwards."""
+    state = RandomState.now(devices_of(model))
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    attributes = [(module, _attributes(module)) for module in model.modules()]
+    held = [dict(module._buffers) for module, _ in attributes]
+    leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
+    before = running_again()
+    _now.again = True
+    for leaf, _ in leaves:
+        leaf._backward_hooks = None
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_eager())
+            stack.enter_context(_no_reentrant_checkpoint())
+            yield
+    finally:
+        _now.again = before
+        for leaf, hooks in leaves:
+            leaf._backward_hooks = hooks
+        for (module, kept), own in zip(attributes, held):
+            module._buffers.update(own)
+            for name in [name for name in _attributes(module) if name not in kept]:
+                del module.__dict__[name]
+            module.__dict__.update({name: value for name, value in kept.items()})
+        with torch.no_grad():
+            for buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+                    torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+        state.put_back()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, _PLAIN)}
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled functions run as they were written."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _Plain:
+    """In place of the autograd Function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(run: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return run(*args)
+
+
+@contextmanager
+def _no_reentrant_checkpoint() -> Iterator[None]:
+    module: Any = torch_checkpoint
+    before, module.CheckpointFunction = module.CheckpointFunction, _Plain
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = before

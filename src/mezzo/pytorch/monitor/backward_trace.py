@@ -1,0 +1,121 @@
+"""BackwardTrace: runs backward over a graph that was traced forward, and notes where gradients cease to be finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.finding import TensorFacts
+from mezzo.pytorch.monitor import op_names
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place
+from mezzo.pytorch.monitor.tensor_facts import facts, finite
+
+SUM = "sum of gradients"
+
+
+@dataclass
+class Backward:
+    """What one run of backward showed.
+
+    Args:
+        finite: whether every gradient of a leaf was.
+        produced: the first operation that made a gradient that isn't finite of ones that are.
+        node: its node.
+        cause: ``overflow`` or ``invalid``.
+        inputs, outputs: the gradients that came in and went out, and what the operation had saved.
+        passed: the operations that passed it on, in order.
+    """
+
+    finite: bool = True
+    produced: Place | None = None
+    cause: str = "overflow"
+    inputs: list[TensorFacts] = field(default_factory=list)
+    outputs: list[TensorFacts] = field(default_factory=list)
+    passed: list[Place] = field(default_factory=list)
+
+
+def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Backward:
+    """Backward from the outputs of a traced call to its leaves; no `.grad` changes.
+
+    Args:
+        trace: of the call.
+        outputs: tensors on the graph, each with its gradient in `grads`, of its shape.
+        grads: finite.
+    """
+    watch = _Watch(trace)
+    leaves = list(trace.leaves.values())
+    handles = [node.register_hook(watch.hook(node)) for node in trace.places]
+    try:
+        given = torch.autograd.grad(
+            list(outputs), leaves, list(grads), retain_graph=True, allow_unused=True, materialize_grads=False
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = watch.found
+    bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
+    found.finite = not bad
+    if bad and found.produced is None:  # each of several uses was finite, and not their sum
+        found.produced = Place("", SUM)
+    return found
+
+
+class _Watch:
+    def __init__(self, trace: ForwardTrace) -> None:
+        self._trace = trace
+        self._sent: set[Any] = set()
+        self.found = Backward()
+
+    def hook(self, node: Any) -> Any:
+        def look(going: tuple[Tensor | None, ...], coming: tuple[Tensor | None, ...]) -> None:
+            with torch._C.DisableTorchFunction():
+                self._look(node, going, coming)
+
+        return look
+
+    def _look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
+        bad_going = [grad is not None and not finite(grad) for grad in going]
+        for (following, _), bad in zip(node.next_functions, bad_going):
+            if bad:
+                self._sent.add(following)
+        bad_coming = any(grad is not None and not finite(grad) for grad in coming)
+        if not any(bad_going) and not bad_coming:
+            return
+        place = self._trace.places[node]
+        if self.found.produced is not None:
+            self.found.passed.append(place)
+        elif not bad_coming:
+            self.found.produced = place
+            self._describe(node, going, coming)
+        elif node not in self._sent:
+            self.found.produced = Place(place.module, SUM, place.line)
+            self.found.outputs = [facts(g, "sum of gradients") for g in coming if g is not None][:3]
+
+    def _describe(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
+        found = self.found
+        kept = saved(node)
+        found.inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
+        found.outputs = [
+            facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
+        ][:3]
+        at_pole = op_names.of_node(node) in op_names.POLES and any(one.zeros for one in kept)
+        found.cause = "invalid" if at_pole or any(one.nans for one in found.outputs) else "overflow"
+
+
+def saved(node: Any) -> list[TensorFacts]:
+    """Facts of the floating tensors that a node saved in forward, if they are still there."""
+    kept: list[TensorFacts] = []
+    for name in dir(node):
+        if not name.startswith("_saved_"):
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place
+            continue
+        if isinstance(value, Tensor) and value.is_floating_point():
+            kept.append(facts(value, f"saved {name.removeprefix('_saved_')}"))
+    return kept[:4]

@@ -1,0 +1,388 @@
+"""ForwardTrace: follows values that aren't finite through a forward pass, from the operation that produced them.
+
+A function mode sees each operation as the user called it, with what Mezzo's kernels made of it; the dispatcher would
+show what is inside. Functions that PyTorch writes in Python are looked into (`F.normalize` is a norm, a
+clamp and a division).
+
+-inf that somebody wrote down (a mask on scores) is no finding, nor is anything that an operation absorbs: what is asked
+for at the end is what reached a given tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+import torch._tensor
+import torch.functional
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from mezzo.core.finding import TensorFacts
+from mezzo.pytorch.monitor import op_names, user_line
+from mezzo.pytorch.monitor.tensor_facts import facts, finite, only_minus_infinity, tensors
+
+_UNDEFINED = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+)
+_STATISTICS = (
+    "batch_norm",
+    "instance_norm",
+)  # in training they write running statistics, and don't read them
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@dataclass
+class Place:
+    """An operation: where, by whom, on which of the user's lines; and the event that it was, if one."""
+
+    module: str
+    op: str
+    line: user_line.Line | None = None
+    event: Event | None = None
+
+
+@dataclass
+class Event:
+    """An operation that returned something that isn't finite, or a tensor that was there and is not.
+
+    Args:
+        place: of it.
+        number: in order.
+        kind: ``passed`` (something not finite went in), ``overflow`` or ``invalid`` (produced it), ``input``,
+            ``state``, ``meant`` (-inf that somebody wrote, and what comes of it).
+        parents: where what went in came from.
+        inputs, outputs: what went in and came out; of those that only passed it on, nothing.
+    """
+
+    place: Place
+    number: int
+    kind: str
+    parents: list[Event] = field(default_factory=list)
+    inputs: list[TensorFacts] = field(default_factory=list)
+    outputs: list[TensorFacts] = field(default_factory=list)
+
+    @property
+    def meant(self) -> bool:
+        """Whether it is no more than a mask."""
+        return self.kind == "meant"
+
+
+class ForwardTrace(TorchFunctionMode):
+    """Watches every torch function between `__enter__` and `__exit__`.
+
+    Args:
+        model: whose modules' paths are told.
+        inputs: tensors that the model is given, by name.
+        stop: code of the function that calls the model: the user's lines are looked for inside of it.
+        called: the line from where the model was called, for operations in modules that are all PyTorch's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[tuple[str, Tensor]] = (),
+        *,
+        stop: CodeType | None = None,
+        called: user_line.Line | None = None,
+    ) -> None:
+        super().__init__()
+        self._paths = {id(module): _unwrapped(path) for path, module in model.named_modules()}
+        self._stack: list[str] = [""]
+        self._stop, self._called = stop, called
+        self._states: dict[int, tuple[str, str, bool]] = {}
+        for path, module in model.named_modules():
+            for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name, tensor in own.items():
+                    if tensor is not None and tensor.numel():
+                        self._states[tensor.data_ptr()] = (_unwrapped(path), name, is_parameter)
+        self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
+        self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
+        self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
+        self._count = 0
+        self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
+        self.leaves: dict[Any, Tensor] = {}  # node that accumulates -> its leaf
+
+    # ------------------------------------------------------------------------------------ where we are
+
+    @contextmanager
+    def watching(self) -> Iterator[ForwardTrace]:
+        """In force inside, with hooks on all modules."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with _python_functions_open(), self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self._stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors(output):
+                self.claim(tensor, None)
+        if len(self._stack) > 1:
+            self._stack.pop()
+
+    @property
+    def module(self) -> str:
+        """Path of the module that is running."""
+        return self._stack[-1]
+
+    def _place(self, op: str) -> Place:
+        return Place(self.module, op, user_line.find(self._stop) or self._called)
+
+    # ------------------------------------------------------------------------------------ operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it, and note what became of values that aren't finite."""
+        kwargs = kwargs or {}
+        ins = list(tensors((args, kwargs)))
+        for tensor in ins:
+            self.claim(tensor, None)
+        versions = [tensor._version if not tensor.is_inference() else 0 for tensor in ins]
+        out = func(*args, **kwargs)
+        outs = list(tensors(out))
+        for tensor, version in zip(ins, versions):
+            if (
+                not tensor.is_inference()
+                and tensor._version != version
+                and not any(tensor is o for o in outs)
+            ):
+                outs.append(tensor)
+        if not outs:
+            return out
+        name = op_names.of_function(func)
+        place: Place | None = None
+        bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
+        if name in _STATISTICS:
+            ins, bad = self._without_statistics(ins, bad)
+        for tensor in outs:
+            self._events.pop(id(tensor), None)
+        if bad:
+            place = self._place(name)
+            self._note(place, func, args, kwargs, ins, versions, bad)
+        if any(tensor.requires_grad for tensor in outs):
+            place = place or self._place(name)
+            for tensor in outs:
+                self.claim(tensor, place)
+        return out
+
+    def _without_statistics(self, ins: list[Tensor], bad: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        def is_one(tensor: Tensor) -> bool:
+            known = self._states.get(tensor.data_ptr())
+            return known is not None and not known[2]
+
+        return [t for t in ins if not is_one(t)], [t for t in bad if not is_one(t)]
+
+    def _note(
+        self,
+        place: Place,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        ins: list[Tensor],
+        versions: list[int],
+        bad: list[Tensor],
+    ) -> None:
+        parents: list[Event] = []
+        written = {id(tensor) for tensor, version in zip(ins, versions) if tensor._version != version}
+        for tensor in ins:
+            known = self._event_of(tensor)
+            if known is None and id(tensor) not in written and not finite(tensor):
+                known = self._origin(tensor)
+            if known is not None:
+                parents.append(known)
+        masks = all(only_minus_infinity(tensor) for tensor in bad)
+        kind = "passed"
+        if all(parent.meant for parent in parents):
+            if (parents or _writes_infinity(args, kwargs)) and (
+                masks
+                or (
+                    parents
+                    and place.op in ("neg", "mul", "div", "sub", "rsub", "abs", "square", "__getitem__")
+                )
+            ):
+                kind = "meant"
+            else:
+                kind = _cause(place.op, func, args, kwargs, bad, rerun=not written)
+        event = Event(place, self._count, kind, parents)
+        self._count += 1
+        place.event = event
+        if kind in ("overflow", "invalid"):
+            event.inputs = [
+                facts(t, _input_name(self._states.get(t.data_ptr()), n)) for n, t in enumerate(ins)
+            ][:6]
+            event.outputs = [facts(t, "output") for t in bad][:3]
+        for tensor in bad:
+            self._set(tensor, event)
+
+    def _set(self, tensor: Tensor, event: Event) -> None:
+        alive = weakref.ref(tensor)
+        self._events[id(tensor)] = (alive, event)
+        if tensor.layout is torch.strided:
+            self._by_storage[tensor.untyped_storage().data_ptr()] = (alive, event)
+
+    def _event_of(self, tensor: Tensor) -> Event | None:
+        held = self._events.get(id(tensor))
+        if held is not None and held[0]() is tensor:
+            return held[1]
+        return None
+
+    def _origin(self, tensor: Tensor) -> Event | None:
+        """Of a tensor that isn't finite though no operation that was seen made it so."""
+        if tensor.layout is torch.strided:
+            held = self._by_storage.get(tensor.untyped_storage().data_ptr())
+            if held is not None and held[0]() is not None:  # a view of what was written through another
+                return held[1]
+        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        state = self._states.get(pointer)
+        mask = only_minus_infinity(tensor)
+        if state is not None:
+            path, name, is_parameter = state
+            kind = "meant" if mask and not is_parameter else "state"
+            event = Event(Place(path, name), self._count, kind, inputs=[facts(tensor, name)])
+        elif pointer in self._given:
+            name = self._given[pointer]
+            event = Event(
+                Place("", ""), self._count, "meant" if mask else "input", inputs=[facts(tensor, name)]
+            )
+        else:
+            place = Place(self.module, "")
+            event = Event(
+                place, self._count, "meant" if mask else "state", inputs=[facts(tensor, "constant")]
+            )
+        self._count += 1
+        self._set(tensor, event)
+        return event
+
+    def reached(self, tensor: Tensor) -> Event | None:
+        """Behind a tensor that isn't finite; None if it is, or if it holds no more than a mask."""
+        if finite(tensor):
+            return None
+        event = self._event_of(tensor) or self._origin(tensor)
+        return None if event is None or event.meant else event
+
+    # ------------------------------------------------------------------------------------ the graph
+
+    def claim(self, tensor: Tensor, place: Place | None) -> None:
+        """Note who made the nodes of a tensor's graph that nobody has yet; None: one that was not seen."""
+        stack: list[Any] = [tensor.grad_fn] if tensor.requires_grad and tensor.grad_fn is not None else []
+        while stack:
+            node = stack.pop()
+            if node is None or node in self.places or node in self.leaves:
+                continue
+            if hasattr(node, "variable"):
+                self.leaves[node] = node.variable
+                continue
+            self.places[node] = place or Place(self.module, op_names.of_node(node), self._called)
+            stack.extend(following for following, _ in node.next_functions)
+
+
+def _unwrapped(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def root(event: Event) -> tuple[Event, list[Event]]:
+    """The earliest event that produced what an event has, and those that passed it on, in order."""
+    seen: dict[int, Event] = {}
+    stack = [event]
+    while stack:
+        one = stack.pop()
+        if one.number in seen or one.meant:
+            continue
+        seen[one.number] = one
+        stack.extend(one.parents)
+    order = [seen[number] for number in sorted(seen)]
+    producers = [one for one in order if one.kind != "passed"]
+    first = producers[0] if producers else order[0]
+    return first, [one for one in order if one.number > first.number]
+
+
+def _input_name(state: tuple[str, str, bool] | None, number: int) -> str:
+    return f"input {number}" if state is None else state[1]
+
+
+def _writes_infinity(args: Any, kwargs: Any) -> bool:
+    """Whether a number among the arguments is infinite: somebody means it."""
+    flat = [*args, *kwargs.values()]
+    flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
+    return any(isinstance(value, float) and math.isinf(value) for value in flat)
+
+
+def _cause(op: str, func: Any, args: Any, kwargs: Any, bad: Sequence[Tensor], *, rerun: bool) -> str:
+    """``overflow`` if the result lies beyond its format's range, ``invalid`` if there is none."""
+    if rerun:
+        wide = _in_fp64(func, args, kwargs)
+        if wide is not None:
+            if all(bool(torch.isfinite(t).all()) for t in wide):
+                return "overflow"
+            if any(bool(torch.isnan(t).any()) for t in wide):
+                return "invalid"
+            return "invalid" if op in op_names.POLES else "overflow"
+    if op in op_names.POLES or any(bool(torch.isnan(t).any()) for t in bad):
+        return "invalid"
+    return "overflow"
+
+
+def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The operation once more, on FP64 copies; None where it can't be, or doesn't compute in FP64."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().double() if value.is_floating_point() else value
+        if isinstance(value, (list, tuple)):
+            items = [wide(item) for item in value]
+            return tuple(items) if type(value) is tuple else items
+        return value
+
+    device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            kept = {name: wide(value) for name, value in kwargs.items() if name not in ("dtype", "out")}
+            outs = [t for t in tensors(func(*wide(args), **kept)) if t.is_floating_point()]
+    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
+        return None
+    finally:
+        torch.set_rng_state(random)
+    return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
+
+
+@contextmanager
+def _python_functions_open() -> Iterator[None]:
+    """Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does."""
+    modules: list[Any] = [torch.nn.functional, torch.functional, torch._tensor]
+    before = [
+        (module, name, getattr(module, name))
+        for module in modules
+        for name in _ASKERS
+        if hasattr(module, name)
+    ]
+    for module, name, _ in before:
+        setattr(module, name, _no)
+    try:
+        yield
+    finally:
+        for module, name, asker in before:
+            setattr(module, name, asker)
+
+
+def _no(*_: Any) -> bool:
+    return False

@@ -1,0 +1,92 @@
+"""What a model's calls were seen to change besides its parameters, so that it can be put back when one is run again.
+
+It is learned: everything is copied before the first call, and from then on what a call changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from mezzo.pytorch.monitor.kept_call import KeptCall
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model under the wrappers of `torch.compile` and of data parallelism."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+class Habits:
+    """Of one model.
+
+    A normalisation's running statistics are left out: in training nothing is computed from them, and else they rest.
+
+    Args:
+        model: not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._buffers = [
+            buffer
+            for module in self._modules
+            if not isinstance(module, _NormBase)
+            for buffer in module.buffers(recurse=False)
+        ]
+        self._attributes: list[tuple[nn.Module, str]] = []
+        self._calls = 0
+        self.writes_arguments = False
+
+    def before(self, call: KeptCall) -> None:
+        """Keep with a call what it may change."""
+        call.buffers = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
+        if self._calls == 0:
+            self._attributes = [(module, name) for module in self._modules for name, _ in _changeable(module)]
+        for module, name in self._attributes:
+            if name in module.__dict__:
+                value: Any = module.__dict__[name]
+                call.attributes.append((module, name, value.detach() if isinstance(value, Tensor) else value))
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def after(self, call: KeptCall) -> None:
+        """Learn from what it did change."""
+        self.writes_arguments |= call.written
+        if self._calls == 0:
+            moved = [b for b, version in zip(self._buffers, self._versions) if b._version != version]
+            self._buffers = moved
+            call.buffers = [
+                (buffer, copy) for buffer, copy in call.buffers if any(buffer is m for m in moved)
+            ]
+        if self._calls < 2:
+            before = {(id(module), name): value for module, name, value in call.attributes}
+            self._attributes = [
+                (module, name)
+                for module in self._modules
+                for name, value in _changeable(module)
+                if not _same(before.get((id(module), name)), value)
+            ] or []
+        self._calls += 1
+
+
+def _changeable(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for name, value in module.__dict__.items()
+        if isinstance(value, (int, float, Tensor))
+        and not isinstance(value, nn.Parameter)
+        and name != "training"
+    ]
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(now, Tensor):
+        return isinstance(before, Tensor) and before.data_ptr() == now.data_ptr()
+    return bool(before == now)

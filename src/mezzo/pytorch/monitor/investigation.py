@@ -1,0 +1,179 @@
+"""An investigation: the calls of a step that was skipped are run again, and what went wrong first is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.pytorch.monitor import backward_trace, user_line
+from mezzo.pytorch.monitor.again import nothing_left
+from mezzo.pytorch.monitor.backward_trace import Backward
+from mezzo.pytorch.monitor.forward_trace import Event, ForwardTrace, Place, root
+from mezzo.pytorch.monitor.kept_call import KeptCall
+from mezzo.pytorch.monitor.outside import OutsideEvent
+from mezzo.pytorch.monitor.tensor_facts import finite, tensors
+
+_PASSED = 8  # propagators that are told
+
+
+def investigate(
+    calls: Sequence[KeptCall],
+    scales: Mapping[int, float],
+    loss_event: OutsideEvent | None,
+    gradient_events: Sequence[OutsideEvent],
+) -> Finding:
+    """Where the first value that isn't finite came from.
+
+    Args:
+        calls: those that a gradient of the step came to, in order.
+        scales: number of a backward -> how many times its gradients are too large.
+        loss_event: of a loss that isn't finite.
+        gradient_events: of gradients that ceased to be finite outside of the calls.
+    """
+    notes: list[str] = []
+    backwards: list[Finding] = []
+    for call in calls:
+        why_not = _cannot(call)
+        if why_not:
+            notes.append(why_not)
+            continue
+        if call.inner is not call.model and hasattr(call.model, "_orig_mod"):
+            notes.append("a compiled model: run again as it was written, not as it was compiled")
+        try:
+            forward, backward = _run_again(call, scales)
+        except Exception as error:  # the user's code runs again here, and may not expect that
+            notes.append(f"a call could not be run again: {type(error).__name__}: {error}".split("\n")[0])
+            continue
+        if forward is not None:
+            return _noted(forward, notes)
+        if backward is not None:
+            backwards.append(backward)
+    if loss_event is not None:
+        return _noted(_outside(loss_event, "forward"), notes)
+    for event in gradient_events:
+        return _noted(_outside(event, "backward"), notes)
+    if backwards:
+        alarms = [one for one in backwards if one.alarms]
+        return _noted((alarms or backwards)[-1], notes)
+    return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite")
+
+
+def _noted(finding: Finding, notes: Sequence[str]) -> Finding:
+    return replace(finding, note="; ".join(dict.fromkeys((*notes, *filter(None, [finding.note])))))
+
+
+def _cannot(call: KeptCall) -> str:
+    if call.written:
+        return "the model's inputs were changed in place after they were used"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
+        return "the model has SyncBatchNorm, whose ranks would wait for each other"
+    return ""
+
+
+def _outside(event: OutsideEvent, direction: str) -> Finding:
+    return Finding(
+        event.cause,
+        OUTSIDE,
+        event.op,
+        direction,
+        inputs=event.inputs,
+        outputs=event.outputs,
+        propagators=[f"{OUTSIDE}: {op}" for op in event.passed[:_PASSED]],
+        how="live",
+        note="" if event.sure else "the operation is what is left over, not what was seen",
+    )
+
+
+def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | None, Finding | None]:
+    """What its forward produced, or else what its backward did."""
+    with nothing_left(call.inner):
+        _put(call)
+        args, kwargs = call.arguments()
+        named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs)))]
+        trace = ForwardTrace(call.inner, named, stop=_forward.__code__, called=call.line)
+        with torch.enable_grad():
+            output = _forward(call, trace, args, kwargs)
+        places = {place: tensor for place, tensor in enumerate(tensors(output))}
+        reached = [event for tensor in places.values() if (event := trace.reached(tensor)) is not None]
+        if reached:
+            first = min((root(event) for event in reached), key=lambda pair: pair[0].number)
+            return _forward_finding(*first), None
+        for number, grads in call.grads.items():
+            scale = scales.get(number)
+            if scale is None or not all(finite(grad) for grad in grads.values()):
+                continue
+            pairs = [(places[place], grad) for place, grad in grads.items() if place in places]
+            pairs = [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]
+            if pairs and (found := _backward(trace, pairs, scale)) is not None:
+                return None, found
+    return None, None
+
+
+def _forward(call: KeptCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with call.enter(), trace.watching():
+        return call.inner(*args, **kwargs)
+
+
+def _put(call: KeptCall) -> None:
+    """Let the model be as it was when the call began."""
+    call.random.put_back()
+    with torch.no_grad():
+        for buffer, copy in call.buffers:
+            buffer.copy_(copy)
+    for module, name, value in call.attributes:
+        module.__dict__[name] = value
+
+
+def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:
+    return Finding(
+        "overflow" if event.kind == "passed" else event.kind,
+        event.place.module,
+        event.place.op,
+        "forward",
+        event.inputs,
+        event.outputs,
+        _propagators([one.place for one in passed]),
+        user_line.text(event.place.line),
+    )
+
+
+def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Finding | None:
+    outputs = [tensor for tensor, _ in pairs]
+    found = backward_trace.run(trace, outputs, [grad for _, grad in pairs])
+    if found.finite:
+        return None
+    if scale > 1.0:
+        smaller = [(grad.double() / scale).to(grad.dtype) for _, grad in pairs]
+        unscaled = backward_trace.run(trace, outputs, smaller)
+        if unscaled.finite:
+            return _backward_finding(found, "loss scale")
+        found = unscaled
+    place = found.produced
+    if place is not None and place.event is not None and not place.event.meant:
+        # An infinity that forward absorbed, and backward did not.
+        return _forward_finding(*root(place.event))
+    return _backward_finding(found, found.cause)
+
+
+def _backward_finding(found: Backward, cause: str) -> Finding:
+    place = found.produced or Place("", "")
+    return Finding(
+        cause,
+        place.module,
+        place.op,
+        "backward",
+        found.inputs,
+        found.outputs,
+        _propagators(found.passed),
+        user_line.text(place.line),
+    )
+
+
+def _propagators(places: Sequence[Place]) -> list[str]:
+    named = (f"{place.module or 'the model'}: {place.op}" for place in places)
+    return list(dict.fromkeys(named))[:_PASSED]

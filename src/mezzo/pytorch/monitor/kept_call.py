@@ -1,0 +1,153 @@
+"""KeptCall: what one call of a model in a training step needs to be run again, kept until the step's end.
+
+Arguments are kept by reference, with the versions of their tensors: one that was written since can't be used again. Of
+the gradients, only those at the call's outputs are kept: from there backward is run again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mezzo.pytorch.monitor.again import RandomState, devices_of
+from mezzo.pytorch.monitor.tensor_facts import tensors
+from mezzo.pytorch.monitor.user_line import Line
+
+OF_CALL = "mezzo_call"
+"""Key in the metadata of a node of the graph from which on towards the leaves it belongs to a call."""
+
+
+class _Graph:
+    """Lives as long as the graph on which it is held by hooks."""
+
+
+class KeptCall:
+    """One call.
+
+    Args:
+        model: as the loop calls it.
+        inner: what is under the wrappers of compilation and data parallelism.
+        args, kwargs: of the call.
+        enter: makes the region in which it is run again.
+        line: from where it was called.
+        copies: whether arguments are copied, where they are known to be written.
+        number: its place among all calls that are kept.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        enter: Callable[[], AbstractContextManager[Any]],
+        line: Line | None,
+        copies: bool,
+        number: int,
+    ) -> None:
+        self.model, self.inner, self.enter, self.line, self.number = model, inner, enter, line, number
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self.sources = [
+            weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        ]
+        self.copied = copies
+        # A graph that led here must not live longer for it: its tensors are held without.
+        leaves = [_held(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if copies:
+            leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = leaves
+        self._versions = [_version(leaf) for leaf in self._given]
+        self.random = RandomState.now(devices_of(inner))
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.attributes: list[tuple[nn.Module, str, Any]] = []
+        self.outputs: list[int] = []
+        self.grads: dict[
+            int, dict[int, Tensor]
+        ] = {}  # backward -> place among the outputs -> its gradient there
+        self.told: set[int] = set()  # ids of the tracers in whose backward a gradient arrived
+        self._graph: weakref.ref[_Graph] | None = None
+
+    def ended(self, output: Any, backward: Any) -> bool:
+        """Watch the gradients of what was returned. False where nothing of it is on the graph.
+
+        Args:
+            output: what the call returned.
+            backward: tells the number of the backward that is running, and whose it is.
+        """
+        graph = _Graph()
+        for place, tensor in enumerate(tensors(output)):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                self.outputs.append(place)
+                metadata: Any = tensor.grad_fn.metadata
+                metadata[OF_CALL] = self.number
+                tensor.register_hook(_Keeper(weakref.ref(self), place, backward, graph))
+        self._graph = weakref.ref(graph)
+        return bool(self.outputs)
+
+    @property
+    def graph_alive(self) -> bool:
+        """Whether a backward may still come to it."""
+        return self._graph is not None and self._graph() is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether an argument has been written in place since."""
+        return any(_version(leaf) != version for leaf, version in zip(self._given, self._versions))
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, off the graph, for one more call."""
+        leaves = [_off_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps: gradients, random state, buffers; arguments, whether the script keeps them or not."""
+        held = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        held += [grad for grads in self.grads.values() for grad in grads.values()]
+        held += [copy for _, copy in self.buffers]
+        return sum(tensor.nbytes for tensor in held) + self.random.nbytes
+
+
+class _Keeper:
+    """The hook on an output: keeps its gradient for as long as the call is kept."""
+
+    def __init__(self, call: weakref.ref[KeptCall], place: int, backward: Any, graph: _Graph) -> None:
+        self._call, self._place, self._backward, self._graph = call, place, backward, graph
+
+    def __call__(self, grad: Tensor) -> None:
+        call = self._call()
+        if call is None:
+            return
+        number, owner = self._backward()
+        grads = call.grads.setdefault(number, {})
+        grads[self._place] = grad.detach()
+        if owner is not None:
+            call.told.add(owner)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _held(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _off_graph(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,46 @@
+"""Names of operations: what a function, or a node of autograd's graph, is called in Mezzo's op table."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_DUNDERS = {
+    "truediv": "div",
+    "rtruediv": "div",
+    "rdiv": "div",
+    "itruediv": "div",
+    "idiv": "div",
+    "radd": "add",
+    "iadd": "add",
+    "rmul": "mul",
+    "imul": "mul",
+    "isub": "sub",
+    "rsub": "sub",
+    "rpow": "pow",
+    "ipow": "pow",
+    "rmatmul": "matmul",
+}
+
+_POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
+linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
+nll_loss lgamma digamma erfinv tan linalg_inv inverse cholesky linalg_solve"""
+
+POLES = frozenset(_POLES.split())
+"""Operations that have no finite result, or no finite slope, for some finite numbers."""
+
+
+def of_function(function: Any) -> str:
+    """The op's name of a torch function: ``Tensor.__truediv__`` is ``div``, ``exp_`` is ``exp``."""
+    name = str(getattr(function, "__name__", function))
+    name = name.split(".")[0] if not name.startswith("_") else name
+    if name.startswith("__") and name.endswith("__"):
+        inner = name.strip("_")
+        return _DUNDERS.get(inner, name if inner in ("getitem", "setitem", "get") else inner)
+    return name.rstrip("_") or name
+
+
+def of_node(node: Any) -> str:
+    """The op's name of a node: ``LinalgVectorNormBackward0`` is ``linalg_vector_norm``."""
+    name = re.sub(r"Backward\d*$", "", str(node.name()).split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")

@@ -1,0 +1,213 @@
+"""OverflowTracer: when a step is skipped, finds the operation that made the first value that is not finite.
+
+The step's model calls are kept until its end, with the gradients at their outputs, and run again if the step was
+skipped: the parameters are then as they were. What is outside of the calls (`outside`) is watched as it happens.
+
+In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient outside
+of the models; a gradient within a call. A backward that is finite with the scale taken out of it is the scale's doing.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.finding import Finding
+from mezzo.core.records import OverflowRecord, Record
+from mezzo.core.remedies import remedies
+from mezzo.pytorch.monitor import outside, user_line
+from mezzo.pytorch.monitor.again import running_again
+from mezzo.pytorch.monitor.habits import Habits, unwrapped
+from mezzo.pytorch.monitor.investigation import investigate
+from mezzo.pytorch.monitor.kept_call import KeptCall
+from mezzo.pytorch.monitor.tensor_facts import finite
+
+_ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
+
+
+class _Running:
+    """The backward that runs: its number, and whose it is. Calls are numbered beside it."""
+
+    number = 0
+    owner: int | None = None
+    calls = 0
+
+    @classmethod
+    def now(cls) -> tuple[int, int | None]:
+        return cls.number, cls.owner
+
+
+class OverflowTracer:
+    """A `StepObserver` that looks into skipped steps.
+
+    Several know of each other: the loss of one model may come through another's call.
+
+    Args:
+        enter: makes the region in which a kept call is run again.
+        clock: seconds since the run's start, for records.
+        waits: look also where the host must wait for the device to learn of a skip.
+        limit: how many findings that alarm are made; later skips are not looked into, and nothing is kept for them.
+    """
+
+    def __init__(
+        self,
+        *,
+        enter: Callable[[], AbstractContextManager[Any]],
+        clock: Callable[[], float] = time.monotonic,
+        waits: bool = False,
+        limit: int = 20,
+    ) -> None:
+        self._enter = enter
+        self.calls: list[KeptCall] = []
+        self._clock, self._waits, self._left = clock, waits, limit
+        self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
+        self._open: KeptCall | None = None
+        self._scales: dict[int, Tensor | float] = {}
+        self._outside: list[outside.OutsideBackward] = []
+        self._loss_event: outside.OutsideEvent | None = None
+        self._finding: Finding | None = None
+        self._records: list[Record] = []
+        _ALL.add(self)
+
+    @property
+    def finding(self) -> Finding | None:
+        """Of the update that ended last; None where it was not skipped."""
+        return self._finding
+
+    def drain(self) -> list[Record]:
+        """The records since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    # ------------------------------------------------------------------------------------------ told
+
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the call is given."""
+        self._open = None
+        if running_again() or self._left <= 0:
+            return
+        self._prune()
+        inner = unwrapped(model)
+        habits = self._habits.get(inner)
+        if habits is None:
+            habits = self._habits[inner] = Habits(inner)
+        _Running.calls += 1
+        call = KeptCall(
+            model,
+            inner,
+            args,
+            kwargs,
+            enter=self._enter,
+            line=user_line.find(),
+            copies=habits.writes_arguments,
+            number=_Running.calls,
+        )
+        habits.before(call)
+        self._open = call
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """Watch for the gradients of what was returned."""
+        call, self._open = self._open, None
+        if call is None or call.model is not model:
+            return
+        self._habits[call.inner].after(call)
+        if call.ended(output, _Running.now):
+            self.calls.append(call)
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """Watch what is outside of the calls."""
+        if running_again() or self._left <= 0:
+            return
+        _Running.number += 1
+        _Running.owner = id(self)
+        self._scales[_Running.number] = scale
+        if not self._waits and loss.device.type != "cpu":
+            return
+        if self._loss_event is None and not finite(loss):
+            self._loss_event = outside.forward(loss)
+        sources = [
+            tensor.grad_fn
+            for tracer in _ALL
+            for call in tracer.calls
+            for source in call.sources
+            if (tensor := source()) is not None
+        ]
+        self._outside.append(outside.OutsideBackward([loss.grad_fn, *sources], scale))
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """Nothing: what is looked at was kept before."""
+
+    def update_ended(
+        self,
+        optimizer: Optimizer,
+        *,
+        index: int,
+        number: int,
+        skipped: Tensor | bool,
+        loss_scale: Tensor | float,
+    ) -> None:
+        """Look into it if it was skipped, and let go of everything that was kept for it."""
+        self._finding = None
+        if isinstance(skipped, Tensor):
+            skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
+        try:
+            if skipped and self._left > 0:
+                finding = self._looked_into()
+                self._finding = finding
+                self._left -= finding.alarms
+                self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
+        finally:
+            self._let_go()
+
+    def step_dropped(self) -> None:
+        """Let go of everything."""
+        self._finding = None
+        self._let_go()
+
+    # ------------------------------------------------------------------------------------------ kept
+
+    def _prune(self) -> None:
+        """Calls whose outputs are gone without a backward: of an evaluation in training mode, say."""
+        self.calls = [call for call in self.calls if call.told or call.graph_alive]
+
+    def _let_go(self) -> None:
+        me, mine = id(self), set(self._scales)
+        self._open = None
+        self._scales.clear()
+        self._outside.clear()
+        self._loss_event = None
+        for tracer in _ALL:
+            for call in tracer.calls:
+                if me in call.told:
+                    call.told.discard(me)
+                    call.grads = {number: grads for number, grads in call.grads.items() if number not in mine}
+            # What another optimizer's backward has come through, or may yet, is kept for that one.
+            tracer._prune()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept now."""
+        return sum(call.nbytes for call in self.calls)
+
+    # ------------------------------------------------------------------------------------------ looking
+
+    def _looked_into(self) -> Finding:
+        began = time.perf_counter()
+        me = id(self)
+        calls = [call for tracer in _ALL for call in tracer.calls if me in call.told]
+        kept = sum(call.nbytes for call in calls)
+        finding = investigate(
+            sorted(calls, key=lambda call: call.number),
+            {number: float(scale) for number, scale in self._scales.items()},
+            self._loss_event,
+            [watch.event for watch in self._outside if watch.event is not None],
+        )
+        finding = replace(finding, seconds=time.perf_counter() - began, kept_bytes=kept)
+        return replace(finding, remedies=remedies(finding))
