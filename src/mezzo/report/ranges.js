@@ -78,7 +78,8 @@
     const maps = [...block.querySelectorAll("figure[data-heat]")].map((figure) => {
       const data = JSON.parse(figure.dataset.heat);
       const map = figure.querySelector(".heatmap");
-      const names = [...figure.querySelectorAll(".legend li")].map((item) => item.textContent);
+      const words = Object.fromEntries([...figure.querySelectorAll(".legend li")].map((item) =>
+        [item.querySelector("rect").getAttribute("class"), item.textContent]));
       const line = document.createElement("p");
       line.className = "readout";
       line.textContent = "Point at a cell to read it.";
@@ -89,16 +90,14 @@
           let start = 0;
           for (let x = 1; x <= levels.length; x += 1) {
             if (x < levels.length && levels[x] === levels[start]) continue;
-            if (levels[start] !== ".") {
-              paths.set(levels[start],
-                (paths.get(levels[start]) || "") + `M${start} ${y}h${x - start}v1h${start - x}z`);
-            }
+            const name = levels[start] === "." ? "u" : levels[start];
+            paths.set(name, (paths.get(name) || "") + `M${start} ${y}h${x - start}v1h${start - x}z`);
             start = x;
           }
         });
         map.querySelectorAll("path").forEach((path) => path.remove());
         for (const [level, d] of paths) {
-          const path = document.createElementNS("http" + "://www.w3.org/2000/svg", "path");
+          const path = document.createElementNS(map.namespaceURI, "path");
           path.setAttribute("class", "h" + level);
           path.setAttribute("d", d);
           map.append(path);
@@ -111,10 +110,8 @@
         const at = (part, most) => Math.max(0, Math.min(most - 1, Math.floor(part * most)));
         const y = at((event.clientY - box.top) / box.height, lines.length);
         const x = at((event.clientX - box.left) / box.width, data.updates.length);
-        const level = lines[y][x];
-        const words = level === "." ? "not seen" : level === "x" ? names[names.length - 1] : names[Number(level)];
         const value = document.createElement("b");
-        value.textContent = words;
+        value.textContent = words[lines[y][x] === "." ? "hu" : "h" + lines[y][x]];
         line.replaceChildren(`${data.names[y]} · update ${data.updates[x].toLocaleString("en")} · `, value);
       });
       return draw;

@@ -90,7 +90,7 @@
   }
 
   addEventListener("beforeprint", () => {
-    for (const fold of document.querySelectorAll("details:not(.numbers):not([open])")) {
+    for (const fold of document.querySelectorAll("details:not(.numbers, .more):not([open])")) {
       fold.open = true;
       fold.dataset.printed = "yes";
     }

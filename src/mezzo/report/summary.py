@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mezzo.report.charts.axis import scale_text
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import count, counted, seconds, significant, size
 from mezzo.report.run import Run
@@ -31,8 +32,8 @@ def summary(run: Run) -> Markup:
         stats.append(
             _stat(
                 "Loss scale",
-                significant(scales[-1], 6),
-                f"{significant(min(scales), 6)} to {significant(max(scales), 6)}",
+                scale_text(scales[-1]),
+                f"{scale_text(min(scales))} to {scale_text(max(scales))}",
             )
         )
     if run.memory:

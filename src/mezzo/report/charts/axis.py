@@ -102,6 +102,17 @@ def power_of_two(value: float) -> str:
     return "2" + str(round(math.log2(value))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
+def scale_text(value: float) -> str:
+    """A loss scale: as a power of two where it is one.
+
+    >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0)
+    ('2¹⁶', '1', '1,000')
+    """
+    if value != 1 and 0 < value < math.inf and math.frexp(value)[0] == 0.5:
+        return power_of_two(value)
+    return f"{value:,.6g}" if math.isfinite(value) else str(value)
+
+
 def tick_label(value: float) -> str:
     """A tick's number, as short as it goes: ``0.02``, ``1,500``, ``1e-05``, ``20k``."""
     if value == 0:

@@ -20,6 +20,7 @@ ROWS = 150
 """Tensors listed under a figure; those with the most to lose come first."""
 DECADES = 6
 """Shares from 10 to the minus this up to 1 have a height; a smaller one is a sliver."""
+_PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
 _LEAST, _MOST = -72, 44
 _STRIP = 17
 
@@ -170,7 +171,7 @@ def _grid(window: Window) -> list[Markup]:
     for decade in range(0, DECADES + 1, 2):
         top = f"{100 * decade / DECADES:.2f}%"
         parts.append(element("line", x1=0, x2="100%", y1=top, y2=top, class_="grid"))
-        label = "100\u00a0%" if decade == 0 else f"{10.0 ** (2 - decade):g}\u00a0%"
+        label = _PERCENT[decade]
         parts.append(element("text", label, x=-6, y=top, dy="0.32em", class_="label end"))
     every = 10 if window.high - window.low > 36 else 5
     for exponent in range(-(-window.low // every) * every, window.high + 1, every):

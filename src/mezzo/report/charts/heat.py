@@ -17,7 +17,7 @@ COLUMNS = 72
 LISTED = 150
 UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
 """A cell's level is the first of these that its share does not exceed."""
-NAMES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "more")
+NAMES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
 BROKEN = "x"
 UNSEEN = "."
 HEIGHT = 15
@@ -39,16 +39,20 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
     groups = _groups(columns)
     levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
     updates = [ranges.updates[group[0]] for group in groups]
-    title = "Updates lost" if what == RATIO else f"{what.capitalize()}: lost"
+    title = "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost"
     data = {"names": [track.label for track in shown], "updates": updates, "levels": levels, "format": format}
     unit = (
-        "Share of the updates too small to move a weight of this format"
+        "Share of the updates too small to move a weight stored in this format"
         if what == RATIO
         else "Share of the numbers that round to zero or overflow in this format"
     )
     if len(columns) > len(groups):
         unit += f"; each column is the worst of up to {len(groups[0])} watched steps"
-    names = element("ol", [element("li", track.label, title=track.label) for track in shown], class_="names")
+    names = element(
+        "ol",
+        [element("li", element("bdi", track.label), title=track.label) for track in shown],
+        class_="names",
+    )
     drawing = element(
         "svg",
         element("title", f"{title} in {format}"),
@@ -133,14 +137,15 @@ def _cells(lines: Sequence[str]) -> list[Markup]:
         start = 0
         for x in range(1, len(line) + 1):
             if x == len(line) or line[x] != line[start]:
-                if line[start] != UNSEEN:
-                    paths.setdefault(line[start], []).append(f"M{start} {y}h{x - start}v1h{start - x}z")
+                name = "u" if line[start] == UNSEEN else line[start]
+                paths.setdefault(name, []).append(f"M{start} {y}h{x - start}v1h{start - x}z")
                 start = x
     return [element("path", d="".join(parts), class_=f"h{name}") for name, parts in sorted(paths.items())]
 
 
 def _legend() -> Markup:
-    entries = [(f"h{place}", name) for place, name in enumerate(NAMES)] + [(f"h{BROKEN}", "holds inf or NaN")]
+    entries = [(f"h{place}", name) for place, name in enumerate(NAMES)]
+    entries += [(f"h{BROKEN}", "holds inf or NaN"), ("hu", "not seen")]
     return element(
         "ul",
         [

@@ -49,13 +49,14 @@ def loss(title: str, groups: list[Group]) -> Markup | None:
     window = window_for(steps)
     smoothed = [smooth(part, window) for part in rows]
     seeds = max(part.shape[0] for part in rows)
+    alone = len(groups) == 1 and seeds == 1
     frame = Frame(
         title=title,
         described=_described([name for name, _, _ in groups], smoothed),
         x=Axis(0.0, float(max(1, steps - 1))),
         y=_height(rows),
         x_name="step",
-        y_name=_unit(window, seeds),
+        y_name=_unit(window, seeds, alone),
     )
     if frame.y.log:
         frame.y_name += " Logarithmic."
@@ -77,18 +78,18 @@ def loss(title: str, groups: list[Group]) -> Markup | None:
         values = np.full(steps, np.nan)
         values[: len(over.mean)] = over.mean
         columns.append((name, colour, values[picks]))
-        frame.notes += _faults(frame, name, colour, runs)
+        frame.notes += _faults(frame, name, colour, runs, alone)
     if seeds > 1:
         frame.keys.append(Key("s0", "band", "smallest to largest seed"))
     if window > 1:
-        frame.keys.append(Key("s0", "raw", "every step of the first seed"))
+        frame.keys.append(Key("s0", "raw", "every step" if alone else "every step of the first seed"))
     frame.readout(picks.astype(float).tolist(), [(n, c, v.tolist()) for n, c, v in columns])
     return frame.render()
 
 
-def _unit(window: int, seeds: int) -> str:
-    over = f"mean over {counted(seeds, 'seed')}" if seeds > 1 else "one seed"
-    return f"Loss at each backward(), {over}, " + (
+def _unit(window: int, seeds: int, alone: bool) -> str:
+    over = f"mean over {counted(seeds, 'seed')}, " if seeds > 1 else "" if alone else "one seed, "
+    return f"Loss at each backward(), {over}" + (
         f"averaged over {window} steps around." if window > 1 else "not smoothed."
     )
 
@@ -112,21 +113,22 @@ def _described(names: list[str], smoothed: list[Array]) -> str:
     return "; ".join(words) + "." if words else "No finite loss was recorded."
 
 
-def _faults(frame: Frame, name: str, series: str, runs: list[Run]) -> list[str]:
+def _faults(frame: Frame, name: str, series: str, runs: list[Run], alone: bool) -> list[str]:
     """Mark, and tell in words, where a run's loss stopped being finite, or left the frame."""
     notes = []
     for run in runs:
+        who = name if alone else f"{name}, seed {run.seed}"
         at = first_not_finite(run.losses)
         if at is not None:
             kind = "NaN" if np.isnan(run.losses[at]) else "infinite"
-            text = f"{name}, seed {run.seed}: the loss is {kind} at step {at:,}, for the first time."
+            text = f"{who}: the loss is {kind} at step {at:,}, for the first time."
             frame.mark(at, float("inf"), series, text, shape="cross")
             notes.append(text)
         good = np.where(np.isfinite(run.losses), run.losses, -np.inf)
         if len(good) and good.max() > frame.y.high:
             peak = int(good.argmax())
             notes.append(
-                f"{name}, seed {run.seed}: leaves the frame; its largest finite loss is "
+                f"{who}: leaves the frame; its largest finite loss is "
                 f"{significant(good[peak])}, at step {peak:,}."
             )
     return notes

@@ -9,11 +9,11 @@ import numpy as np
 
 from mezzo.core.finding import CAUSES, Finding
 from mezzo.core.records import UpdateRecord
-from mezzo.report.charts.axis import Axis
+from mezzo.report.charts.axis import Axis, scale_text
 from mezzo.report.charts.frame import Frame, Key
 from mezzo.report.findings import told
 from mezzo.report.markup import Markup
-from mezzo.report.numbers import counted, significant
+from mezzo.report.numbers import counted
 from mezzo.report.run import Run
 from mezzo.report.series import Array
 
@@ -122,7 +122,7 @@ def _told(track: Updates, found: Found) -> str:
     return (
         f"{len(skipped):,} of {counted(len(track), 'update')} skipped, "
         f"at {named}{why}{causes}; "
-        f"the last scale is {significant(track[-1].loss_scale, 6)}."
+        f"the last scale is {scale_text(track[-1].loss_scale)}."
     )
 
 

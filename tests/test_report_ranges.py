@@ -1,0 +1,331 @@
+"""Ranges in the report: what is gathered from records equals the plain code; what is drawn is bounded and correct."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import comparisons
+import run_records
+from mezzo.core.formats import named
+from mezzo.core.ranges import WHAT, Histogram, RangeRow
+from mezzo.core.records import LossRecord, RangesRecord, RunEnded, RunStarted, UpdateRecord
+from mezzo.report import build_run
+from mezzo.report.charts.exponents import bars, exponents, share_text
+from mezzo.report.charts.heat import COLUMNS, LINES, heat, level
+from mezzo.report.charts.update_ratio import FIGURES, update_ratios
+from mezzo.report.range_section import ranges as section
+from mezzo.report.ranges import FORMATS, LIMITS, Ranges, quantiles, shift_of
+from mezzo.report.run import read_run
+from test_report import Outline
+
+histograms = st.builds(
+    lambda lowest, counts: Histogram(lowest, [1, *counts, 1]),
+    st.integers(-127, 100),
+    st.lists(st.integers(0, 1000), max_size=25),
+)
+
+
+def record(update: int, rows: list[RangeRow], scale: float = 1.0, optimizer: int = 0) -> RangesRecord:
+    return RangesRecord(update, optimizer, 0.1 * update, scale, rows)
+
+
+def gathered(*records: RangesRecord) -> Ranges:
+    seen = Ranges()
+    for one in records:
+        seen.add(one)
+    return seen
+
+
+@given(histograms, st.sampled_from(sorted(WHAT)), st.sampled_from([1.0, 2.0**10, 2.0**24, 0.25]))
+def test_a_track_keeps_the_shares_that_the_histogram_gives(
+    histogram: Histogram, what: str, scale: float
+) -> None:
+    seen = gathered(record(0, [RangeRow("m", what, "fp16", histogram)], scale))
+    track = seen.of(what)[0]
+    shift = shift_of(scale) if "gradient" in what else 0
+    for name in FORMATS:
+        if what == "update ratio":
+            want = histogram.lost(name)
+        else:
+            shares = histogram.shares(name, shift)
+            want = None if shares is None else shares.underflow + shares.overflow
+        assert want is not None
+        assert track.lost[name][0] == pytest.approx(want, abs=1e-6)
+
+
+def test_the_limits_are_the_formats_own() -> None:
+    assert (LIMITS["fp16"].zero, LIMITS["fp16"].normal, LIMITS["fp16"].overflow, LIMITS["fp16"].step) == (
+        -25,
+        -14,
+        16,
+        -11,
+    )
+    assert (LIMITS["e4m3fn"].zero, LIMITS["e4m3fn"].overflow) == (-10, 9)
+    assert LIMITS["bf16"].step == -8
+    assert set(FORMATS) == set(LIMITS)
+    for name in FORMATS:
+        named(name)
+
+
+def test_steps_add_up_and_parameters_stay_apart() -> None:
+    one, two = Histogram(-3, [1, 2]), Histogram(-4, [5], zeros=1, infinities=2, nans=3, largest=9.0)
+    seen = gathered(
+        record(
+            0, [RangeRow("a", "weight", "fp32", one, "weight"), RangeRow("a", "weight", "fp32", two, "bias")]
+        ),
+        record(
+            8,
+            [RangeRow("a", "weight", "fp32", two, "weight"), RangeRow("", "activation", "fp16", one)],
+            4.0,
+            1,
+        ),
+        record(16, [RangeRow("a", "weight", "fp32", two, "weight")]),
+    )
+    assert [track.label for track in seen.tracks.values()] == [
+        "a.weight",
+        "a.bias",
+        "optimizer 1: a.weight",
+        "optimizer 1: (the model)",
+    ]
+    first = seen.of("weight")[0]
+    assert first.total == one.plus(two)
+    assert list(first.columns) == [0, 2]
+    assert list(first.broken) == [0, 5]
+    assert seen.updates == [0, 8, 16]
+    assert seen.scales == [1.0, 4.0, 1.0]
+
+
+def test_an_empty_histogram_is_no_share() -> None:
+    seen = gathered(record(0, [RangeRow("a", what, "fp16", Histogram(zeros=4)) for what in WHAT]))
+    for what in WHAT:
+        track = seen.of(what)[0]
+        assert math.isnan(track.mean_lost("fp16"))
+        assert math.isnan(track.worst_lost("fp16")[0])
+    assert seen.of("update ratio")[0].quantiles[1][0] != 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "part", "between"),
+    [
+        ([1.0] * 10, 0.5, (0.0, 1.0)),
+        ([2.0**-9] * 90 + [1.0] * 10, 0.5, (-9.0, -8.0)),
+        ([2.0**-9] * 90 + [1.0] * 10, 0.95, (0.0, 1.0)),
+        ([2.0**-20, 1.0, 1.0, 1.0], 0.05, (-20.0, -19.0)),
+    ],
+)
+def test_quantiles_lie_in_the_binade_of_the_numbers(
+    numbers: list[float], part: float, between: tuple[float, float]
+) -> None:
+    value = quantiles(run_records.counted(np.array(numbers)), [part])[0]
+    assert between[0] <= value <= between[1]
+
+
+@given(st.lists(st.floats(-30, 10), min_size=200, max_size=400))
+def test_quantiles_are_within_a_binade_of_the_exact_ones(logs: list[float]) -> None:
+    numbers = 2.0 ** np.array(logs)
+    for part, value in zip((0.05, 0.5, 0.95), quantiles(run_records.counted(numbers), (0.05, 0.5, 0.95))):
+        exact = math.log2(float(np.quantile(numbers, part, method="inverted_cdf")))
+        assert abs(value - exact) <= 1.0
+
+
+def test_no_numbers_have_no_quantile() -> None:
+    assert all(math.isnan(value) for value in quantiles(Histogram(zeros=3), (0.5,)))
+
+
+def test_bars_are_logarithms_of_shares() -> None:
+    found = re.findall(r"M(\d+) 1000V(\d+)H(\d+)V1000Z", bars([0, 999_000, 1000, 0]))
+    assert [(int(left), int(right)) for left, _, right in found] == [(250, 500), (500, 750)]
+    assert int(found[0][1]) == 0
+    assert int(found[1][1]) == 500  # a thousandth: three of six decades
+    assert bars([0, 0]) == ""
+    assert re.search(r"V996H", bars([10**9, 1]))  # too rare for a height: a sliver all the same
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0"), (1e-7, "<0.01 %"), (0.0123, "1.23 %"), (0.5, "50.0 %"), (0.99996, ">99.99 %"), (1.0, "100 %"),
+     (float("nan"), "–")],
+)  # fmt: skip
+def test_a_share_never_rounds_something_to_nothing(share: float, text: str) -> None:
+    assert share_text(share).replace("\u00a0", " ") == text
+
+
+def test_gradients_are_drawn_at_the_last_loss_scale(tmp_path: Path) -> None:
+    """2^-30 is lost in fp16; at a scale of 2^10 it is a subnormal."""
+    histogram = Histogram(-30, [7], largest=2.0**-30)
+    for what, zero in (("activation gradient", "0"), ("activation", "100 %")):
+        seen = gathered(record(0, [RangeRow("m", what, "fp16", histogram)], 2.0**10))
+        figure = exponents(what, seen.of(what), "fp16", shift_of(seen.scales[-1]), "s1")
+        assert figure is not None
+        row = re.search(r'<th scope="row">fp16</th><td>(.*?)</td>', figure)
+        assert row
+        assert row[1].replace("\u00a0", " ") == zero
+    assert exponents("weight", [], "fp16", 0, "s1") is None
+
+
+def test_the_figure_holds_the_bands_of_every_format() -> None:
+    seen = gathered(record(0, [RangeRow("m", "activation", "fp16", Histogram(-2, [3, 4]))]))
+    figure = exponents("activation", seen.of("activation"), "fp16", 0, "s1")
+    assert figure is not None
+    for name, limits in LIMITS.items():
+        assert f"{name}: normal from 2^{limits.normal} to 2^{limits.overflow}" in figure
+        assert f"{name}: subnormal from 2^{limits.zero} to 2^{limits.normal}" in figure or name == "bf16"
+    assert "from here on: beyond fp16" in figure
+
+
+def test_levels_cover_every_share() -> None:
+    assert level(0.0) == "0"
+    assert level(0.001) == "1"
+    assert level(0.0011) == "2"
+    assert level(0.2) == "4"
+    assert level(0.21) == "5"
+    assert level(0.51) == "6"
+    assert level(1.0) == "6"
+
+
+def cells(figure: str) -> dict[tuple[int, int], str]:
+    """Of a map as drawn, (line, column) -> level."""
+    found: dict[tuple[int, int], str] = {}
+    svg = figure[figure.index('class="heatmap"') :]
+    for d, name in re.findall(r'<path d="([^"]+)" class="h(\w)">', svg[: svg.index("</svg>")]):
+        for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1", d):
+            for column in range(int(x), int(x) + int(width)):
+                assert (int(y), column) not in found
+                found[int(y), column] = name
+    return found
+
+
+def test_the_map_shows_each_step_and_agrees_with_its_data() -> None:
+    zero, kept = Histogram(-40, [4]), Histogram(0, [4])
+    bad = Histogram(0, [4], nans=1)
+    rows = [[zero, kept, bad], [kept, zero, kept], [kept, kept, zero]]
+    records = [
+        record(10 * step, [RangeRow(f"m{line}", "activation", "fp16", rows[line][step]) for line in range(3)])
+        for step in range(3)
+    ]
+    records[1].rows.pop(0)
+    figure = heat("activation", gathered(*records), "fp16")
+    assert figure is not None
+    drawn = cells(figure)
+    assert drawn == {
+        (0, 0): "6", (0, 1): "u", (0, 2): "x",
+        (1, 0): "0", (1, 1): "6", (1, 2): "0",
+        (2, 0): "0", (2, 1): "0", (2, 2): "6",
+    }  # fmt: skip
+    found = re.search(r'data-heat="([^"]+)"', figure)
+    assert found
+    data = json.loads(unescape(found[1]))
+    assert data["levels"]["fp16"] == ["6.x", "060", "006"]
+    assert data["levels"]["bf16"] == ["0.x", "000", "000"]
+    assert data["updates"] == [0, 10, 20]
+    assert "The most is 100" in figure
+    assert heat("activation", gathered(records[0]), "fp16") is None
+
+
+def test_a_maps_columns_are_the_worst_of_their_steps() -> None:
+    """One step in a thousand loses everything, and is on the map."""
+    records = [
+        record(step, [RangeRow("m", "activation", "fp16", Histogram(30 if step == 777 else 0, [4]))])
+        for step in range(1000)
+    ]
+    figure = heat("activation", gathered(*records), "fp16")
+    assert figure is not None
+    drawn = cells(figure)
+    assert len(drawn) <= COLUMNS
+    assert [place for place, name in drawn.items() if name == "6"] == [(0, 777 // math.ceil(1000 / COLUMNS))]
+    assert "at update 777" in figure
+
+
+def test_of_many_tensors_those_that_lose_most_are_drawn_in_their_order() -> None:
+    def row(module: int) -> RangeRow:
+        return RangeRow(f"m{module}", "activation", "fp16", Histogram(-40 if module % 10 == 3 else 0, [4]))
+
+    records = [record(step, [row(module) for module in range(300)]) for step in range(2)]
+    figure = heat("activation", gathered(*records), "fp16")
+    assert figure is not None
+    found = re.search(r'data-heat="([^"]+)"', figure)
+    assert found
+    names = json.loads(unescape(found[1]))["names"]
+    assert len(names) == LINES
+    assert {f"m{module}" for module in range(300) if module % 10 == 3} <= set(names)
+    assert names == sorted(names, key=lambda name: int(name[1:]))
+    assert f"{LINES} of 300 tensors" in figure
+
+
+def test_ratio_curves_follow_the_median_and_count_what_is_lost() -> None:
+    def ratio(step: int) -> Histogram:
+        return Histogram(-6 - 2 * step, [10])
+
+    seen = gathered(
+        *(record(5 * s, [RangeRow("fc", "update ratio", "fp32", ratio(s), "weight")]) for s in range(4))
+    )
+    content = update_ratios(seen, "s1")
+    assert content is not None
+    text = Outline(content).text
+    assert "fc.weight" in text
+    assert "The median ratio goes from 2⁻⁶ to 2⁻¹²" in text  # -5.5 and -11.5, drawn between their binades
+    # Of the medians 2^-6, 2^-8, 2^-10, 2^-12 the last two lie below 2^-8, the last below 2^-11.
+    assert "50.0\u00a0% of the updates would be lost in bf16 and 25.0\u00a0%" in content
+    assert "2⁻⁸: lost below, in bf16" in text
+    assert "2⁻¹¹: lost below, in fp16" in text
+    assert update_ratios(gathered(record(0, [])), "s1") is None
+
+
+def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) -> None:
+    def shown(format: str) -> str:
+        path = run_records.write(
+            tmp_path / f"{format}.jsonl",
+            run_records.records(steps=20, every=5, modules=["a", "b"], format=format),
+        )
+        content = section([read_run(path)])
+        assert content is not None
+        return Outline(content).text
+
+    assert "Activation gradient: lost in fp16" in shown("fp16")
+    assert "Activation gradient: lost in bf16" in shown("bf16")
+    assert "Weight gradient: lost in bf16" in shown("bf16")
+    assert "Activation: lost in fp16" in shown("fp32")  # an FP32 run is asked what fp16 would make of it
+    assert section([]) is None
+
+
+def test_one_watched_step_has_histograms_and_no_maps(tmp_path: Path) -> None:
+    run_records.write(tmp_path / "r" / "runs" / "run.jsonl", run_records.records(steps=5, every=8))
+    found = Outline(build_run(tmp_path / "r").read_text(encoding="utf-8"))
+    assert "1 watched step, update 0;" in found.text
+    assert "Lost, by tensor and step" not in found.text
+
+
+def test_a_kind_that_only_a_newer_version_knows_is_passed_over(tmp_path: Path) -> None:
+    rows = [RangeRow("m", "optimizer state", "posit8", Histogram(0, [1]))]
+    run_records.write(tmp_path / "r" / "runs" / "run.jsonl", [LossRecord(0, 1.0, 0.0), record(0, rows)])
+    build_run(tmp_path / "r")
+
+
+@pytest.mark.heavy
+def test_200_modules_watched_1000_times_stay_a_small_page(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    modules = [f"transformer.blocks.{index // 8}.part{index % 8}.projection" for index in range(200)]
+    some = [run_records.rows(draw, modules, progress, "fp16") for progress in (0.0, 0.3, 0.6, 1.0)]
+    path = tmp_path / "r" / "runs" / "run.jsonl"
+    made = [
+        RunStarted("train.py", [], "fp16", 0, False, dict(comparisons.MACHINE), "2026-11-21T04:00:00+00:00")
+    ]
+    lines = []
+    for step in range(1000):
+        lines.append(UpdateRecord(50 * step, 0, True, False, 2.0**16, 0.1 * step))
+        lines.append(record(50 * step, some[step // 250], 2.0**16))
+    run_records.write(path, [*made, *lines, RunEnded(0, 100.0)])
+    page = build_run(tmp_path / "r")
+    assert page.stat().st_size < 5_000_000
+    text = page.read_text(encoding="utf-8")
+    assert "1,000 watched steps, update 0 to 49,950; 1,000 tensors." in text
+    assert text.count("<h4>transformer") == FIGURES

@@ -1,0 +1,204 @@
+"""The page of a run without a verdict: what it did, why steps failed, and nothing that was not recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import comparisons
+import run_records
+from mezzo.core.errors import UsageError
+from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.records import LossRecord, OverflowRecord, Record, RunStarted, UpdateRecord
+from mezzo.report import build, build_any, build_run
+from mezzo.report.charts.loss_scale import STROKES, loss_scale
+from mezzo.report.run import read_run
+from test_report import Outline
+
+
+def made(place: Path, records: list[Record] | None = None) -> Path:
+    return run_records.write(
+        place / "runs" / "run.jsonl", run_records.records() if records is None else records
+    )
+
+
+def outline(place: Path) -> Outline:
+    return Outline(build_run(place).read_text(encoding="utf-8"))
+
+
+def test_a_watched_run_shows_what_a_reader_asks(tmp_path: Path) -> None:
+    made(tmp_path / "r")
+    found = outline(tmp_path / "r")
+    for words in (
+        "A training run train.py fp16 · AMD EPYC 9R14",
+        "Updates 240", "Skipped 5 3 alarms, 2 by a scale too high", "Loss scale 2¹¹ 2¹¹ to 2¹⁶", "255 MB",
+        "Watched 30 70 tensors in each step",
+        "fp16: the loss is infinite at step 90, for the first time.",
+        "5 of 240 updates skipped, at 1, 3, 90, 91, 170 (inf in the gradients); of 5 looked into, 3 alarms",
+        "3 skipped updates to look into, of 2 kinds.",
+        "2 times: 90, 91 blocks.1.attention model.py:48: weights = torch.exp(scores) exp forward overflow",
+        "input 0 fp16 32×4×64×64: 0.000120 to 14.2, 12 zeros",
+        "Run this operation in FP32: precision='fp16,op.exp=fp32'.",
+        "Passed on by blocks.1.attention: Tensor.sum",
+        "Found by running the step's calls again: 210 ms, 8.40 MB kept for it.",
+        "(outside the model) train.py:91: penalty", "Seen as it happened",
+        "Where the loss scale was too high: 1 place",
+        "Every op ran as planned.", "5 updates were skipped.", "30 watched steps, update 0 to 232; 70 tensors.",
+    ):  # fmt: skip
+        assert words in found.text, words
+    assert not found.open
+    ids = found.values("id")
+    assert len(ids) == len(set(ids))
+    for link in found.values("href"):
+        assert link == "data:," or link.removeprefix("#") in ids
+
+
+def test_marks_tell_probing_from_alarms(tmp_path: Path) -> None:
+    figure = loss_scale([read_run(made(tmp_path))], "s1", "fp16")
+    assert figure is not None
+    assert figure.count('class="tick probe"') == 2 + 1  # two updates, and the legend
+    assert figure.count('class="tick alarm"') == 3
+    assert figure.count('class="cross alarm"') == 3 + 1
+    assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
+    assert "update 1 skipped: the gradients overflow at this loss scale and not at a smaller one" in figure
+
+
+def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:
+    """Each bucket shows one update: the alarm, though it is not the first."""
+    records: list[Record] = [RunStarted("a.py", [], "fp16", 0, False, {}, "2026-11-21T04:00:00")]
+    for index in range(4000):
+        records.append(UpdateRecord(index, 0, False, True, 2.0, 0.0, "inf"))
+        if index == 2013:
+            records.append(OverflowRecord(index, 0, 0.0, 2.0, run_records.EXP))
+    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
+    assert figure is not None
+    assert figure.count("<line") < STROKES + 40
+    assert figure.count('class="tick alarm"') == 1
+    assert "update 2,013 skipped: forward of exp" in figure
+
+
+def test_a_run_that_nobody_watched_has_no_empty_section(tmp_path: Path) -> None:
+    made(
+        tmp_path / "r",
+        [one for one in run_records.records(format="bf16") if one.kind not in ("ranges", "ops")],
+    )
+    found = outline(tmp_path / "r")
+    assert {"findings", "ranges", "formats", "notes", "scale"}.isdisjoint(found.values("id"))
+    assert {"run", "loss", "machine", "reading"} <= set(found.values("id"))
+
+
+def test_a_loop_of_ones_own_has_neither_start_nor_end(tmp_path: Path) -> None:
+    """`MixedPrecision(records=RecordWriter(path))` writes losses, updates, ranges and overflows alone."""
+    kept = [one for one in run_records.records() if one.kind in ("loss", "update", "overflow", "ranges")]
+    path = run_records.write(tmp_path / "loop.jsonl", kept)
+    page = build_any(path)
+    assert page == tmp_path / "loop.html"
+    found = Outline(page.read_text(encoding="utf-8"))
+    assert "A training run loop" in found.text
+    assert "cut short" not in found.text
+    assert not read_run(path).failed
+
+
+def test_a_run_that_was_killed_says_so(tmp_path: Path) -> None:
+    path = made(tmp_path / "r", run_records.records()[:-1])
+    with path.open("a") as file:
+        file.write('{"kind": "ranges", "upda')
+    assert "the run was cut short: its records have no end" in outline(tmp_path / "r").text
+    with path.open("a") as file:
+        file.write("\n")
+    assert "not a run record" in outline(tmp_path / "r").text
+
+
+def test_several_files_are_several_runs(tmp_path: Path) -> None:
+    for name in ("rank0", "rank1"):
+        run_records.write(tmp_path / "r" / f"{name}.jsonl", run_records.records(steps=30))
+    found = outline(tmp_path / "r")
+    assert "Training runs" in found.text
+    assert "Loss: rank0" in found.text
+    assert "Loss: rank1" in found.text
+    ids = found.values("id")
+    assert len(ids) == len(set(ids))
+
+
+def test_hostile_records_are_shown_and_do_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "r", run_records.hostile())
+    found = outline(tmp_path / "r")
+    tags = [tag for tag, _ in found.tags]
+    assert "img" not in tags
+    assert tags.count("script") == 1
+    shown = " ".join(
+        comparisons.HOSTILE.replace("\x00", "\\x00")
+        .replace("\x1b", "\\x1b")
+        .replace("\u202e", "\\u202e")
+        .split()
+    ).replace("\udcff", "\\udcff")
+    # Script, policy, cpu, reason, module, op, direction, cause, line, facts, propagator, note, remedy, tensors ...
+    assert found.text.count(shown) >= 20
+    for name in ("data-exponents", "data-heat", "data-readout"):
+        for value in found.values(name):
+            json.loads(value)
+    assert not [
+        key for _, attributes in found.tags for key in attributes if key.startswith("on") or key == "style"
+    ]
+
+
+def test_the_page_asks_for_nothing_and_is_the_same_each_time(tmp_path: Path) -> None:
+    made(tmp_path / "r")
+    first = build_run(tmp_path / "r").read_bytes()
+    assert build_run(str(tmp_path / "r")).read_bytes() == first
+    assert not re.search(r"https?:|//\w|url\(|@import", first.decode())
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["report.html", "runs"]
+
+
+@pytest.mark.parametrize("name", ["empty folder", "no folder", "not records"])
+def test_a_place_without_records_is_refused_or_told(name: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    if name == "not records":
+        place.mkdir()
+        (place / "a.jsonl").write_text("no JSON\n")
+        assert "a.jsonl:1: not a run record" in outline(place).text
+        return
+    if name == "empty folder":
+        place.mkdir()
+    with pytest.raises(UsageError, match=r"no run records[.] A report is made from a folder with"):
+        build_run(place)
+
+
+def test_a_comparisons_page_gains_the_same_sections(tmp_path: Path) -> None:
+    plain = comparisons.healthy(tmp_path / "plain", steps=40, seeds=1)
+    before = Outline(build(plain).read_text(encoding="utf-8"))
+    run_records.write(plain / "runs" / "fp16-0.jsonl", run_records.records(steps=100))
+    after = Outline(build(plain).read_text(encoding="utf-8"))
+    assert not {"findings", "ranges"} & set(before.values("id"))
+    assert {"findings", "ranges"} <= set(after.values("id"))
+    assert "update ratio" not in before.text
+    assert "update ratio" in after.text
+    assert "2 times: 90, 91 fp16-0" in after.text
+    assert build_any(plain) == plain / "report.html"
+    assert "Mixed precision against FP32" in build_any(plain).read_text(encoding="utf-8")
+
+
+def test_any_finding_makes_a_row(tmp_path: Path) -> None:
+    """The least a finding can hold, one without a line, and a cause that only a newer version knows."""
+    least = [Finding("unknown"), Finding("state", module="bn"), Finding("of tomorrow", "m", "op")]
+    facts = [
+        TensorFacts("x", [], "fp16", 0.0, 0.0, 0, 0, 4),
+        TensorFacts("y", [0], "fp16", 0.0, 0.0, 0, 0, 0),
+    ]
+    records: list[Record] = [LossRecord(0, 1.0, 0.0)]
+    for index, one in enumerate(
+        [*least, replace(least[0], inputs=facts, note="its inputs were changed in place")]
+    ):
+        records += [
+            UpdateRecord(index, 0, False, True, 8.0, 0.0, "inf"),
+            OverflowRecord(index, 0, 0.0, 8.0, one),
+        ]
+    made(tmp_path / "r", records)
+    text = outline(tmp_path / "r").text
+    assert "2 times: 0, 3" in text
+    assert "op in m: of tomorrow" in build_run(tmp_path / "r").read_text(encoding="utf-8")
+    assert "bn" in text
