@@ -1,0 +1,230 @@
+"""One call of a unit, run again in FP32 and in the lower format: what rounding does to the loss, what time it saves.
+
+Both runs get the same inputs, those in the lower format that would come so, so that rounding an input is counted
+where the input is made and not a second time here. Modules that the unit calls are lowered in both: the difference is
+the unit's own arithmetic.
+
+    rounding = sum over the outputs of  gradient * (lowered output - FP32 output)
+
+It holds all that the lower format does inside: rounded weights, the order of operations, cancellation, overflow. It
+is first order in what follows the unit, and exact within it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from mezzo.core.patterns import is_pattern
+from mezzo.core.policy import Policy
+from mezzo.core.sensitivity import Rounding
+from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.sensitivity.flow import floats_in
+from mezzo.pytorch.sensitivity.kept import KeptCall, finite, largest
+from mezzo.pytorch.sensitivity.kept_state import KeptState
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PAIRS = 5
+"""Timed pairs of a call in one step, ..."""
+SECONDS = 0.25
+"""... or fewer, once they have taken this long."""
+LEAST_EXPONENT = -24
+"""The smallest loss scale that is tried, as a power of two."""
+_BACKOFF = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one call showed; see `UnitFacts`.
+
+    `inputs`: what rounding each floating input does to the loss. `largest`: in FP32, of what comes out in 16 bits.
+    """
+
+    rounding: Rounding
+    largest: float
+    inputs: list[Rounding]
+    seconds: list[list[float]]
+    gradient_error: float
+    exponent: int
+    overflow: str
+
+
+@dataclass
+class _Run:
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    seconds: float
+
+
+class Measurer:
+    """Runs kept calls again.
+
+    Args:
+        format: the lower format, ``bf16`` or ``fp16``.
+        device: of the model.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, format: str, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._format = format
+        self._dtype = DTYPES[format]
+        self._device = device
+        self._clock = clock
+
+    def measure(self, call: KeptCall, exponent: int = 0) -> Measured:
+        """One call, with the gradients that reached its outputs.
+
+        Args:
+            call: of the step that is under way; its parameters have not moved yet.
+            exponent: of the loss scale to begin with; it is lowered until fp16's gradients are finite.
+
+        Raises:
+            Exception: whatever the module raises in the lower format.
+        """
+        state = KeptState(call.module, self._device)
+        try:
+            exact = self._run(call, state, low=False, weigh=True)
+            while True:
+                low = self._run(call, state, low=True, weigh=True, exponent=exponent)
+                sound = finite(low.gradients) or not finite(exact.gradients)
+                if sound or self._format != "fp16" or exponent <= LEAST_EXPONENT:
+                    break
+                exponent -= _BACKOFF
+            overflow = "" if sound else "gradient"
+            if finite(exact.outputs) and not finite(low.outputs):
+                overflow = "output"
+            seconds = [] if overflow else self._timed(call, state, exponent)
+        finally:
+            state.put_back()
+        wide = [tensor.detach().float() for tensor in call.inputs]
+        parts = [_weighed(g, b, a) for g, a, b in zip(call.gradients, exact.outputs, low.outputs)]
+        return Measured(
+            reduce(Rounding.plus, parts, Rounding()),
+            max(
+                (largest(a) for a, b in zip(exact.outputs, low.outputs) if b.dtype is self._dtype),
+                default=0.0,
+            ),
+            [_weighed(g, x.to(self._dtype), x) for g, x in zip(exact.gradients, wide)],
+            seconds,
+            _relative(exact.gradients, low.gradients),
+            exponent,
+            overflow,
+        )
+
+    def rounding(self, call: KeptCall) -> Rounding:
+        """What rounding the call's outputs would do to the loss."""
+        parts = [_weighed(g, y.to(self._dtype), y) for g, y in zip(call.gradients, call.outputs)]
+        return reduce(Rounding.plus, parts, Rounding())
+
+    def cast_seconds(self, elements: int) -> float:
+        """The time of casting so many FP32 numbers down and as many gradients up, the median of a few."""
+        wide = torch.ones(elements, device=self._device)
+        times = []
+        for _ in range(PAIRS + 1):
+            start = self._now()
+            wide.to(self._dtype).to(torch.float32)
+            times.append(self._now() - start)
+        return median(times[1:])
+
+    def region_seconds(self) -> float:
+        """The time of entering and leaving a region: what a module with a format of its own takes beside it."""
+        times = []
+        for _ in range(50):
+            start = self._clock()
+            with autocast(self._format, self._device.type):
+                pass
+            times.append(self._clock() - start)
+        return median(times)
+
+    def _timed(self, call: KeptCall, state: KeptState, exponent: int) -> list[list[float]]:
+        """Pairs of seconds, FP32 and lowered, by turns the one first and the other."""
+        pairs: list[list[float]] = []
+        start = self._clock()
+        while len(pairs) < PAIRS and (len(pairs) < 2 or self._clock() - start < SECONDS):
+            pair = [0.0, 0.0]
+            for low in (False, True) if len(pairs) % 2 == 0 else (True, False):
+                pair[low] = self._run(call, state, low=low, weigh=False, exponent=exponent).seconds
+            pairs.append(pair)
+        return pairs
+
+    def _run(self, call: KeptCall, state: KeptState, *, low: bool, weigh: bool, exponent: int = 0) -> _Run:
+        """Forward and backward, once.
+
+        Args:
+            call: what is run.
+            state: put back before.
+            low: in the lower format, else in FP32 around lowered inner modules.
+            weigh: with the gradient of every input, those from outside included; else what a step computes.
+            exponent: of the loss scale, where `low`.
+        """
+        state.put_back()
+        grads_on = call.with_gradients
+        scale = 2.0**exponent if low else 1.0
+
+        def leaf(tensor: Tensor, place: int) -> Tensor:
+            rounded = tensor.detach().to(self._dtype) if call.low[place] else tensor.detach()
+            mine = rounded if low else rounded.to(tensor.dtype)
+            return mine.requires_grad_(grads_on and (weigh or tensor.requires_grad))
+
+        args, kwargs, inputs = call.prepared(leaf)
+        params = [p for p in call.module.parameters() if p.requires_grad] if grads_on else []
+        wanted = [t for t in [*inputs, *params] if t.requires_grad]
+        seeds = [None if g is None else g * scale for g in call.gradients]
+        with ExitStack() as stack:
+            policy = Policy(self._format) if low else Policy("fp32", modules=self._inner(call))
+            if policy.modules:
+                stack.enter_context(apply_module_overrides(call.module, policy, self._device.type))
+            stack.enter_context(torch.set_grad_enabled(grads_on))
+            start = self._now()
+            with autocast(policy, self._device.type):
+                outputs = list(floats_in(call.module.forward(*args, **kwargs)))
+            pairs = [(y, g) for y, g in zip(outputs, seeds) if g is not None and y.requires_grad]
+            found: tuple[Tensor | None, ...] = ()
+            if pairs and wanted:
+                found = torch.autograd.grad(
+                    [y for y, _ in pairs], wanted, [g.to(y.dtype) for y, g in pairs], allow_unused=True
+                )
+            seconds = self._now() - start
+        by_id = dict(zip(map(id, wanted), found)) if found else {}
+        # One by one for inputs and parameters, so that both runs' can be set against each other.
+        every = [by_id.get(id(t)) for t in [*inputs, *params]]
+        unscaled = [None if g is None else g.float() / scale for g in every]
+        return _Run([y.detach() for y in outputs], unscaled, seconds)
+
+    def _inner(self, call: KeptCall) -> tuple[tuple[str, str], ...]:
+        below = len(call.path) + 1 if call.path else 0
+        return tuple((path[below:], self._format) for path in call.inner if is_pattern(path[below:]))
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+
+def _weighed(gradient: Tensor | None, rounded: Tensor, exact: Tensor) -> Rounding:
+    """The sums of gradient * (rounded - exact), where both are finite."""
+    if gradient is None:
+        return Rounding()
+    terms = (gradient.float() * (rounded.float() - exact.float())).double()
+    terms = torch.nan_to_num(terms, nan=0.0, posinf=0.0, neginf=0.0)
+    return Rounding(float(terms.sum()), float(terms.square().sum()), float(terms.abs().sum()))
+
+
+def _relative(exact: list[Tensor | None], low: list[Tensor | None]) -> float:
+    """The norm of all gradients' differences over their norm; 0 where there is nothing to lose."""
+    difference = total = 0.0
+    for a, b in zip(exact, low):
+        if a is not None and b is not None:
+            difference += float((b.double() - a.double()).square().sum())
+            total += float(a.double().square().sum())
+    return (difference / total) ** 0.5 if total else 0.0
