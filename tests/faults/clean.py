@@ -18,7 +18,9 @@ from faults.models import (
     Carried,
     OwnCell,
     Trainee,
+    autoencoder,
     cnn,
+    encoder,
     gan,
     recurrent,
     stack,
@@ -140,6 +142,18 @@ def _steeper(trainee: Trainee) -> None:
     trainee.loss = lambda m, x, y: F.mse_loss(m(x).float(), y) * 2000
 
 
+def _allowed_labels(trainee: Trainee) -> None:
+    trainee.loss = lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2))
+
+
+def _all_padding(trainee: Trainee) -> None:
+    def spoil(old: Batch) -> Batch:
+        tokens, padding, y = old
+        return tokens, torch.ones_like(padding), y
+
+    trainee.spoil = spoil
+
+
 class TopOnly(nn.Module):
     """All but the largest two masked with -inf before a softmax."""
 
@@ -199,5 +213,11 @@ CLEAN: list[Clean] = [
         partial(cnn, optimizer=lambda p: mezzo.optim.AdamW(p, lr=1e-3)),
         options={"weights": "masters"},
     ),
+    Clean("an output of -inf on purpose", "CNN", partial(cnn, end=plants.MasksLogits), plant=_allowed_labels),
+    Clean("an autoencoder", "CNN", autoencoder),
+    Clean("a draw around a mean", "CNN", partial(autoencoder, plants.Reparameterises)),
+    Clean("PyTorch's encoder with padding", "transformer", encoder),
+    Clean("PyTorch's encoder, a batch of nothing but padding", "transformer", encoder, plant=_all_padding),
+    Clean("deviation and length of nothing", "recurrent", partial(recurrent, tail=plants.SpreadOfNothing)),
     Clean("a frozen BatchNorm", "CNN", partial(cnn, middle=lambda: plants.Frozen(4))),
 ]

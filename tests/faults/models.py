@@ -88,7 +88,7 @@ def _place(make: Place) -> nn.Module:
 class CNN(nn.Module):
     """Two convolutions, one BatchNorm, one head: 1 x 8 x 8 pictures of 4 classes."""
 
-    def __init__(self, front: Place, middle: Place, tail: Place) -> None:
+    def __init__(self, front: Place, middle: Place, tail: Place, end: Place) -> None:
         super().__init__()
         self.front = _place(front)
         self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
@@ -97,28 +97,54 @@ class CNN(nn.Module):
         self.conv2 = nn.Conv2d(4, 8, 3, padding=1, stride=2)
         self.tail = _place(tail)
         self.head = nn.Linear(8, 4)
+        self.end = _place(end)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm1(self.conv1(self.front(x))))
         x = torch.relu(self.conv2(self.middle(x)))
         x = self.tail(x.mean((2, 3)))
-        return self.head(x)
+        return self.end(self.head(x))
 
 
 def cnn(
     front: Place = None,
     middle: Place = None,
     tail: Place = None,
+    end: Place = None,
     optimizer: Make = sgd,
 ) -> Trainee:
     torch.manual_seed(0)
-    model = CNN(front, middle, tail)
+    model = CNN(front, middle, tail, end)
     draw = _drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g), torch.randint(4, (6,), generator=g)))
     return Trainee(
         {"main": model},
         {"main": optimizer(model.parameters())},
         draw,
         _one_loss(lambda m, x, y: F.cross_entropy(m(x), y)),
+    )
+
+
+class Autoencoder(nn.Module):
+    """Down and up again: a convolution, two numbers a picture as mean and spread, a transposed convolution."""
+
+    def __init__(self, middle: Place) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 4, stride=4)
+        self.middle = _place(middle)
+        self.up = nn.ConvTranspose2d(4, 1, 4, stride=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.middle(torch.tanh(self.down(x))))
+
+
+def autoencoder(middle: Place = None, optimizer: Make = adamw) -> Trainee:
+    torch.manual_seed(6)
+    model = Autoencoder(middle)
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        _drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g),)),
+        _one_loss(lambda m, x: F.mse_loss(m(x).float(), x)),
     )
 
 
@@ -217,6 +243,39 @@ def transformer(
         return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
 
     return Trainee({"main": model}, {"main": optimizer(model.parameters())}, _drawn(make), _one_loss(loss))
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder layers, with a mask of padding, and the mean over the tokens as what is classified."""
+
+    def __init__(self, tail: Place, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.tail = _place(tail)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
+        return self.head(self.tail(x.mean(1)))
+
+
+def encoder(tail: Place = None, optimizer: Make = adamw, **options: Any) -> Trainee:
+    torch.manual_seed(7)
+    model = Encoder(tail, **options)
+
+    def make(g: torch.Generator) -> Batch:
+        padding = torch.zeros(4, 8, dtype=torch.bool)
+        padding[:2, 5:] = True
+        return torch.randint(17, (4, 8), generator=g), padding, torch.randint(3, (4,), generator=g)
+
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        _drawn(make),
+        _one_loss(lambda m, tokens, padding, y: F.cross_entropy(m(tokens, padding), y)),
+    )
 
 
 # --------------------------------------------------------------------------------------------- recurrent

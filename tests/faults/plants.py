@@ -129,6 +129,16 @@ class Sometimes(Weak):
         return gain * (x.clamp(-1, 1).abs() + 2)
 
 
+class Reparameterises(Weak):
+    """Draws around a mean, with the spread as the exponential of what the net says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = x.chunk(2, 1)
+        spread = torch.exp(0.5 * (log_variance.float() + (200.0 if self.armed else -1.0)))
+        drawn = mean + spread * torch.randn_like(mean)
+        return torch.cat([drawn, mean], 1)
+
+
 class WideHuge(Weak):
     """Beyond bf16's and FP32's largest number as well."""
 
@@ -176,8 +186,12 @@ class Normal(Weak):
 
 
 class UnitLength(Weak):
+    def __init__(self, eps: float = 0.0) -> None:
+        super().__init__()
+        self.eps = eps
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(self.constant(x), dim=-1, eps=0.0)
+        return F.normalize(self.constant(x), dim=-1, eps=self.eps)
 
 
 class Logarithm(Weak):
@@ -401,3 +415,19 @@ class Saturates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = 1 / (1 + torch.exp(-(x.detach().float() * 1e4)))
         return x * gate.to(x.dtype)
+
+
+class MasksLogits(nn.Module):
+    """The last logit is forbidden: the model's output holds -inf, and a cross entropy takes it for what it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        allowed = torch.arange(x.shape[-1]) < x.shape[-1] - 1
+        return torch.where(allowed, x, float("-inf"))
+
+
+class SpreadOfNothing(nn.Module):
+    """The deviation and the length of a row of zeros, whose slopes PyTorch takes to be 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        still = x * 0
+        return x + still.std(-1, keepdim=True) + still.norm(dim=-1, keepdim=True)

@@ -21,7 +21,9 @@ from faults.models import (
     Carried,
     OwnCell,
     Trainee,
+    autoencoder,
     cnn,
+    encoder,
     gan,
     recurrent,
     sgd,
@@ -199,6 +201,18 @@ def _poisoned_offset(old: Batch) -> Batch:
     return x, y, offset
 
 
+def _all_padding(old: Batch) -> Batch:
+    tokens, padding, y = old
+    return tokens, torch.ones_like(padding), y
+
+
+def _masked(tail: Callable[[], nn.Module]) -> Trainee:
+    """A CNN that forbids its last class with -inf, and is never given it as a label."""
+    trainee = cnn(tail=tail, end=plants.MasksLogits)
+    trainee.loss = lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2))
+    return trainee
+
+
 def _gain(trainee: Trainee) -> None:
     trainee.model.rnn.gain = 1e3
 
@@ -231,6 +245,14 @@ def _far_from_start(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     now = m.head.weight
     start = now.detach().clone()
     return F.mse_loss(m(x).float(), y) + ((now - start) ** 2).sum().sqrt()
+
+
+def _focal(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """(1 - p)^0.5, where p has become 1."""
+    logits = m(x).float()
+    sure = F.one_hot(y, logits.shape[-1]) * 1e3
+    p = torch.softmax(logits + sure, -1).gather(1, y[:, None])
+    return F.cross_entropy(logits, y) + ((1 - p) ** 0.5).mean()
 
 
 def _huge_factor(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -412,6 +434,27 @@ FORWARD_OVERFLOWS = [
         Expected("middle", "mul", "overflow", part="critic", line="wide * wide"),
     ),
     Fault(
+        "a latent spread of exp(100)",
+        "CNN",
+        partial(autoencoder, plants.Reparameterises),
+        Expected("middle", "exp", "overflow", line="torch.exp(0.5"),
+        mended=False,
+    ),
+    Fault(
+        "a transposed convolution's weights grown",
+        "CNN",
+        autoencoder,
+        Expected("up", "conv_transpose", "overflow"),
+        plant=grown("up", 1e6),
+    ),
+    Fault(
+        "PyTorch's encoder, its second layer's weights grown",
+        "transformer",
+        encoder,
+        Expected("encoder.layers.1.linear2", "linear", "overflow"),
+        plant=grown("encoder.layers.1.linear2", 6e5),
+    ),
+    Fault(
         "bf16: a product beyond FP32's largest number",
         "CNN",
         partial(cnn, tail=plants.WideHuge),
@@ -530,6 +573,14 @@ NO_RESULT_FORWARD = [
         mended=False,
     ),
     Fault(
+        "PyTorch's encoder, a batch of nothing but padding, its mean of what is left",
+        "transformer",
+        partial(encoder, plants.KeepsNothing),
+        Expected("tail", "div", "invalid", line="/ keep.sum"),
+        plant=_both(Trainee.arm, batch(_all_padding)),
+        mended=False,
+    ),
+    Fault(
         "a mask by 0 times -inf",
         "transformer",
         partial(transformer, middle=plants.MaskedByProduct),
@@ -615,6 +666,12 @@ NO_RESULT_BACKWARD = [
         "perceptron",
         partial(stack, tail=plants.Steep),
         Expected("tail", "div", "overflow", "backward", line="/ small"),
+    ),
+    Fault(
+        "the slope of normalize() at 0, which is 1 / 1e-12",
+        "recurrent",
+        partial(recurrent, tail=lambda: plants.UnitLength(1e-12)),
+        Expected("tail", "normalize", "overflow", "backward", line="F.normalize"),
     ),
     Fault(
         "a slope of 1e30 on its way into fp16",
@@ -776,6 +833,15 @@ OUTSIDE_THE_MODEL = [
         repeats=2,
     ),
     Fault(
+        "the slope of (1 - p)^0.5 at p = 1 in the loss",
+        "CNN",
+        cnn,
+        Expected(OUTSIDE, "pow", "invalid", "backward", line="(1 - p) ** 0.5"),
+        plant=loss(_focal),
+        mended=False,
+        repeats=2,
+    ),
+    Fault(
         "a penalty on the weights' distance from their start, which is 0",
         "perceptron",
         stack,
@@ -919,6 +985,21 @@ HARDER = [
             tail=lambda: nn.Sequential(plants.Unused(), plants.Share()),
         ),
         Expected("tail.1", "div", "invalid", line="x / x.sum"),
+        mended=False,
+    ),
+    Fault(
+        "a slope, in a model whose output holds -inf on purpose",
+        "CNN",
+        partial(_masked, plants.Root),
+        Expected("tail", "sqrt", "invalid", "backward", line="torch.sqrt"),
+        mended=False,
+        seen=False,
+    ),
+    Fault(
+        "a division, in a model whose output holds -inf on purpose",
+        "CNN",
+        partial(_masked, plants.Share),
+        Expected("tail", "div", "invalid", line="x / x.sum"),
         mended=False,
     ),
     Fault(

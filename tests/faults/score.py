@@ -1,7 +1,7 @@
 """The score: every fault named by the right module, and no alarm where there is no fault.
 
-A fault counts as named if its finding has the module, the direction and, where the row has one, the operation. Cause and
-line are counted beside it. A clean run counts as quiet if no step that was skipped is called a fault.
+A fault counts as named if its finding has the module, the direction and, where the row has one, the operation. Cause
+and line are counted beside it. A clean run counts as quiet if no step that was skipped is called a fault.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ FAMILIES: dict[str, set[str]] = {
     "group_norm": {"groupnorm", "nativegroupnorm"},
     "batch_norm": {"batchnorm", "nativebatchnorm"},
     "rms_norm": {"rmsnorm", "fusedrmsnorm"},
-    "normalize": {"normalize", "div", "truediv"},
+    "normalize": {"normalize", "div", "truediv", "to", "tocopy"},
     "softmax": {"softmax"},
+    "conv_transpose": {"convtranspose2d", "convolution", "convolutionoverrideable", "mkldnnconvolution"},
+    "attention": {"softmax", "scaleddotproductattention", "multiheadattentionforward"},
     "eigh": {"linalgeigh", "eigh"},
 }
 """What an operation of a row may be called, in small letters, without what Python, autograd and ATen add to it."""
