@@ -248,30 +248,26 @@ class HistoriesBefore:
     them. Nothing is copied: a use makes new tensors.
 
     Args:
-        weights: the model's parameters.
+        model: whose weights' histories they are, weakly.
         before: each track that is there, with what a use replaces.
     """
 
-    weights: list[Tensor]
+    model: weakref.ref[nn.Module]
     before: dict[_Track, tuple[Tensor, Tensor, bool, int]]
 
     @classmethod
-    def of(cls, model: nn.Module) -> HistoriesBefore | None:
-        """Those of a model; None where no weight has been multiplied with delayed scales, in this process."""
-        if not len(_HISTORIES):
-            return None
-        weights: list[Tensor] = list(model.parameters())
-        tracks = [track for weight in weights for track in _tracks(weight)]
-        return cls(
-            weights,
-            {track: (track.amaxes, track.scales, track.has_past, track.unrecorded) for track in tracks},
-        )
+    def of(cls, model: nn.Module) -> HistoriesBefore:
+        """Those of a model. Where this process has none yet its parameters are not looked through."""
+        tracks = _tracks(model) if len(_HISTORIES) else []
+        before = {track: (track.amaxes, track.scales, track.has_past, track.unrecorded) for track in tracks}
+        return cls(weakref.ref(model), before)
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Take back what was recorded since, where `found_inf` is not 0. Does not wait for the device."""
-        if found_inf is False:
+        model = self.model()
+        if found_inf is False or model is None or not len(_HISTORIES):
             return
-        for track in [track for weight in self.weights for track in _tracks(weight)]:
+        for track in _tracks(model):
             empty = torch.zeros_like(track.amaxes)
             amaxes, scales, had_past, unrecorded = self.before.get(track, (empty, empty, False, 0))
             track.has_past = track.has_past and had_past
@@ -286,9 +282,9 @@ class HistoriesBefore:
             track.amaxes, track.scales = amaxes, scales
 
 
-def _tracks(weight: Tensor) -> list[_Track]:
-    found: WeightHistory | None = _HISTORIES.get(weight)
-    return [] if found is None else list(found.tracks.values())
+def _tracks(model: nn.Module) -> list[_Track]:
+    histories = (_HISTORIES.get(parameter) for parameter in model.parameters())
+    return [track for found in histories if found is not None for track in found.tracks.values()]
 
 
 def history_state(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,231 @@
+"""A skipped step leaves no trace: a run with bad batches ends bit for bit where the run without them does.
+
+Every optimizer of torch and of Mezzo, every way to store weights, who decides (the host or the device), the scheduler
+and the average handed over. `test_no_trace_buffers.py` has the normalisations and whatever else a forward pass changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import mezzo
+from bad_steps import CLOSURES, OPTIMIZERS, RUNS, Make, batches, is_finite, network, same
+from mezzo.pytorch.optim.adam import Adam
+from mezzo.pytorch.optim.adamw import AdamW
+from mezzo.pytorch.optim.lion import Lion
+from mezzo.pytorch.optim.sgd import SGD
+from training_steps import nobody_owns_anything, who_decides  # noqa: F401
+
+SCALE = 128.0
+
+
+def trained(run: str, make: Make, model: nn.Module, precision: str, **arguments: Any) -> dict[str, Any]:
+    """Everything after a run of `MixedPrecision`."""
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    ema = AveragedModel(copy.deepcopy(model), use_buffers=True)
+    mp = mezzo.MixedPrecision(
+        model, optimizer, precision, scheduler=scheduler, ema=ema, loss_scale=SCALE, **arguments
+    )
+    moved = []
+    for x, y in batches(run):
+        with mp.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        moved.append(mp.step(loss).moved)
+    assert moved == [event == "g" for event in run]
+    mp.close()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "ema": ema.state_dict(),
+        "masters": mezzo.master_state_dict(model, optimizer),
+    }
+
+
+def without_bad(run: str) -> str:
+    return run.replace("b", "")
+
+
+def holds(run: str, make: Make, kind: str, precision: str, **arguments: Any) -> None:
+    ours = trained(run, make, network(kind), precision, **arguments)
+    clean = trained(without_bad(run), make, network(kind), precision, **arguments)
+    for name in clean:
+        assert same(ours[name], clean[name]), name
+    assert is_finite(ours)
+
+
+def test_every_optimizer_of_torch_has_a_row() -> None:
+    known = {name.split()[0] for name in (*OPTIMIZERS, *CLOSURES)}
+    kinds = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    }
+    assert kinds - {"Optimizer"} == known
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torch_optimizers(name: str, run: str) -> None:
+    holds(run, OPTIMIZERS[name], name, "fp16")
+
+
+# A step that waits for nobody: without scheduler and average, the kernel itself must hold still.
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.endswith("fused")])
+def test_torch_optimizers_whose_kernel_skips(name: str, run: str, decides: str) -> None:
+    assert same(alone(run, OPTIMIZERS[name]), alone(without_bad(run), OPTIMIZERS[name]))
+
+
+def alone(run: str, make: Make, precision: str = "fp16", **arguments: Any) -> dict[str, Any]:
+    """As `trained`, with nobody to be told of a move."""
+    model = network()
+    optimizer = make(model.parameters())
+    mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=SCALE, **arguments)
+    for x, y in batches(run):
+        with mp.autocast():
+            loss = nn.functional.cross_entropy(model(x), y)
+        mp.step(loss)
+    mp.close()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert is_finite(state)
+    return state
+
+
+OURS: dict[str, tuple[Make, str, dict[str, Any]]] = {
+    "AdamW": (lambda p: AdamW(p, lr=0.05), "fp16", {}),
+    "AdamW eps": (lambda p: AdamW(p, lr=0.05, eps=1e-4, weight_decay=0.2), "fp16", {}),
+    "Adam": (lambda p: Adam(p, lr=0.05), "fp16", {}),
+    "SGD": (lambda p: SGD(p, lr=0.1), "fp16", {}),
+    "SGD momentum": (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), "fp16", {}),
+    "Lion": (lambda p: Lion(p, lr=0.01), "fp16", {}),
+    "AdamW bf16 state": (lambda p: AdamW(p, lr=0.05, state="bf16"), "bf16", {}),
+    "AdamW int8 state": (lambda p: AdamW(p, lr=0.05, state="int8"), "bf16", {}),
+    "Lion int8 state": (lambda p: Lion(p, lr=0.01, state="int8"), "fp16", {}),
+    "split": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"weights": "split"}),
+    "split sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "bf16", {"weights": "split"}),
+    "split8": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"weights": "split8"}),
+    "split8 int8": (lambda p: torch.optim.Adam(p, lr=0.05), "bf16", {"weights": "split8", "state": "int8"}),
+    "masters fp16": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"weights": "masters"}),
+    "masters bf16": (lambda p: torch.optim.SGD(p, lr=0.1), "bf16", {"weights": "masters"}),
+    "with masters": (lambda p: torch.optim.RMSprop(p, lr=0.01), "fp16", {"weights": "masters"}),
+    "with masters nadam": (lambda p: torch.optim.NAdam(p, lr=0.01), "bf16", {"weights": "masters"}),
+    "clip norm": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"clip_norm": 0.1}),
+    "clip value": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"clip_value": 0.01}),
+    "one pass, clipped": (lambda p: AdamW(p, lr=0.05), "fp16", {"clip_norm": 0.1}),
+    "release": (lambda p: AdamW(p, lr=0.05), "fp16", {"release_gradients": True}),
+    "release split8": (
+        lambda p: torch.optim.AdamW(p, lr=0.05),
+        "bf16",
+        {"release_gradients": True, "weights": "split8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("row", OURS)
+def test_mezzo_s_optimizers_and_every_way_to_store_weights(row: str, run: str) -> None:
+    make, precision, arguments = OURS[row]
+    holds(run, make, row, precision, **arguments)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("row", OURS)
+def test_the_same_where_only_the_device_knows(row: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mezzo.pytorch.training import turns
+
+    monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
+    make, precision, arguments = OURS[row]
+    assert same(
+        alone(run, make, precision, **arguments), alone(without_bad(run), make, precision, **arguments)
+    )
+
+
+def test_every_way_to_store_weights_has_a_row() -> None:
+    from mezzo.pytorch.training import weight_modes
+
+    used = {arguments.get("weights", "fp32") for _, _, arguments in OURS.values()}
+    assert used == set(weight_modes.WEIGHTS)
+
+
+# With mezzo.GradScaler. It is handed optimizers, not models, so it can put back no buffer: no BatchNorm here.
+
+
+def scaled(run: str, make: Make, kind: str) -> dict[str, Any]:
+    model = network(kind, statistics=False)
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = mezzo.GradScaler(init_scale=SCALE, hysteresis=10**6)
+    for (x, y), event in zip(batches(run), run):
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            with mezzo.autocast("fp16"):
+                loss = nn.functional.cross_entropy(model(x), y)  # noqa: B023
+            scaler.scale(loss).backward()
+            return loss
+
+        if kind in CLOSURES:
+            scaler.step(optimizer, closure)
+        else:
+            closure()
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.was_skipped(optimizer) == (event == "b")
+        if not scaler.was_skipped(optimizer):
+            scheduler.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *CLOSURES])
+def test_grad_scaler(name: str, run: str) -> None:
+    make = {**OPTIMIZERS, **CLOSURES}[name]
+    ours, clean = scaled(run, make, name), scaled(without_bad(run), make, name)
+    for part in clean:
+        assert same(ours[part], clean[part]), part
+    assert is_finite(ours)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("row", ["AdamW", "SGD momentum", "Lion", "AdamW int8 state"])
+def test_grad_scaler_with_mezzo_s(row: str, run: str) -> None:
+    make = OURS[row][0]
+    assert same(scaled(run, make, row), scaled(without_bad(run), make, row))
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("bad", ["first", "last"])
+def test_a_window_of_which_one_loss_is_bad_is_skipped_whole(accumulate: int, bad: str) -> None:
+    def end(windows: str) -> dict[str, Any]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        mp = mezzo.MixedPrecision(model, optimizer, "fp16", accumulate=accumulate, loss_scale=SCALE)
+        number = 0
+        for event in windows:
+            for place in range(accumulate):
+                spoils = event == "b" and place == (0 if bad == "first" else accumulate - 1)
+                ((x, y),) = batches("b" if spoils else "g")
+                generator = torch.Generator().manual_seed(number + place)
+                with mp.autocast():
+                    noise = torch.randn(x.shape, generator=generator)
+                    loss = nn.functional.cross_entropy(model(x + noise), y)
+                mp.step(loss)
+            number += accumulate * (event == "g")
+        mp.close()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    for run in RUNS:
+        assert same(end(run), end(without_bad(run))), run
