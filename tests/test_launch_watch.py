@@ -115,3 +115,227 @@ def test_the_script_is_ended_after_so_many_updates(launch: Any, policy: str) -> 
     assert len(ran.of("update")) == len(ran.of("loss")) == 3
     assert "ended after 3 updates of the first optimizer, as asked" in ran.notes
     assert ran.of("end")[0].status == 0
+
+
+SETUP = """
+import threading, torch
+from torch import nn
+from torch.nn.functional import mse_loss
+torch.manual_seed(0)
+model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+second = torch.optim.SGD(other.parameters(), lr=1e-2)
+x = torch.randn(16, 4)
+
+def loss_of(net, x=x):
+    return net(x).square().mean()
+"""
+
+CALL = ["call_begins", "call_ended"]
+UPDATE = ["update_begins", "update_ended"]
+
+LOOPS: dict[str, tuple[str, list[str]]] = {
+    "accumulation": (
+        "for _ in range(2): loss_of(model).backward()\noptimizer.step()",
+        [*CALL, "backward_begins", *CALL, "backward_begins", *UPDATE],
+    ),
+    "one loss for two optimizers": (
+        "loss_of(other, model(x)).backward()\noptimizer.step(); second.step()",
+        [*CALL, *CALL, "backward_begins", *UPDATE, *UPDATE],
+    ),
+    "two losses at once": (
+        "torch.autograd.backward([loss_of(model), loss_of(other)])\noptimizer.step()",
+        [*CALL, *CALL, "backward_begins", "backward_begins", *UPDATE],
+    ),
+    "not what is called in backward": (
+        "from torch.utils.checkpoint import checkpoint\n"
+        "out = checkpoint(model, x, use_reentrant=False)\nout.sum().backward(); optimizer.step()",
+        [*CALL, "backward_begins", *UPDATE],
+    ),
+    "a penalty by autograd.grad": (
+        "z = x.clone().requires_grad_()\n"
+        "(slope,) = torch.autograd.grad(loss_of(model, z), [z], create_graph=True)\n"
+        "slope.square().sum().backward(); optimizer.step()",
+        [*CALL, "backward_begins", *UPDATE],
+    ),
+    "evaluation in training mode without gradients": (
+        "with torch.no_grad(): loss_of(model)\nwith torch.inference_mode(): loss_of(model)",
+        [],
+    ),
+    "a call that raises": (
+        "try: model(torch.ones(3, 5))\nexcept RuntimeError: pass\nloss_of(model).backward(); optimizer.step()",
+        ["call_begins", "step_dropped", *CALL, "backward_begins", *UPDATE],
+    ),
+    "a backward that raises": (
+        "loss = loss_of(model); loss.backward()\ntry: loss.backward()\nexcept RuntimeError: pass",
+        [*CALL, "backward_begins", "backward_begins", "step_dropped"],
+    ),
+    "a step that raises": (
+        "class Bad(torch.optim.SGD):\n  def step(self): raise KeyError\n"
+        "bad = Bad(model.parameters(), lr=1)\nloss_of(model).backward()\n"
+        "try: bad.step()\nexcept KeyError: pass",
+        [*CALL, "backward_begins", "update_begins", "step_dropped"],
+    ),
+    "another thread": (
+        "loss_of(model)\nthread = threading.Thread(target=lambda: loss_of(other).backward())\n"
+        "thread.start(); thread.join()",
+        CALL,
+    ),
+    "a step with a closure": (
+        "loss_of(model)\nlbfgs = torch.optim.LBFGS(model.parameters())\n"
+        "def closure():\n  lbfgs.zero_grad(); loss = loss_of(model); loss.backward(); return loss\n"
+        "lbfgs.step(closure)\nloss_of(model).backward(); optimizer.step()",
+        [*CALL, "step_dropped", *CALL, "backward_begins", *UPDATE],
+    ),
+    "a script that begins to do it itself": (
+        "loss_of(model)\nwith torch.autocast('cpu', torch.bfloat16): loss_of(model).backward()\noptimizer.step()",
+        [*CALL, "step_dropped"],
+    ),
+    "no optimizer alive": ("del optimizer, second\nloss_of(model).backward()", []),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_what_is_told(launch: Any, told: Told, name: str, policy: str) -> None:
+    source, expected = LOOPS[name]
+    ran = launch(SETUP + source, policy=policy, watch=1)
+    assert ran.status == 0, ran.err
+    assert [words[0] for words in told.told] == [*expected, *(["step_dropped"] if expected else [])]
+    ended = [words[1:3] for words in told.told if words[0] == "update_ended"]
+    updates = [(r.index, r.optimizer) for r in ran.of("update")]
+    assert [pair for pair in updates if pair in ended] == ended
+    assert ("a closure are not watched" in ran.notes) == ("closure" in name)
+
+
+def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told: Told) -> None:
+    source = """
+    z = x.clone().requires_grad_()
+    (1000 * loss_of(model, z)).backward()
+    optimizer.step()
+    """
+    ran = launch(SETUP + "\n".join(line.strip() for line in source.splitlines()), policy="fp16", watch=1)
+    scales = [words[1] for words in told.told if words[0] == "backward_begins"]
+    assert scales[0] == 65536.0
+    assert len(scales) > 1
+    assert scales == [65536.0 / 2**n for n in range(len(scales))]
+    # Gradients that were counted already are no gradients of the step.
+    names = [words[0] for words in told.told]
+    assert names.count("step_dropped") == len(scales)
+    assert names[-4:] == ["backward_begins", *UPDATE, "step_dropped"]
+    assert ran.of("update")[0].moved
+
+
+NAN = (
+    SETUP
+    + """
+for step in range(LOOPS):
+    optimizer.zero_grad()
+    (loss_of(model) * float('nan')).backward()
+    optimizer.step()
+"""
+)
+
+
+def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any, told: Told) -> None:
+    ran = launch(NAN.replace("LOOPS", "100"), policy="fp16,loss_scale=1024", watch=1)
+    assert ran.status == 1
+    updates = ran.of("update")
+    assert [u.skipped for u in updates] == [True] * len(updates)
+    assert all(u.observed for u in updates)  # looking takes its time
+    assert [o.update for o in ran.of("overflow")] == list(range(len(updates)))
+    kinds = [r.kind for r in ran.records if r.kind in ("update", "overflow")]
+    assert kinds == ["update", "overflow"] * len(updates)  # the last one's too, whose error ends the script
+    assert "LossScaleCollapseError" in ran.err
+    assert "What makes them fail: forward of linear in 2: " in ran.err
+    assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
+
+
+def test_the_model_may_be_called_by_those_who_look(
+    launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    class Calls(Told):
+        def call_ended(self, model: Any, output: Any) -> None:
+            self.model = model
+
+        def update_ended(self, optimizer: Any, **how: Any) -> None:
+            out = self.model(torch.ones(2, 4))
+            assert out.dtype is torch.float32  # the plain model, in no region
+            gradients = torch.autograd.grad(out.sum(), list(self.model.parameters()))
+            assert all(bool((g.abs() < 100).all()) for g in gradients)  # unscaled
+            before = [p.grad.clone() for p in self.model.parameters()]
+            self.model(torch.ones(2, 4)).sum().backward()
+            for p, grad in zip(self.model.parameters(), before):
+                p.grad = grad
+            self.told.append(("called",))
+
+    calls = Calls()
+    monkeypatch.setattr(companions, "watchers_for", lambda session: [calls])
+    source = SETUP + "for _ in range(3): loss_of(model).backward(); optimizer.step()"
+    ran = launch(source, policy="fp16", watch=1)
+    assert calls.told.count(("called",)) == 3, ran.notes
+    assert len(ran.of("loss")) == len(ran.of("update")) == 3
+    assert "mezzo: 3 calls of Linear in fp16" in ran.err
+    assert all(u.moved for u in ran.of("update"))
+
+
+@pytest.mark.parametrize("moment", ["call_begins", "backward_begins", "update_ended", "drain", "finish"])
+def test_the_script_goes_on_whatever_becomes_of_those_who_look(
+    launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(told, moment, fails)
+    ran = launch(TRAIN, policy="fp16", watch=1)
+    assert ran.status == 0
+    assert len(ran.of("update")) == 4
+    assert "Told gave up: MemoryError: no room" in ran.notes
+    assert told.told[-1] == ("step_dropped",)
+
+
+def test_nobody_is_asked_for_who_is_not_wanted(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(companions, "watchers_for", asked)
+    monkeypatch.setattr(companions, "tracer_for", asked)
+    for keywords in ({"policy": "bf16"}, {"policy": "fp32"}, {"policy": "fp16", "trace": False}):
+        ran = launch(TRAIN, **keywords)
+        assert ran.status == 0
+        assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
+        assert ran.notes == ""
+
+
+def test_a_stop_cannot_be_caught_for_long(launch: Any) -> None:
+    source = TRAIN.replace(
+        "    optimizer.step()\n", "    try: optimizer.step()\n    except BaseException: print('caught')\n"
+    )
+    ran = launch(source, policy="bf16", stop_after=2)
+    assert ran.lines == ["caught"] * 3
+    assert len(ran.of("update")) == 4
+    ran = launch(NAN.replace("LOOPS", "7"), policy="fp16", stop_after=3)
+    assert [u.skipped for u in ran.of("update")] == [True] * 3  # those that were skipped count, too
+
+
+def test_findings_are_told_once_each() -> None:
+    from mezzo.pytorch.launch.summary import findings
+
+    probe = Finding("loss scale")
+    bad = Finding(
+        "invalid", module="net.attn", op="log", line="t.py:3: x.log()", remedies=["first", "second"]
+    )
+    other = [Finding("overflow", module=f"m{n}", op="exp") for n in range(6)]
+    found = [OverflowRecord(n, 0, 0.0, 1.0, f) for n, f in enumerate([probe, bad, probe, bad, bad, *other])]
+    said = findings(found)
+    assert said[0] == "2 skipped steps were the loss scale finding its place"
+    assert said[1].startswith(
+        "update 1 skipped, and 2 later ones: forward of log in net.attn (t.py:3: x.log()): "
+    )
+    assert said[2] == "  try: first"
+    assert [line.partition(":")[0] for line in said[3:7]] == [f"update {n} skipped" for n in range(5, 9)]
+    assert said[7:] == ["and 2 other places, in the records"]
+    assert findings([]) == []
+    assert findings(found[:1]) == ["1 skipped step was the loss scale finding its place"]

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 
 from mezzo.pytorch.launch.losses import WORTH_TELLING, fp32_logits
 from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Found, Veto
+from mezzo.pytorch.launch.veto import Attempts, Found, Veto
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.companions import Companions
@@ -141,29 +141,30 @@ def _carefully(
     retain_graph: bool | None,
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
-    before = [(leaf, leaf.grad, list(veto.flags(leaf))) for leaf in leaves]
-    scale = session.scale.scale
+    attempts = veto.attempts = Attempts(veto, session.scale.scale)
+    attempts.reach(leaves)
     try:
         while True:
-            for leaf, old, flags in before:
-                leaf.grad = None if old is None else old.clone()
-                veto.flags(leaf)[:] = flags
+            scale = attempts.scale
+            attempts.begin()
             with unscaling(leaves, scale) as found:
+                attempts.found.append(found)
                 veto.remember(leaves, found)
                 run(scale, True if scale > 1.0 else retain_graph)
-            if scale <= 1.0 or not any(found.read()):
+            if scale <= 1.0 or not attempts.overflowed:
                 break
-            scale = session.overflowed(scale)
+            attempts.scale = session.overflowed(scale)
             session.companions.backward_again()
     finally:
+        veto.attempts = None
         if not create_graph:
-            _into_the_old(before)
+            _into_the_old(attempts.before.values())
     if not session.optimizers:
-        session.observe(found_inf=any(found.read()))
+        session.observe(found_inf=attempts.overflowed)
 
 
 @torch.no_grad()
-def _into_the_old(before: list[tuple[Tensor, Tensor | None, Any]]) -> None:
+def _into_the_old(before: Iterable[tuple[Tensor, Tensor | None, Any]]) -> None:
     """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
     for leaf, old, _ in before:
         if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
@@ -179,7 +180,12 @@ def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[
     """
     owned = veto.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
-    with unscaling(leaves, session.scale.scale) as found:
+    attempts = veto.attempts
+    if attempts is not None:
+        attempts.reach(leaves)
+    with unscaling(leaves, session.scale.scale if attempts is None else attempts.scale) as found:
+        if attempts is not None:
+            attempts.found.append(found)
         veto.remember(leaves, found)
         run()
 

@@ -99,6 +99,8 @@ class Companions:
 
         if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
             return False
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint's recomputation
+            return False
         if not self._thread:
             self._thread = threading.get_ident()
             self._watchers = watchers_for(self._session)

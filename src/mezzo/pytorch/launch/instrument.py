@@ -76,6 +76,7 @@ class Instrument:
         from mezzo.pytorch.launch.storage import Storage
         from mezzo.pytorch.launch.veto import Veto
         from mezzo.pytorch.launch.watch import StepWatch
+        from mezzo.pytorch.region import checkpoint
 
         session, patches = self._session, self._patches
         veto = Veto(session)
@@ -96,6 +97,8 @@ class Instrument:
             patches.set(autograd, "grad", backward.make_grad(session, autograd.grad))
             patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
         foreign.watch_torch(session, patches)
+        if session.policy.compute != "fp32":
+            checkpoint.install()  # before the script's first: it may checkpoint the call that makes the first region
         if session.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
             from mezzo.pytorch.tf32 import switch_off_tf32
 

@@ -57,6 +57,10 @@ class Preparation:
             self.remember_statistics(module)
         return known
 
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a call of this module was a region before."""
+        return self._known.get(module, False)
+
     @quiet
     def remember_statistics(self, module: nn.Module) -> None:
         """Keep the running statistics as they are before the step, for the case that it is vetoed."""

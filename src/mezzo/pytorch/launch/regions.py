@@ -1,6 +1,7 @@
 """The region of a run: each outermost call of a module with parameters.
 
-A module is called outermost if autocast is off around it and no backward pass is running. A criterion, a
+A module is called outermost if autocast is off around it. In a backward pass that is a checkpoint's recomputation: the
+same region again, and no call of its own. A criterion, a
 metric or an activation has no parameters: it is the script's own arithmetic on FP32 values, and stays in
 FP32. Calls inside the region meet one question, whether any autocast is on, and go their way.
 
@@ -67,11 +68,13 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     @quiet
     def begin(module: nn.Module) -> Policy | None:
         """The policy for an outermost call of this module; None if the call is none of ours."""
-        if session.left_alone is not None or _graph_task() != -1 or _tracing_state() is not None:
+        if session.left_alone is not None or _tracing_state() is not None:
             return None
-        if companions.busy:  # one who looks at a step calls the model
+        if thread.in_fp32 or companions.busy:  # busy: one who looks at a step calls the model
             return None
-        if thread.in_fp32 or not preparation.prepare(module):
+        if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
+            return session.policy_now if session.lowers and preparation.knows(module) else None
+        if not preparation.prepare(module):
             return None
         policy = session.enter()
         if module.training and session.scaling:

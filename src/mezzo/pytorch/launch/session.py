@@ -113,10 +113,14 @@ class Session:
         self.model_calls += 1
         if self.trial is not None:
             self.trial.start()
-            if self.trial.precision == "fp32":
-                return _FP32
-        self.lowered_calls += self.lowers
-        return self.policy
+        policy = self.policy_now
+        self.lowered_calls += self.lowers and policy is not _FP32
+        return policy
+
+    @property
+    def policy_now(self) -> Policy:
+        """The policy of the step that runs."""
+        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
     def observe(self, *, found_inf: bool) -> None:
         """One step is over: the scale for the next.

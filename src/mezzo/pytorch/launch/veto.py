@@ -63,6 +63,7 @@ class Veto:
         self._session = session
         self._flags: dict[int, list[tuple[Found, int]]] = {}
         self._stale: set[int] = set()
+        self.attempts: Attempts | None = None
 
     @quiet
     def owned(self) -> set[int]:
@@ -120,6 +121,49 @@ class Veto:
                 else:
                     bad = True
         return bad
+
+
+class Attempts:
+    """One backward that is run until its gradients are finite: what each attempt starts from, and what it found.
+
+    Args:
+        veto: knows the flags of the leaves.
+        scale: of the first attempt.
+
+    Attributes:
+        scale: of the attempt that runs.
+        before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
+        found: of the attempt that runs, by each graph in it: a backward inside the backward has one of its own.
+    """
+
+    def __init__(self, veto: Veto, scale: float) -> None:
+        self._veto = veto
+        self.scale = scale
+        self.before: dict[int, tuple[Tensor, Tensor | None, list[tuple[Found, int]]]] = {}
+        self.found: list[Found] = []
+
+    def reach(self, leaves: Iterable[Tensor]) -> None:
+        """These leaves are about to receive gradients."""
+        for leaf in leaves:
+            if id(leaf) not in self.before:
+                self.before[id(leaf)] = (leaf, leaf.grad, list(self._veto.flags(leaf)))
+                self._reset(leaf)
+
+    def begin(self) -> None:
+        """An attempt begins: no leaf has received anything."""
+        self.found.clear()
+        for leaf, _, _ in self.before.values():
+            self._reset(leaf)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the attempt found a gradient that is not finite; waits for the devices."""
+        return any(any(found.read()) for found in self.found)
+
+    def _reset(self, leaf: Tensor) -> None:
+        _, old, flags = self.before[id(leaf)]
+        leaf.grad = None if old is None else old.clone()
+        self._veto.flags(leaf)[:] = flags
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
