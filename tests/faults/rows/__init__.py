@@ -1,0 +1,18 @@
+"""The planted faults: what is planted, and what a search for the culprit has to say of it.
+
+Each row is a truth about the code of `faults.plants` and `faults.models`, checked without any tracer by `plain.py`.
+"""
+
+from faults.rows import harder, held, no_result, outside, slopes, too_large
+from faults.rows.fault import PLANTED, Expected, Fault
+
+FAULTS: list[Fault] = [
+    *too_large.ROWS,
+    *no_result.ROWS,
+    *slopes.ROWS,
+    *held.ROWS,
+    *outside.ROWS,
+    *harder.ROWS,
+]
+
+__all__ = ["FAULTS", "PLANTED", "Expected", "Fault"]
