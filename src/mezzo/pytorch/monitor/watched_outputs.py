@@ -96,6 +96,8 @@ class WatchedOutputs:
     def _count(self, path: str, output: Any) -> None:
         repeats = _graph_task() != -1
         for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
+            if isinstance(tensor, nn.Parameter):
+                continue  # nothing that was computed; and to detach one makes a region forget its casts
             if ACTIVATION in self._kinds and not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
             wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -13,8 +13,9 @@ from mezzo.core.finding import OUTSIDE
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
+from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.weights import master_state
-from mezzo.pytorch.weights.lowering import LOWERED
+from mezzo.pytorch.weights.lowering import LOWERED, peek_master
 
 WEIGHT, GRADIENT, RATIO = "weight", "weight gradient", "update ratio"
 
@@ -46,7 +47,6 @@ class WatchedParameters:
         self._masters = _Masters(optimizer)
         self.rows = ExponentRows()
 
-    @torch.no_grad()
     def before(self, params: Iterable[Tensor] | None = None) -> None:
         """Look at weights and gradients: of all parameters, or of some whose gradients have just come."""
         for param in self._params() if params is None else params:
@@ -72,7 +72,6 @@ class WatchedParameters:
                 hook = lambda param: self.before([param])  # noqa: E731
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    @torch.no_grad()
     def after(self) -> ExponentRows:
         """Look at how far the parameters have moved; their ratios, in rows of their own."""
         rows = ExponentRows()
@@ -106,13 +105,29 @@ class _Masters:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._owners = master_state._owners(optimizer)
+        owners = {id(owner): owner for owner in self._owners.values()}.values()
+        self._without = {
+            id(param)
+            for owner in owners
+            for group in owner.param_groups
+            if group.get("masters") == "none"
+            for param in group["params"]
+        }
 
     def read(self, param: Tensor) -> tuple[Tensor, bool]:
         """The exact value, and whether that is a copy and not the parameter's own memory."""
-        owner = self._owners.get(id(param)) if param.dtype in LOWERED else None
+        owner = None
+        if param.dtype in LOWERED and id(param) not in self._without:
+            owner = self._owners.get(id(param))
         if owner is None:
             return distributed.local(param.detach()), False
-        return distributed.local(owner.master(param).detach()), True
+        if isinstance(owner, FusedOptimizer) and not owner.state.get(param):
+            # It has not moved yet. To ask for its master would give it a state, which a skipped step must not.
+            kept = peek_master(param)
+            value = param.detach().to(torch.float32) if kept is None else kept
+        else:
+            value = owner.master(param).detach()
+        return distributed.local(value), True
 
 
 def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
@@ -126,4 +141,5 @@ def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
     for start in range(0, old.numel(), BLOCK):
         base = old[start : start + BLOCK].to(wide)
         moved = new[start : start + BLOCK].to(wide) - base
-        yield moved.abs_().div_(base.abs()).masked_fill_(moved == 0, 0)
+        still = moved == 0
+        yield moved.abs_().div_(base.abs()).masked_fill_(still, 0)

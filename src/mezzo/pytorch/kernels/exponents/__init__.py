@@ -54,9 +54,11 @@ def exponents(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     return row[:BINS] if out is None else out.add_(row[:BINS])
 
 
-@torch.no_grad()
 def count(tensor: Tensor, row: Tensor) -> None:
     """Add a tensor's `exponents` to the first `BINS` words of a row, and raise `LARGEST` to what is in the tensor.
+
+    No grad mode is switched for it: within autocast that would empty the cache of weights cast, and a weight used
+    twice would have its gradients added in another format.
 
     Args:
         tensor: as for `exponents`.

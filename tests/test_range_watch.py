@@ -1,0 +1,611 @@
+"""RangeWatch: what it counts is what the step computed, and the step does not know that it was watched."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.core import records
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.finding import OUTSIDE
+from mezzo.core.ranges import BINS, WHAT, Histogram, RangeRow
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.kernels.exponents import exponents
+from mezzo.pytorch.monitor.module_paths import parameter_paths, paths
+from mezzo.pytorch.monitor.ranges import KEPT, RangeWatch
+from mezzo.pytorch.monitor.watched_outputs import tensors_in
+from mezzo.pytorch.monitor.watched_parameters import ratios
+
+
+def histogram(*tensors: Tensor, scale: float = 1.0) -> Histogram:
+    """Of all elements of some tensors together, divided by a power of two."""
+    every = torch.cat([t.detach().float().flatten() for t in tensors]) / scale
+    finite = every[every.isfinite()].abs()
+    return Histogram.from_bins(exponents(every).tolist(), float(finite.max()) if finite.numel() else 0.0)
+
+
+class Net(nn.Module):
+    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = Head()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.first(x)
+        x = self.block(self.block(x))
+        return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
+
+
+class Head(nn.Module):
+    """Two outputs, of which one has no use, and a parameter of its own beside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 2))
+        self.softplus = nn.Softplus()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.softplus(x @ self.weight), torch.arange(3)
+
+
+def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(12, 6, generator=generator)
+
+
+def trained(
+    precision: str = "fp16",
+    updates: int = 4,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    spike: int = -1,
+    **options: Any,
+) -> tuple[Net, mezzo.MixedPrecision, list[Tensor]]:
+    torch.manual_seed(0)
+    model = Net()
+    mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1e-2), precision, **options)
+    losses = []
+    for number, x in enumerate(batches(updates * mp.accumulate)):
+        with mp.autocast():
+            loss = model(x)["out"].float().square().mean()
+        if number == spike:
+            loss = loss * 1e30
+        losses.append(mp.step(loss).loss_tensor)
+    return model, mp, losses
+
+
+def everything(model: nn.Module, mp: mezzo.MixedPrecision, losses: list[Tensor]) -> list[Any]:
+    state = mp.optimizer.state_dict()["state"]
+    held = [value for one in state.values() for value in one.values()]
+    return [*model.state_dict().values(), *losses, *held, torch.get_rng_state(), torch.tensor(mp.loss_scale)]
+
+
+# What a training does besides -> options of MixedPrecision.
+TRAININGS: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "bf16": {"precision": "bf16"},
+    "fp32": {"precision": "fp32"},
+    "accumulated": {"accumulate": 3},
+    "clipped": {"clip_norm": 0.1, "clip_value": 0.05},
+    "skipping": {"spike": 1},
+    "split": {"precision": "bf16", "weights": "split"},
+    "masters, the first step skipped": {"weights": "masters", "spike": 0},
+    "released": {"precision": "bf16", "release_gradients": True, "optimizer": mezzo.optim.AdamW},
+    "released in two passes": {"release_gradients": True, "optimizer": mezzo.optim.AdamW, "clip_norm": 0.1},
+    "sgd": {"optimizer": torch.optim.SGD},
+}
+
+
+@pytest.mark.parametrize("name", list(TRAININGS))
+def test_a_watched_training_is_bit_for_bit_the_same(name: str) -> None:
+    plain = everything(*trained(**TRAININGS[name]))
+    watched = everything(*trained(**TRAININGS[name], watch=1))
+    assert len(plain) == len(watched)
+    for one, other in zip(plain, watched):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def by_key(rows: list[RangeRow]) -> dict[tuple[str, str, str], RangeRow]:
+    found = {(row.what, row.module, row.name): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+SEEN = ["first", "block.0", "block.1", "norm", "drop", "head", "head.softplus"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
+    """The same step, with `retain_grad` on what the modules return."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scale = 2.0**10
+    outputs: dict[str, list[Tensor]] = {path: [] for path in SEEN}
+
+    def keep(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            tensor.retain_grad()
+            outputs[path].append(tensor)
+
+        return hook
+
+    for path in SEEN:
+        model.get_submodule(path).register_forward_hook(keep(path))
+    (x,) = batches(1)
+    with mezzo.autocast(precision):
+        loss = model(x)["out"].float().square().mean()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    factor = scale if precision == "fp16" else 1.0
+    (loss * factor).backward()
+    gradients = {name: param.grad / factor for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.grad = gradients[name].clone()
+    optimizer.step()
+
+    options = {"loss_scale": scale} if precision == "fp16" else {}
+    _, mp, _ = trained(
+        precision, 1, lambda params, lr: torch.optim.SGD(params, lr=0.5), watch=True, **options
+    )
+    rows = by_key(mp.ranges)
+
+    # `head` hands on what its last module returned, whose gradient arrives at both.
+    for path in SEEN:
+        row = rows["activation", path, ""]
+        assert row.histogram == histogram(*outputs[path]), path
+        assert row.format == name_of(outputs[path][0].dtype)
+        got = rows["activation gradient", path, ""]
+        assert got.histogram == histogram(*(t.grad.double() for t in outputs[path]), scale=factor), path
+    for name, param in model.named_parameters():
+        path, _, own = name.rpartition(".")
+        assert rows["weight", path, own].histogram == histogram(before[name])
+        assert rows["weight gradient", path, own].histogram == histogram(gradients[name])
+        ratio = (param.detach() - before[name]).abs() / before[name].abs()
+        ratio[param.detach() == before[name]] = 0
+        assert rows["update ratio", path, own].histogram == histogram(ratio), name
+        assert rows["update ratio", path, own].format == "fp32"
+    count = len(list(model.parameters()))
+    assert len(rows) == 2 * len(SEEN) + 3 * count
+
+
+def watch_of(mp: mezzo.MixedPrecision) -> RangeWatch:
+    (watch,) = (one for one in mp._observing._observers if isinstance(one, RangeWatch))
+    return watch
+
+
+def hooks(model: nn.Module) -> int:
+    """Hooks on all modules and parameters."""
+    on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return on_modules + sum(
+        len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()
+    )
+
+
+def test_without_watch_there_is_no_hook_and_no_row() -> None:
+    model, mp, _ = trained(updates=1, trace=False)
+    assert hooks(model) == 0
+    assert mp.ranges == []
+    with mp.autocast():
+        loss = model(next(batches(1)))["out"].sum()
+    assert hooks(model) == 0
+    mp.step(loss)
+
+
+def test_hooks_are_on_the_modules_in_watched_updates_only() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp32", watch=3, trace=False)
+    own = hooks(model)  # the two that tell of calls
+    during, rows = [], []
+    for x in batches(7):
+        with mp.autocast():
+            loss = model(x)["out"].sum()
+        during.append(hooks(model) > own)
+        mp.step(loss)
+        assert hooks(model) == own
+        rows.append(mp.ranges)
+    assert during == [True, False, False, True, False, False, True]
+    assert [rows[i] == rows[i - 1] for i in range(1, 7)] == [True, True, False, True, True, False]
+    assert [record.update for record in watch_of(mp).drain()] == [0, 3, 6]
+    assert watch_of(mp).drain() == []
+    assert mp.ranges == rows[-1]
+
+
+def test_the_window_adds_up_and_is_shown_without_loss_scale_and_window() -> None:
+    one = by_key(trained(updates=1, watch=1, loss_scale=16.0)[1].ranges)
+    four = by_key(trained(updates=1, watch=1, loss_scale=16.0, accumulate=4)[1].ranges)
+    assert set(one) == set(four)
+    for (what, module, name), row in four.items():
+        seen = one[what, module, name].histogram
+        times = 4 if what.startswith("activation") else 1
+        assert row.histogram.elements == times * seen.elements
+        if what.startswith("activation") and row.histogram.largest:
+            # Four batches of one distribution: within a binade or two, where scale or window left in are 16 or 2.
+            assert abs(math.log2(row.histogram.largest / seen.largest)) < 1.9, (what, module)
+
+
+def test_weight_gradients_are_those_before_clipping() -> None:
+    rows = [
+        row
+        for options in ({}, {"clip_norm": 1e-6, "clip_value": 1e-7})
+        for row in trained("fp32", 1, watch=1, **options)[1].ranges
+        if row.what == "weight gradient"
+    ]
+    half = len(rows) // 2
+    assert half
+    assert rows[:half] == rows[half:]
+
+
+def test_a_skipped_update_has_no_ratios_and_shows_the_infinities() -> None:
+    scale = mezzo.DynamicLossScale(2.0**4)
+    _, mp, _ = trained(updates=3, watch=1, spike=1, loss_scale=scale)
+    first, skipped, last = (by_key(record.rows) for record in watch_of(mp).drain())
+    assert {what for what, _, _ in skipped} == set(WHAT) - {"update ratio"}
+    assert skipped["weight gradient", "first", "weight"].histogram.infinities or (
+        skipped["weight gradient", "first", "weight"].histogram.nans
+    )
+    assert set(first) == set(last)
+    weights = [rows["weight", "first", "weight"].histogram for rows in (first, skipped, last)]
+    assert weights[0] != weights[1] == weights[2]
+
+
+def test_masters_are_what_weights_are() -> None:
+    model, mp, _ = trained("bf16", 1, watch=2, weights="split", optimizer=torch.optim.SGD)
+    master = mezzo.master_state_dict(model, mp.optimizer)
+    x = next(batches(1, seed=7))
+    for _ in range(2):
+        with mp.autocast():
+            loss = model(x)["out"].float().square().mean()
+        master = mezzo.master_state_dict(model, mp.optimizer)
+        mp.step(loss)
+    rows = by_key(mp.ranges)
+    row = rows["weight", "first", "weight"]
+    assert row.histogram == histogram(master["first.weight"])
+    assert row.format == "bf16"
+    after = mezzo.master_state_dict(model, mp.optimizer)["first.weight"]
+    ratio = rows["update ratio", "first", "weight"]
+    moved = (after - master["first.weight"]).abs()
+    assert ratio.histogram == histogram(torch.where(moved == 0, 0, moved / master["first.weight"].abs()))
+    assert ratio.format == "fp32"
+    assert ratio.histogram.zeros < 48  # a bf16 weight would hardly have moved
+
+
+def test_weights_without_masters_move_in_their_own_format() -> None:
+    model = nn.Sequential(nn.Linear(6, 8)).to(torch.bfloat16)
+    optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-3, masters="none")
+    watch = RangeWatch(model, optimizer, every=1, kinds=("update ratio", "weight"))
+    for index in range(2):
+        model(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward()
+        watch.update_begins(optimizer, 1.0)
+        optimizer.step()
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+    assert {row.format for row in watch.rows} == {"bf16"}
+    assert sum(row.histogram.zeros for row in watch.rows) > 10  # and many do not move at all
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_released_gradients_are_seen_from_the_second_update(clip_norm: float | None) -> None:
+    options: dict[str, Any] = {"optimizer": mezzo.optim.AdamW, "clip_norm": clip_norm, "watch": 1}
+    kept = watch_of(trained("fp32", 3, **options)[1]).drain()
+    released = watch_of(trained("fp32", 3, release_gradients=True, **options)[1]).drain()
+    assert [record.update for record in released] == [1, 2]
+    for one, other in zip(kept[1:], released):
+        assert by_key(one.rows) == by_key(other.rows)
+
+
+class Checkpointed(nn.Module):
+    """Two layers with dropout, of which one is run again in backward."""
+
+    def __init__(self, how: bool | None) -> None:
+        super().__init__()
+        self.outer = nn.Linear(6, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outer(x)
+        return self.inner(x) if self.how is None else checkpoint(self.inner, x, use_reentrant=self.how)
+
+
+@pytest.mark.parametrize("how", [False, True], ids=["not reentrant", "reentrant"])
+def test_what_a_checkpoint_repeats_is_counted_once(how: bool) -> None:
+    found = []
+    for kind in (None, how):
+        torch.manual_seed(0)
+        model = Checkpointed(kind)
+        mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", watch=1)
+        for x in batches(2):
+            with mp.autocast():
+                loss = model(x).float().square().mean()
+            mp.step(loss)
+        found.append(by_key(mp.ranges))
+        mp.close()
+    assert found[0] == found[1]
+
+
+def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
+    expected = by_key(trained("fp32", 1, torch.optim.SGD, watch=1)[1].ranges)
+    torch.manual_seed(0)
+    model = Net()
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-2), "fp32", watch=1)
+    (x,) = batches(1)
+
+    def evaluate() -> None:
+        state = torch.get_rng_state()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+        torch.set_rng_state(state)
+
+    evaluate()
+    with mp.autocast():
+        out = model(x)["out"]
+        loss = out.float().square().mean()
+    evaluate()
+    model.block(torch.ones(3, 8))
+    torch.autograd.grad(out.sum(), model.first.weight, retain_graph=True)
+    mp.step(loss)
+    evaluate()
+    assert by_key(mp.ranges) == expected
+
+
+def test_two_optimizers_of_one_loop_see_their_own() -> None:
+    """A GAN: each has its own model and interval; the discriminator's gradients in the other's step are not its own."""
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 1))
+    mps = [
+        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", watch=every)
+        for model, every in ((judge, 1), (maker, 2))
+    ]
+    for _ in range(3):
+        noise, real = torch.randn(5, 3), torch.randn(5, 4)
+        with mps[0].autocast():
+            loss = judge(maker(noise).detach()).float().mean() - judge(real).float().mean()
+        mps[0].step(loss)
+        with mps[1].autocast():
+            loss = -judge(maker(noise)).float().mean()
+        mps[1].step(loss)
+    of_judge, of_maker = (watch_of(mp).drain() for mp in mps)
+    assert [record.update for record in of_judge] == [0, 1, 2]
+    assert [record.update for record in of_maker] == [0, 2]
+    assert {row.module for record in of_maker for row in record.rows} == {"0", "1"}
+    for record in of_judge:
+        rows = by_key(record.rows)
+        assert rows["activation gradient", "0", ""].histogram.elements == 10
+        # d mean / d out is 1/5, whatever the loss scale is
+        assert rows["activation gradient", "0", ""].histogram.lowest == -3
+
+
+def test_any_optimizer_and_any_model_where_none_is_named() -> None:
+    """What a launched script has: models that are called, and optimizers that step."""
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    stray = nn.Parameter(torch.ones(2))
+    optimizers[1].add_param_group({"params": [stray]})
+    watch = RangeWatch(None, None, every=2, clock=lambda: 1.5)
+    index = 0
+    for _ in range(3):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers)):
+            x = torch.ones(1, 2)
+            watch.call_begins(model, (x,), {})
+            out = model(x)
+            watch.call_ended(model, out)
+            loss = out.sum() + stray.sum()
+            watch.backward_begins(loss, 4.0)
+            (loss * 4).backward()
+            watch.update_begins(optimizer, 4.0)
+            optimizer.step()
+            watch.update_ended(optimizer, index=index, number=number, skipped=False, loss_scale=4.0)
+            optimizer.zero_grad()
+            index += 1
+    found = watch.drain()
+    assert [(r.update, r.optimizer, r.loss_scale, r.at) for r in found] == [
+        (0, 0, 4.0, 1.5),
+        (1, 1, 4.0, 1.5),
+        (4, 0, 4.0, 1.5),
+        (5, 1, 4.0, 1.5),
+    ]
+    assert {row.module for row in found[2].rows} == {""}
+    last = by_key(found[3].rows)
+    assert {module for _, module, _ in last} == {"Linear", OUTSIDE}
+    assert last["activation gradient", "Linear", ""].histogram == Histogram(0, [3], largest=1.0)
+    assert last["weight gradient", OUTSIDE, "parameter 2"].histogram.lowest in (0, 1)
+    assert watch.finding is None
+
+
+def test_sparse_gradients_are_seen_by_their_values() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
+    mp = mezzo.MixedPrecision(model, torch.optim.SparseAdam(model.parameters()), "fp32", watch=1)
+    with mp.autocast():
+        loss = model(torch.tensor([3, 3, 7])).sum()
+    mp.step(loss)
+    rows = by_key(mp.ranges)
+    assert rows["weight gradient", "0", "weight"].histogram == Histogram(0, [4, 4], largest=2.0)
+    assert rows["weight", "0", "weight"].histogram.elements == 400
+    assert rows["update ratio", "0", "weight"].histogram.zeros == 392
+
+
+def test_a_backward_that_raises_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1, trace=False
+    )
+    own = hooks(model)
+    (x,) = batches(1)
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    with mp.autocast():
+        out = model(x)
+    out.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mp.step(out.sum())
+    assert hooks(model) == own
+    assert mp.ranges == []
+    with mp.autocast():
+        loss = model(x).sum()
+    mp.step(loss)
+    rows = by_key(mp.ranges)
+    assert rows["activation", "0", ""].histogram.elements == 48
+    assert [record.update for record in watch_of(mp).drain()] == [0]
+    with mp.autocast():
+        model(x)
+    mp.close()
+    assert hooks(model) == 0
+
+
+def test_records_are_written_beside_the_updates(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = records.RecordWriter(path)
+    _, mp, _ = trained(updates=5, watch=2, records=writer)
+    mp.close()
+    writer.close()
+    read = list(records.read(path))
+    updates = [r for r in read if isinstance(r, records.UpdateRecord)]
+    ranges = [r for r in read if isinstance(r, records.RangesRecord)]
+    assert [r.update for r in ranges] == [0, 2, 4]
+    assert [r.loss_scale for r in ranges] == [updates[r.update].loss_scale for r in ranges]
+    assert ranges[-1].rows == mp.ranges
+    assert all(r.at > 0 for r in ranges)
+
+
+def test_only_the_last_records_wait_for_a_reader() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    watch = RangeWatch(model, optimizer, every=1, kinds=("weight",))
+    for index in range(KEPT + 5):
+        watch.update_begins(optimizer, 1.0)
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+    assert [record.update for record in watch.drain()] == list(range(5, KEPT + 5))
+    assert [row.what for row in watch.rows] == ["weight", "weight"]
+
+
+def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    watch = RangeWatch(model, optimizer, every=1, kinds=("weight gradient", "update ratio"))
+    for skipped in (True, False):
+        model.weight.grad = torch.full((1, 2), 64.0)
+        scale = torch.tensor(16.0)
+        watch.update_begins(optimizer, scale)
+        optimizer.step()
+        watch.update_ended(optimizer, index=0, number=0, skipped=torch.tensor(skipped), loss_scale=scale)
+        scale.zero_()  # whoever owns it may go on with it
+        (record,) = watch.drain()
+        assert record.loss_scale == 16.0
+        rows = by_key(record.rows)
+        assert rows["weight gradient", "", "weight"].histogram == Histogram(2, [2], largest=4.0)
+        assert (("update ratio", "", "weight") in rows) is not skipped
+
+
+def test_ratios_by_blocks() -> None:
+    before = torch.tensor([1.0, -2.0, 0.0, 0.0, math.inf, 4.0]).repeat(100_000)
+    after = torch.tensor([1.5, -1.0, 0.0, 3.0, 1.0, 4.0]).repeat(100_000)
+    found = torch.cat(list(ratios(before, after)))
+    assert torch.equal(
+        found[:6].nan_to_num(nan=-1.0, posinf=-2.0), torch.tensor([0.5, 0.5, 0.0, -2.0, -1.0, 0.0])
+    )
+    assert torch.equal(found.nan_to_num(nan=-1.0), found[:6].nan_to_num(nan=-1.0).repeat(100_000))
+    (low,) = ratios(torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([258.0], dtype=torch.bfloat16))
+    assert low.dtype is torch.float32
+    assert low.item() == 2 / 256
+
+
+def test_compiled_insides_are_left_out_and_said_so_once() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 2))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in batches(2):
+            with mp.autocast():
+                loss = model(x).sum()
+            mp.step(loss)
+    assert len([w for w in caught if str(w.message).startswith("watch:")]) == 1
+    assert "modules of 0 into one graph" in watch_of(mp).notes[0]
+    rows = by_key(mp.ranges)
+    assert {module for what, module, _ in rows if what == "activation"} == {"0", "1"}
+    assert {module for what, module, _ in rows if what == "weight gradient"} == {"0.0", "1"}
+
+
+def test_a_model_that_is_never_called_is_said_to_be() -> None:
+    model = nn.Sequential(nn.Linear(6, 4))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
+    for x in batches(2):
+        with mp.autocast():
+            loss = model[0](x).sum()
+        if watch_of(mp).notes:
+            mp.step(loss)
+        else:
+            with pytest.warns(UserWarning, match="no call of the model was seen"):
+                mp.step(loss)
+    assert len(watch_of(mp).notes) == 1
+    assert {row.what for row in mp.ranges} == {"weight", "weight gradient", "update ratio"}
+
+
+def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
+    net = Net()
+    wrapped = nn.DataParallel(torch.compile(net, backend="eager"))
+    assert parameter_paths(wrapped) == parameter_paths(net)
+    assert parameter_paths(net)[id(net.block[0].bias)] == ("block.0", "bias")
+    assert list(paths(wrapped).seen) == [""]
+    assert paths(wrapped).compiled == [""]
+    assert list(paths(nn.DataParallel(net)).seen) == SEEN
+    holder = nn.Module()
+    holder.module = net  # not everything of this name is a wrapper
+    assert next(iter(paths(holder).seen)) == "module.first"
+    net.block.compile(backend="eager")
+    assert paths(net).compiled == ["block"]
+    assert "block.0" not in paths(net).seen
+
+
+def test_tensors_are_found_in_whatever_a_module_returns() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    found = list(tensors_in({"a": [torch.ones(1), (torch.ones(2, dtype=torch.int64), None)], "b": packed}))
+    assert [t.shape[0] for t in found] == [1, 5]
+
+
+BAD = {
+    "interval of -1": ({"every": -1}, UsageError, "watch=-1"),
+    "interval of 0.5": ({"every": 0.5}, UsageError, "watch=0.5"),
+    "first of -1": ({"first": -1}, UsageError, "first=-1"),
+    "kind": ({"kinds": ("weigth",)}, UnknownNameError, "Did you mean 'weight'"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_arguments(name: str) -> None:
+    options, error, words = BAD[name]
+    model = nn.Linear(1, 1)
+    with pytest.raises(error, match=words):
+        RangeWatch(model, torch.optim.SGD(model.parameters()), **options)
+    if name == "interval of -1":
+        with pytest.raises(error, match=words):
+            mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp32", watch=-1)
+
+
+def test_nothing_is_lost_of_a_histogram_that_is_read_through_json() -> None:
+    _, mp, _ = trained(updates=1, watch=1)
+    record = watch_of(mp).drain()[0]
+    assert records.from_line(records.to_line(record)) == record
+    assert sum(row.histogram.elements for row in record.rows) > BINS
