@@ -1,0 +1,349 @@
+"""Calibration: from the ranges of a few steps in FP32 to a format, a loss scale, and the modules that fp16 can't hold.
+
+Pure: records of histograms in, a `Recommendation` out, every line of which carries the histogram that it rests on.
+
+**The scale follows the largest gradient, of activations and of weights.** Where the loss is a mean over a batch, each
+activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not: a scale from
+activations alone overflows in the first step (docs/monitoring.md has figures).
+
+**A module is kept in FP32 together with the one that runs after it**: a number beyond fp16's range must neither be made
+in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. The order
+is that in which modules ran, which is the flow of data in a chain and may be a detour in a graph with branches: so a
+recommendation is a policy to be tried, and `mezzo calibrate` tries it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, pstdev
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.exponent_strip import exponent_strip
+from mezzo.core.formats import named
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.core.patterns import is_pattern
+from mezzo.core.policy import Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import RangesRecord
+from mezzo.core.scale_numbers import power_text
+from mezzo.core.statistical_scale import StatisticalLossScale
+
+FORMATS = ("bf16", "fp16", "fp32")
+"""What can be recommended, the first that fits."""
+
+GRADIENTS = ("activation gradient", "weight gradient")
+FEWEST_FOR_SPREAD = 4
+"""Steps from which a standard deviation is taken."""
+
+MOST_LOST = 0.5
+"""Share of a module's gradient that fp16 may round to zero under the recommended scale before the module is kept."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tensor that a line rests on, over all steps.
+
+    Args:
+        module, what, name: as in `mezzo.core.ranges.RangeRow`.
+        histogram: of all its numbers in all steps.
+    """
+
+    module: str
+    what: str
+    name: str
+    histogram: Histogram
+
+    def __str__(self) -> str:
+        tensor = f"{self.module or 'the model'}{'.' + self.name if self.name else ''}"
+        return f"{self.what} of {tensor}, largest {self.histogram.largest:.4g}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module that fp16 can't hold.
+
+    Args:
+        module: its path.
+        why: a sentence.
+        evidence: what shows it.
+    """
+
+    module: str
+    why: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What a calibration recommends, and why.
+
+    Args:
+        format: ``bf16``, ``fp16`` or ``fp32``.
+        why: a sentence.
+        policy: as text for `mezzo.policy`, `--precision` and `MixedPrecision`.
+        steps: that were looked at.
+        constant: the constant loss scale for fp16.
+        start: where a dynamic one should start.
+        gradient: the tensor with the largest gradient, of which both follow.
+        mean, deviation: of log2 of each step's largest gradient; the deviation is None for too few steps.
+        gradients: all gradients together.
+        kept: modules that fp16 needs in FP32.
+        notes: what else should be known.
+    """
+
+    format: str
+    why: str
+    policy: str
+    steps: int
+    constant: float
+    start: float
+    gradient: Evidence
+    mean: float
+    deviation: float | None
+    gradients: Histogram
+    kept: list[Kept] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def lost(self, scale: float = 1.0) -> float:
+        """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
+        shares = self.gradients.shares("fp16", _exponent(scale))
+        return 0.0 if shares is None else shares.underflow
+
+    def to_json(self) -> str:
+        """All of it, histograms included."""
+        return json.dumps(
+            {
+                **asdict(self),
+                "lost_unscaled": self.lost(),
+                "lost_with_constant": self.lost(self.constant),
+                "lost_with_start": self.lost(self.start),
+            },
+            indent=2,
+        )
+
+    def to_toml(self) -> str:
+        """The policy as a file that `mezzo.policy` reads, with the reason on each line."""
+        chosen = policy_of(self.policy)
+        lines = [
+            f"# Recommended by mezzo calibrate from {self.steps} steps in FP32.",
+            f'compute = "{chosen.compute}"  # {self.why}',
+        ]
+        if self.format == "fp16":
+            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.reason_of_scale}')
+        if chosen.modules:
+            whys = {kept.module: kept.why for kept in self.kept}
+            lines += ["", "[modules]"]
+            lines += [
+                f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules
+            ]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def reason_of_scale(self) -> str:
+        """What the loss scale follows from."""
+        spread = (
+            "" if self.deviation is None else f", whose log2 varies by {self.deviation:.2f} from step to step"
+        )
+        return f"{self.gradient}{spread}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The recommendation as labels and values, in order."""
+        gone, left = self.lost(), self.lost(self.start)
+        found = [
+            ("format", f"{self.format}: {self.why}"),
+            (
+                "loss scale",
+                f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}",
+            ),
+            ("", self.reason_of_scale),
+            ("", exponent_strip(self.gradient.histogram, "fp16", _exponent(self.start))),
+            (
+                "gradients",
+                f"fp16 rounds {gone:.2%} to zero unscaled, {left:.2%} scaled by {power_text(self.start)}",
+            ),
+            ("", exponent_strip(self.gradients, "fp16", _exponent(self.start))),
+        ]
+        for kept in self.kept:
+            shift = _exponent(self.start) if kept.evidence.what in GRADIENTS else 0
+            found += [
+                ("keep in fp32", f"{kept.module}: {kept.why}"),
+                ("", exponent_strip(kept.evidence.histogram, "fp16", shift)),
+            ]
+        if not self.kept:
+            found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
+        found.append(("policy", self.policy))
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def recommend(
+    records: Sequence[RangesRecord],
+    *,
+    native: Collection[str],
+    format: str | None = None,
+    headroom_bits: int = 1,
+) -> Recommendation:
+    """What to train in, from what a few FP32 steps showed.
+
+    Args:
+        records: of steps in FP32; each row's gradients without a loss scale.
+        native: formats that the machine which will train computes in.
+        format: one of `FORMATS`, to have it recommended whatever the machine; None: bf16 where it is native, else
+            fp16 where that is, else fp32.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run.
+
+    Raises:
+        UsageError: no step, or none with a gradient that is finite and not 0; a headroom below 0.
+        UnknownNameError: a format that is none of `FORMATS`.
+    """
+    if format is not None and format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    records = [record for record in records if record.rows]
+    tensors = _together(records)
+    per_step = [largest for record in records if (largest := _largest_gradient(record)) > 0]
+    gradients = [one for one in tensors if one.what in GRADIENTS]
+    if not per_step:
+        raise UsageError(
+            f"nothing to calibrate with: {len(records)} steps were looked at, and no gradient in them is finite "
+            "and not 0"
+        )
+    source = max(gradients, key=lambda one: one.histogram.largest)
+    largest = source.histogram.largest
+    constant = StaticLossScale.from_largest(largest, "fp16", headroom_bits).scale
+    logs = [math.log2(one) for one in per_step]
+    deviation = pstdev(logs) if len(logs) >= FEWEST_FOR_SPREAD else None
+    start = _start(fmean(logs), deviation, largest, constant)
+    kept = _kept(tensors, start, headroom_bits)
+    chosen, why = _format(native, format, kept)
+    notes = _notes(tensors, kept, len(records))
+    everything = Histogram()
+    for one in gradients:
+        everything = everything.plus(one.histogram)
+    return Recommendation(
+        format=chosen,
+        why=why,
+        policy=_policy(chosen, start, kept),
+        steps=len(records),
+        constant=constant,
+        start=start,
+        gradient=source,
+        mean=fmean(logs),
+        deviation=deviation,
+        gradients=everything,
+        kept=kept,
+        notes=notes,
+    )
+
+
+def _largest_gradient(record: RangesRecord) -> float:
+    return max((row.histogram.largest for row in record.rows if row.what in GRADIENTS), default=0.0)
+
+
+def _together(records: Sequence[RangesRecord]) -> list[Evidence]:
+    """Each tensor over all steps, in the order in which they were first seen."""
+    found: dict[tuple[str, str, str], Histogram] = {}
+    for record in records:
+        for row in record.rows:
+            key = _key(row)
+            found[key] = found[key].plus(row.histogram) if key in found else row.histogram
+    return [Evidence(*key, histogram) for key, histogram in found.items()]
+
+
+def _key(row: RangeRow) -> tuple[str, str, str]:
+    return row.module, row.what, row.name
+
+
+def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
+    """The statistical machine's formula, but never so large that a gradient which was seen overflows."""
+    machine, bounds = StatisticalLossScale(), DynamicLossScale()
+    fits = StaticLossScale.from_largest(largest, "fp16", 0).scale
+    scale = constant if deviation is None else 2.0 ** math.floor(16 - (mean + machine.sigmas * deviation))
+    return max(bounds.floor, min(scale, fits, bounds.ceiling))
+
+
+def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list[Kept]:
+    """Modules that hold numbers beyond fp16, or whose gradients it loses, and those that read what they return."""
+    found: dict[str, Kept] = {}
+    order = list(dict.fromkeys(one.module for one in tensors if one.what == "activation"))
+    after = dict(pairwise(order))
+    limit = float(named("fp16").max)
+
+    def keep(one: Evidence, why: str, reads: str) -> None:
+        found.setdefault(one.module, Kept(one.module, why, one))
+        reader = after.get(one.module)
+        if reader is not None and one.what != "weight":
+            found.setdefault(reader, Kept(reader, reads, one))
+
+    for one in tensors:
+        name = one.module or "the model"
+        if one.what in ("activation", "weight") and one.histogram.overflows("fp16", headroom_bits):
+            largest = one.histogram.largest
+            beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**headroom_bits}x of"
+            noun = "returned" if one.what == "activation" else f"has a {one.name} of"
+            why = f"{noun} up to {largest:.4g}, {beyond} fp16's largest number, {limit:.0f}"
+            keep(one, why, f"runs after {name}, which returned up to {largest:.4g}")
+        elif one.what == "activation gradient":
+            shares = one.histogram.shares("fp16", _exponent(start))
+            if shares is not None and shares.underflow > MOST_LOST:
+                part = f"{shares.underflow:.0%}"
+                scale = power_text(start)
+                why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
+                keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")
+    return list(found.values())
+
+
+def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) -> tuple[str, str]:
+    fp16_needs = f"; fp16 would need {len(kept)} modules in FP32" if kept else ""
+    if asked is not None:
+        return asked, "as asked"
+    if "bf16" in native:
+        return "bf16", f"it is native here, has FP32's range, and needs no loss scale{fp16_needs}"
+    if "fp16" in native:
+        return "fp16", "it is native here, and bf16 is not"
+    return "fp32", (
+        "neither bf16 nor fp16 is native here, and emulated they save no time. For a machine that has one, name it "
+        "with --precision (format= in Python)"
+    )
+
+
+def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> list[str]:
+    notes = []
+    for one in tensors:
+        # An infinite activation is a mask as a rule, and a ratio to a weight of 0 is infinite.
+        bad = one.histogram.nans + (one.histogram.infinities if one.what != "activation" else 0)
+        if bad and one.what != "update ratio":
+            notes.append(
+                f"in FP32 itself {bad} numbers of the {one.what} of {one.module or 'the model'} were NaN or infinite"
+            )
+    unnamed = [one.module for one in kept if not is_pattern(one.module)]
+    if unnamed:
+        where = ", ".join(repr(path) for path in unnamed)
+        notes.append(f"no policy can name {where}: change the model, or train in bf16 or fp32")
+    if steps < FEWEST_FOR_SPREAD:
+        notes.append(f"{steps} steps are few: how gradients vary from step to step is not known")
+    notes.append(
+        "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
+    )
+    return notes
+
+
+def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
+    if format != "fp16":
+        return str(Policy(format))
+    modules = tuple((one.module, "fp32") for one in kept if is_pattern(one.module))
+    chosen = Policy("fp16", modules=modules)
+    if start != DynamicLossScale().init:
+        chosen = replace(chosen, loss_scale=f"dynamic(init={start!r})")
+    return str(chosen)
+
+
+def _exponent(scale: float) -> int:
+    return math.frexp(scale)[1] - 1

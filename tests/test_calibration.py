@@ -1,0 +1,241 @@
+"""What is recommended from ranges seen in FP32: by rows of made histograms, each with the line that it must give."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mezzo.core.calibration import MOST_LOST, Recommendation, recommend
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.exponent_strip import MOST, exponent_strip
+from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.policy import policy
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import RangesRecord
+
+
+def of(*values: float) -> Histogram:
+    """The histogram of some numbers."""
+    magnitudes = [abs(value) for value in values if value and math.isfinite(value)]
+    exponents = [math.frexp(value)[1] - 1 for value in magnitudes]
+    low = min(exponents, default=0)
+    counts = np.bincount([e - low for e in exponents]).tolist() if exponents else []
+    return Histogram(
+        low,
+        counts,
+        zeros=sum(value == 0 for value in values),
+        infinities=sum(math.isinf(value) for value in values),
+        nans=sum(math.isnan(value) for value in values),
+        largest=max(magnitudes, default=0.0),
+    )
+
+
+def activation(module: str, *values: float) -> RangeRow:
+    return RangeRow(module, "activation", "fp32", of(*values))
+
+
+def gradient(module: str, *values: float) -> RangeRow:
+    return RangeRow(module, "activation gradient", "fp32", of(*values))
+
+
+def weight_gradient(module: str, *values: float) -> RangeRow:
+    return RangeRow(module, "weight gradient", "fp32", of(*values), "weight")
+
+
+def weight(module: str, *values: float) -> RangeRow:
+    return RangeRow(module, "weight", "fp32", of(*values), "weight")
+
+
+def steps(*rows: list[RangeRow]) -> list[RangesRecord]:
+    return [RangesRecord(i, 0, float(i), 1.0, list(one)) for i, one in enumerate(rows)]
+
+
+CHAIN = [activation("a", 1.0), activation("b", 2.0), activation("c", 3.0)]
+FINE = [*CHAIN, gradient("c", 0.01), gradient("a", 0.01), weight_gradient("a", 0.25)]
+
+FORMATS: list[tuple[set[str], str | None, list[RangeRow], str, str]] = [
+    # native, asked, rows, format, why
+    ({"bf16", "fp16"}, None, FINE, "bf16", "native here, has FP32's range"),
+    ({"fp16"}, None, FINE, "fp16", "bf16 is not"),
+    (set(), None, FINE, "fp32", "neither bf16 nor fp16 is native here"),
+    ({"bf16"}, "fp16", FINE, "fp16", "as asked"),
+    ({"bf16"}, None, [*FINE, activation("b", 1e6)], "bf16", "fp16 would need 2 modules in FP32"),
+]
+
+
+@pytest.mark.parametrize(("native", "asked", "rows", "form", "why"), FORMATS)
+def test_the_format(native: set[str], asked: str | None, rows: list[RangeRow], form: str, why: str) -> None:
+    found = recommend(steps(rows), native=native, format=asked)
+    assert found.format == form
+    assert why in found.why
+    assert policy(found.policy).compute == form
+
+
+SCALES: list[tuple[list[list[RangeRow]], int, float, float]] = [
+    # steps, headroom, constant, start
+    ([[gradient("a", 1.0)]], 1, 2.0**14, 2.0**14),  # too few steps for a deviation
+    ([[gradient("a", 1.0)]], 3, 2.0**12, 2.0**12),
+    ([[gradient("a", 1.0)]] * 4, 1, 2.0**14, 2.0**15),  # deviation 0: 16, but 65504 is under 2^16
+    ([[gradient("a", 0.9)]] * 4, 1, 2.0**15, 2.0**16),
+    ([[gradient("a", 2.0**-8)], [gradient("a", 2.0**-10)]] * 2, 1, 2.0**22, 2.0**21),  # 16 + 9 - 3.09 = 21.91
+    ([[gradient("a", 0.01), weight_gradient("a", 0.9)]] * 4, 1, 2.0**15, 2.0**16),  # the weight's is larger
+    ([[gradient("a", 0.9), weight_gradient("a", 0.01)]] * 4, 1, 2.0**15, 2.0**16),
+    ([[gradient("a", 1e-30)]] * 4, 1, 2.0**100, 2.0**24),
+    ([[gradient("a", 1e30)]] * 4, 1, 2.0**-85, 2.0**-14),
+    ([[gradient("a", 0.9)], [gradient("a", 0.0)]] * 4, 1, 2.0**15, 2.0**16),  # a step without a gradient
+]
+
+
+@pytest.mark.parametrize(("rows", "headroom", "constant", "start"), SCALES)
+def test_the_scales(rows: list[list[RangeRow]], headroom: int, constant: float, start: float) -> None:
+    found = recommend(steps(*rows), native={"fp16"}, headroom_bits=headroom)
+    assert (found.constant, found.start) == (constant, start)
+    machine = policy(found.policy).make_loss_scale()
+    assert isinstance(machine, DynamicLossScale)
+    assert machine.scale == start
+
+
+def test_no_gradient_that_was_seen_overflows_under_either() -> None:
+    rng = np.random.default_rng(7)
+    for deviation in (0.1, 1.0, 6.0):
+        largest = np.exp2(rng.normal(-3.0, deviation, 12))
+        found = recommend(steps(*[[gradient("a", float(one))] for one in largest]), native={"fp16"})
+        assert largest.max() * max(found.start, found.constant) < 65520
+        assert found.deviation == pytest.approx(np.log2(largest).std())
+
+
+KEPT: list[tuple[list[RangeRow], dict[str, str]]] = [
+    # rows beside those that are fine, module -> words of its reason
+    ([], {}),
+    (
+        [activation("b", 1e6)],
+        {"b": "returned up to 1e+06, beyond fp16's largest number, 65504", "c": "runs after b"},
+    ),
+    ([activation("c", 65520.0)], {"c": "beyond"}),
+    ([activation("c", 40000.0)], {"c": "returned up to 4e+04, within 2x of"}),
+    ([activation("c", 30000.0)], {}),
+    ([weight("a", 1e5)], {"a": "has a weight of up to 1e+05"}),
+    ([activation("b", math.inf)], {}),  # a mask
+    (
+        [gradient("a", *[1e-20] * 9)],
+        {"a": "fp16 rounds 90% of its output's gradient to zero", "b": "loses 90%"},
+    ),
+    ([gradient("a", 1e-20)], {}),  # half of them: not more
+    ([gradient("b", 0.0, 0.0, 0.0, 0.01)], {}),  # zeros are not lost
+]
+
+
+@pytest.mark.parametrize(("rows", "kept"), KEPT)
+def test_the_modules_kept(rows: list[RangeRow], kept: dict[str, str]) -> None:
+    assert MOST_LOST == 0.5
+    found = recommend(steps(FINE, rows), native={"fp16"})
+    assert {one.module for one in found.kept} == set(kept)
+    for one in found.kept:
+        assert kept[one.module] in one.why
+        assert one.evidence.histogram.elements
+    assert set(policy(found.policy).modules) == {(path, "fp32") for path in kept}
+    assert not recommend(steps(FINE, rows), native={"bf16"}).policy.count("module")
+
+
+def test_the_largest_gradient_is_named() -> None:
+    found = recommend(steps(FINE), native={"fp16"})
+    assert str(found.gradient) == "weight gradient of a.weight, largest 0.25"
+    assert found.lost() == 0.0
+
+
+def test_what_a_scale_recovers() -> None:
+    small = [gradient("a", 2.0**-27, 2.0**-20, 2.0**-12, 2.0**-12)]
+    found = recommend(steps(small), native={"fp16"})
+    assert (found.lost(), found.lost(found.start)) == (0.25, 0.0)
+
+
+def test_the_file_is_the_policy_with_reasons(tmp_path: Path) -> None:
+    found = recommend(steps(FINE, FINE, FINE, [*FINE, activation("b", 1e6)]), native={"fp16"})
+    path = tmp_path / "policy.toml"
+    path.write_text(found.to_toml())
+    assert policy(path) == policy(found.policy)
+    assert '"b" = "fp32"  # returned up to 1e+06' in found.to_toml()
+    assert 'loss_scale = "dynamic(init=131072)"  # weight gradient of a.weight' in found.to_toml()
+    for form in ("bf16", "fp32"):
+        other = recommend(steps(FINE), native=(), format=form)
+        path.write_text(other.to_toml())
+        assert policy(path) == policy(form)
+
+
+def test_as_json_and_as_text() -> None:
+    found = recommend(steps(FINE, FINE, FINE, [*FINE, activation("b", 1e6)]), native={"fp16"})
+    data = json.loads(found.to_json())
+    assert data["policy"] == found.policy
+    assert [one["module"] for one in data["kept"]] == ["b", "c"]
+    assert data["kept"][0]["evidence"]["histogram"]["largest"] == 1e6
+    assert data["lost_with_start"] == 0.0
+    text = str(found)
+    for words in (
+        "fp16: it is native",
+        "dynamic from 2^17",
+        "b: returned up to 1e+06",
+        found.policy,
+        "note: ",
+    ):
+        assert words in text
+    assert isinstance(found, Recommendation)
+
+
+NOTES: list[tuple[list[RangeRow], str]] = [
+    ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
+    ([activation("b", math.nan)], "in FP32 itself 1 numbers of the activation of b"),
+    ([activation("", 1e6)], "no policy can name ''"),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), NOTES)
+def test_notes(rows: list[RangeRow], words: str) -> None:
+    found = recommend(steps(FINE, rows), native={"fp16"})
+    assert any(words in note for note in found.notes)
+    assert "2 steps are few" in "".join(found.notes)
+    assert not any("FP32 itself" in note for note in recommend(steps(FINE), native={"fp16"}).notes)
+
+
+WRONG: list[tuple[list[list[RangeRow]], dict[str, Any], type[Exception], str]] = [
+    ([], {}, UsageError, "0 steps were looked at"),
+    ([CHAIN], {}, UsageError, "1 steps were looked at, and no gradient"),
+    ([[gradient("a", 0.0, math.nan)]], {}, UsageError, "no gradient in them is finite and not 0"),
+    ([FINE], {"format": "fp17"}, UnknownNameError, "Did you mean 'fp16'"),
+    ([FINE], {"headroom_bits": -1}, UsageError, "headroom_bits is -1"),
+]
+
+
+@pytest.mark.parametrize(("rows", "arguments", "error", "words"), WRONG)
+def test_what_can_not_be_calibrated(
+    rows: list[list[RangeRow]], arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        recommend(steps(*rows), native={"fp16"}, **arguments)
+
+
+STRIPS: list[tuple[Histogram, str, int, str]] = [
+    (of(), "fp16", 0, "(no number that is finite and not 0)"),
+    (of(0.0, math.nan), "fp16", 0, "(no number that is finite and not 0)"),
+    (of(1.0), "fp16", 0, "2^0 |█| 2^0, in fp16: all kept"),
+    (of(1.0, 1.0, 1.0, 4.0), "fp16", 0, "2^0 |█ ▃| 2^2, in fp16: all kept"),
+    (of(2.0**-30, 1.0, 1.0, 1.0), "fp16", 0, "25% to zero"),
+    (of(2.0**-30, 1.0, 1.0, 1.0), "fp16", 10, "in fp16 times 2^10: 25% subnormal"),
+    (of(2.0**-30, 1.0, 1.0, 1.0), "fp16", 20, "75% overflow"),
+]
+
+
+@pytest.mark.parametrize(("histogram", "form", "shift", "text"), STRIPS)
+def test_a_histogram_as_a_line(histogram: Histogram, form: str, shift: int, text: str) -> None:
+    assert text in exponent_strip(histogram, form, shift)
+
+
+def test_a_wide_histogram_has_several_exponents_a_block() -> None:
+    line = exponent_strip(Histogram(-120, [1] * 200, largest=2.0**80), "fp16")
+    assert len(line.split("|")[1]) <= MOST
+    assert line.startswith("2^-120 |")
+    assert "| 2^79," in line
