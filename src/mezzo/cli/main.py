@@ -21,6 +21,7 @@ from mezzo.core.errors import MezzoError, unknown_name
 VERBS = {
     "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
     "run": "run a script in mixed precision, unchanged",
+    "tune": "the cheapest policy that does no harm, found by measurement",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
     "reproduce": "the experiments that mixed precision rests on, run again at a small size",
     "report": "rebuild the report of a folder of run records",

@@ -39,6 +39,11 @@ class Settings:
         """Put them where a probe that writes `results` looks for them."""
         _place(results).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
+    @staticmethod
+    def remove(results: Path) -> None:
+        """Delete them."""
+        _place(results).unlink(missing_ok=True)
+
     @classmethod
     def beside(cls, results: Path) -> Settings:
         """Those that were written for `results`; the usual ones where there are none."""

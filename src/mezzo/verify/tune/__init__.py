@@ -1,0 +1,1 @@
+"""A policy for a script, found by measuring it: calibrate, assign, write down, compare."""
