@@ -16,12 +16,12 @@ so to whoever patched those functions.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.launch.quiet import quiet
 
 if TYPE_CHECKING:
@@ -42,25 +42,26 @@ def watchers_for(session: Session) -> list[StepObserver]:
         every = DEFAULT_EVERY if request.watch < 0 else request.watch
         found.append(RangeWatch(None, None, every=every, clock=session.journal.now))
     if request.sensitivity is not None:
-        probe: Any = importlib.import_module("mezzo.pytorch.sensitivity.probe")
-        found.append(probe.Probe(request.sensitivity))
+        from mezzo.pytorch.sensitivity.probe import Probe
+
+        found.append(Probe(request.sensitivity))
+    if isinstance(session.scale, StatisticalLossScale):
+        from mezzo.pytorch.monitor.largest_gradient import LargestGradient
+
+        found.append(LargestGradient())
     return found
 
 
-def tracer_for(session: Session) -> StepObserver | None:
-    """Who looks into skipped steps."""
-    try:
-        tracer: Any = importlib.import_module("mezzo.pytorch.monitor.overflow_tracer")
-    except ModuleNotFoundError:
-        return None
+def tracer_for(session: Session) -> StepObserver:
+    """Who looks into skipped steps. The host learns of each at once, so looking waits for nothing more."""
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+    from mezzo.pytorch.region.autocast import autocast
 
-    def enter() -> AbstractContextManager[Any]:
-        from mezzo.pytorch.region.autocast import autocast
-
-        return autocast(session.policy, session.device_type)
-
-    made: StepObserver = tracer.OverflowTracer(enter=enter, clock=session.journal.now, waits=True)
-    return made
+    return OverflowTracer(
+        enter=lambda: autocast(session.policy_now, session.device_type),
+        clock=session.journal.now,
+        waits=True,
+    )
 
 
 class Companions:
@@ -83,10 +84,23 @@ class Companions:
         self.busy = False
 
     @property
+    def _follows(self) -> bool:
+        return isinstance(self._session.scale, StatisticalLossScale)
+
+    @property
+    def largest(self) -> float | None:
+        """The largest gradient of the update that ended last, where the loss scale learns from it."""
+        found = next(
+            (largest for one in self._watchers if (largest := getattr(one, "largest", None)) is not None),
+            None,
+        )
+        return None if found is None or not self._follows else float(found)
+
+    @property
     def listening(self) -> bool:
         """Whether anybody is to be told of what happens now, in this thread."""
         session = self._session
-        if not (self._wanted or (self._traces and session.scaling)):
+        if not (self._wanted or (session.scaling and (self._traces or self._follows))):
             return False
         if self.busy or self._closures or session.left_alone is not None:
             return False

@@ -172,9 +172,9 @@ class Steps:
         return result
 
     @quiet
-    def _observe(self, *, found_inf: bool) -> None:
+    def _observe(self, *, found_inf: bool, largest: float | None = None) -> None:
         try:
-            self._session.observe(found_inf=found_inf)
+            self._session.observe(found_inf=found_inf, largest=largest)
         except LossScaleCollapseError as collapse:
             findings = self._session.journal.findings
             if findings:
@@ -203,7 +203,7 @@ class Steps:
         session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
         if scaled:
-            self._observe(found_inf=not moved)
+            self._observe(found_inf=not moved, largest=session.companions.largest)
         if session.trial is not None and session.trial.decision is not None:
             session.decide(session.trial.decision)
         self._stop(number)

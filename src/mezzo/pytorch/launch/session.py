@@ -122,13 +122,17 @@ class Session:
         """The policy of the step that runs."""
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
-    def observe(self, *, found_inf: bool) -> None:
+    def observe(self, *, found_inf: bool, largest: float | None = None) -> None:
         """One step is over: the scale for the next.
+
+        Args:
+            found_inf: whether a gradient was not finite.
+            largest: the largest gradient, unscaled, where somebody looked.
 
         Raises:
             LossScaleCollapseError: the scale is at its floor and the patience ran out.
         """
-        self.scale = self.scale.next(Observation(found_inf))
+        self.scale = self.scale.next(Observation(found_inf, largest))
 
     def overflowed(self, scale: float) -> float:
         """A backward at `scale`, whose gradients nobody has seen yet, overflowed: the scale at which to run
