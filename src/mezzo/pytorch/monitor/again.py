@@ -87,7 +87,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
         leaf._backward_hooks = None
     try:
         with ExitStack() as stack:
-            stack.enter_context(_eager())
+            stack.enter_context(eager())
             stack.enter_context(_no_reentrant_checkpoint())
             yield
     finally:
@@ -112,7 +112,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Compiled functions run as they were written."""
     if "torch._dynamo" not in sys.modules:
         yield

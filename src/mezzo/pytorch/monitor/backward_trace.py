@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mezzo.core.finding import TensorFacts
-from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place
+from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 
 SUM = "sum of gradients"
@@ -102,20 +102,5 @@ class _Watch:
         found.outputs = [
             facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
         ][:3]
-        at_pole = op_names.of_node(node) in op_names.POLES and any(one.zeros for one in kept)
-        found.cause = "invalid" if at_pole or any(one.nans for one in found.outputs) else "overflow"
-
-
-def saved(node: Any) -> list[TensorFacts]:
-    """Facts of the floating tensors that a node saved in forward, if they are still there."""
-    kept: list[TensorFacts] = []
-    for name in dir(node):
-        if not name.startswith("_saved_"):
-            continue
-        try:
-            value = getattr(node, name)
-        except RuntimeError:  # freed, or changed in place
-            continue
-        if isinstance(value, Tensor) and value.is_floating_point():
-            kept.append(facts(value, f"saved {name.removeprefix('_saved_')}"))
-    return kept[:4]
+        place = self._trace.places[node]
+        found.cause = cause_of_slope(node, place.op, kept, found.outputs, place.zeros)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from mezzo.core.finding import TensorFacts
+from mezzo.core.finding import OUTSIDE, TensorFacts
 from mezzo.pytorch.monitor import op_names, user_line
-from mezzo.pytorch.monitor.tensor_facts import facts, finite, only_minus_infinity, tensors
+from mezzo.pytorch.monitor.tensor_facts import facts, finite, only_minus_infinity, tensors, values
 
 _UNDEFINED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
@@ -49,6 +49,10 @@ class Place:
     op: str
     line: user_line.Line | None = None
     event: Event | None = None
+    zeros: bool = False  # whether there was a 0 in what went in or came out of an operation with a pole
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.op}"
 
 
 @dataclass
@@ -81,26 +85,29 @@ class ForwardTrace(TorchFunctionMode):
     """Watches every torch function between `__enter__` and `__exit__`.
 
     Args:
-        model: whose modules' paths are told.
+        models: whose modules' paths are told.
         inputs: tensors that the model is given, by name.
         stop: code of the function that calls the model: the user's lines are looked for inside of it.
         called: the line from where the model was called, for operations in modules that are all PyTorch's.
+        outer: the module of operations that no module holds.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Iterable[nn.Module],
         inputs: Sequence[tuple[str, Tensor]] = (),
         *,
         stop: CodeType | None = None,
         called: user_line.Line | None = None,
+        outer: str = "",
     ) -> None:
         super().__init__()
-        self._paths = {id(module): _unwrapped(path) for path, module in model.named_modules()}
-        self._stack: list[str] = [""]
+        self._paths: dict[int, str] = {}
+        self._stack: list[str] = [outer]
         self._stop, self._called = stop, called
         self._states: dict[int, tuple[str, str, bool]] = {}
-        for path, module in model.named_modules():
+        for path, module in (pair for model in models for pair in model.named_modules()):
+            self._paths.setdefault(id(module), _unwrapped(path))
             for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name, tensor in own.items():
                     if tensor is not None and tensor.numel():
@@ -109,6 +116,8 @@ class ForwardTrace(TorchFunctionMode):
         self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
         self._count = 0
+        self._running = False
+        self.paused = False
         self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
         self.leaves: dict[Any, Tensor] = {}  # node that accumulates -> its leaf
 
@@ -122,11 +131,36 @@ class ForwardTrace(TorchFunctionMode):
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with _python_functions_open(), self:
+            with _python_functions_open(), self._functions_seen(), self:
                 yield self
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _functions_seen(self) -> Iterator[None]:
+        """Autograd Functions of the user's are operations with a name and a line."""
+        function: Any = torch.autograd.Function
+        before = function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._running or self.paused:
+                return before.__func__(cls, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                for tensor in tensors((args, kwargs)):
+                    self.claim(tensor, None)
+            out = before.__func__(cls, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                place = self._place(cls.__name__)
+                for tensor in tensors(out):
+                    self.claim(tensor, place)
+            return out
+
+        function.apply = classmethod(apply)
+        try:
+            yield
+        finally:
+            function.apply = before
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._paths.get(id(module), self._stack[-1]))
@@ -153,11 +187,17 @@ class ForwardTrace(TorchFunctionMode):
     ) -> Any:
         """Run it, and note what became of values that aren't finite."""
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         ins = list(tensors((args, kwargs)))
         for tensor in ins:
             self.claim(tensor, None)
         versions = [tensor._version if not tensor.is_inference() else 0 for tensor in ins]
-        out = func(*args, **kwargs)
+        self._running = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._running = False
         outs = list(tensors(out))
         for tensor, version in zip(ins, versions):
             if (
@@ -171,7 +211,7 @@ class ForwardTrace(TorchFunctionMode):
         name = op_names.of_function(func)
         place: Place | None = None
         bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
-        if name in _STATISTICS:
+        if name in _STATISTICS and len(args) > 5 and args[5]:
             ins, bad = self._without_statistics(ins, bad)
         for tensor in outs:
             self._events.pop(id(tensor), None)
@@ -180,6 +220,8 @@ class ForwardTrace(TorchFunctionMode):
             self._note(place, func, args, kwargs, ins, versions, bad)
         if any(tensor.requires_grad for tensor in outs):
             place = place or self._place(name)
+            if name in op_names.POLES:
+                place.zeros = any(_has_zero(tensor) for tensor in (*ins, *outs))
             for tensor in outs:
                 self.claim(tensor, place)
         return out
@@ -264,10 +306,8 @@ class ForwardTrace(TorchFunctionMode):
                 Place("", ""), self._count, "meant" if mask else "input", inputs=[facts(tensor, name)]
             )
         else:
-            place = Place(self.module, "")
-            event = Event(
-                place, self._count, "meant" if mask else "state", inputs=[facts(tensor, "constant")]
-            )
+            kind = "meant" if mask else "input" if self.module == OUTSIDE else "state"
+            event = Event(Place(self.module, ""), self._count, kind, inputs=[facts(tensor, "constant")])
         self._count += 1
         self._set(tensor, event)
         return event
@@ -313,6 +353,11 @@ def root(event: Event) -> tuple[Event, list[Event]]:
     producers = [one for one in order if one.kind != "passed"]
     first = producers[0] if producers else order[0]
     return first, [one for one in order if one.number > first.number]
+
+
+def _has_zero(tensor: Tensor) -> bool:
+    seen = values(tensor)
+    return seen is not None and bool((seen == 0).any())
 
 
 def _input_name(state: tuple[str, str, bool] | None, number: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.finding import Finding
 from mezzo.pytorch.monitor import backward_trace, user_line
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.backward_trace import Backward
@@ -37,8 +37,10 @@ def investigate(
     """
     notes: list[str] = []
     backwards: list[Finding] = []
+    missed = False
     for call in calls:
         why_not = _cannot(call)
+        missed |= bool(why_not)
         if why_not:
             notes.append(why_not)
             continue
@@ -47,19 +49,19 @@ def investigate(
         try:
             forward, backward = _run_again(call, scales)
         except Exception as error:  # the user's code runs again here, and may not expect that
+            missed = True
             notes.append(f"a call could not be run again: {type(error).__name__}: {error}".split("\n")[0])
             continue
         if forward is not None:
             return _noted(forward, notes)
         if backward is not None:
             backwards.append(backward)
-    if loss_event is not None:
+    if loss_event is not None and not (missed and not loss_event.sure):
         return _noted(_outside(loss_event, "forward"), notes)
-    for event in gradient_events:
-        return _noted(_outside(event, "backward"), notes)
-    if backwards:
-        alarms = [one for one in backwards if one.alarms]
-        return _noted((alarms or backwards)[-1], notes)
+    # What alarms is told first: a loss scale that is too large does not explain it.
+    found = [_outside(event, "backward") for event in gradient_events] + backwards[::-1]
+    if found:
+        return _noted(next((one for one in found if one.alarms), found[0]), notes)
     return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite")
 
 
@@ -78,12 +80,13 @@ def _cannot(call: KeptCall) -> str:
 def _outside(event: OutsideEvent, direction: str) -> Finding:
     return Finding(
         event.cause,
-        OUTSIDE,
+        event.module,
         event.op,
         direction,
         inputs=event.inputs,
         outputs=event.outputs,
-        propagators=[f"{OUTSIDE}: {op}" for op in event.passed[:_PASSED]],
+        propagators=list(dict.fromkeys(event.passed))[:_PASSED],
+        line=user_line.text(event.line),
         how="live",
         note="" if event.sure else "the operation is what is left over, not what was seen",
     )
@@ -95,7 +98,7 @@ def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | N
         _put(call)
         args, kwargs = call.arguments()
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs)))]
-        trace = ForwardTrace(call.inner, named, stop=_forward.__code__, called=call.line)
+        trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
         with torch.enable_grad():
             output = _forward(call, trace, args, kwargs)
         places = {place: tensor for place, tensor in enumerate(tensors(output))}
@@ -105,8 +108,11 @@ def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | N
             return _forward_finding(*first), None
         for number, grads in call.grads.items():
             scale = scales.get(number)
-            if scale is None or not all(finite(grad) for grad in grads.values()):
+            if scale is None:
                 continue
+            if not all(finite(grad) for grad in grads.values()):
+                # It came from outside. What would come without the loss scale shows whether that is all.
+                scale, grads = 1.0, call.unscaled.get(number, {})
             pairs = [(places[place], grad) for place, grad in grads.items() if place in places]
             pairs = [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]
             if pairs and (found := _backward(trace, pairs, scale)) is not None:
@@ -155,8 +161,10 @@ def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale
         found = unscaled
     place = found.produced
     if place is not None and place.event is not None and not place.event.meant:
-        # An infinity that forward absorbed, and backward did not.
-        return _forward_finding(*root(place.event))
+        first, passed = root(place.event)
+        # An infinity that forward absorbed, and backward did not; a pole is one in both directions.
+        if first.place is not place or first.kind != "invalid":
+            return _forward_finding(first, passed)
     return _backward_finding(found, found.cause)
 
 
@@ -175,5 +183,4 @@ def _backward_finding(found: Backward, cause: str) -> Finding:
 
 
 def _propagators(places: Sequence[Place]) -> list[str]:
-    named = (f"{place.module or 'the model'}: {place.op}" for place in places)
-    return list(dict.fromkeys(named))[:_PASSED]
+    return list(dict.fromkeys(str(place) for place in places))[:_PASSED]

@@ -68,6 +68,9 @@ class KeptCall:
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.attributes: list[tuple[nn.Module, str, Any]] = []
         self.outputs: list[int] = []
+        self.unscaled: dict[
+            int, dict[int, Tensor]
+        ] = {}  # the same without the loss scale, where that is known
         self.grads: dict[
             int, dict[int, Tensor]
         ] = {}  # backward -> place among the outputs -> its gradient there
@@ -87,6 +90,7 @@ class KeptCall:
                 self.outputs.append(place)
                 metadata: Any = tensor.grad_fn.metadata
                 metadata[OF_CALL] = self.number
+                metadata[OF_CALL, tensor.output_nr] = place
                 tensor.register_hook(_Keeper(weakref.ref(self), place, backward, graph))
         self._graph = weakref.ref(graph)
         return bool(self.outputs)

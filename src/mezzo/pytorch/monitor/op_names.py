@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mezzo.core.rules import RULES as OP_TABLE
+
 _DUNDERS = {
     "truediv": "div",
     "rtruediv": "div",
@@ -25,6 +27,11 @@ _DUNDERS = {
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
 linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
 nll_loss lgamma digamma erfinv tan linalg_inv inverse cholesky linalg_solve"""
+
+_DECOMPOSED = r"_?linalg_(eig|svd|qr|lu|chol|inv|solve|lstsq|pinv|matrix_exp|ldl)"
+
+COMPOSED = frozenset(op for op in OP_TABLE if op not in _POLES.split() and not re.match(_DECOMPOSED, op))
+"""Operations of many steps, or of one, that have a finite slope everywhere."""
 
 POLES = frozenset(_POLES.split())
 """Operations that have no finite result, or no finite slope, for some finite numbers."""

@@ -7,18 +7,21 @@ before backward frees it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import TensorFacts
+from mezzo.core.finding import OUTSIDE, TensorFacts
 from mezzo.pytorch.monitor import op_names
-from mezzo.pytorch.monitor.backward_trace import SUM, saved
+from mezzo.pytorch.monitor.backward_trace import SUM
+from mezzo.pytorch.monitor.forward_trace import Event, Place, root
 from mezzo.pytorch.monitor.kept_call import OF_CALL
+from mezzo.pytorch.monitor.node_values import cause_of_slope, result, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
+from mezzo.pytorch.monitor.user_line import Line
 
 MOST = 300
 """Nodes that are watched; of a larger part, those nearest to the loss."""
@@ -26,14 +29,15 @@ MOST = 300
 
 @dataclass
 class OutsideEvent:
-    """An operation outside that produced something not finite.
+    """An operation that produced something not finite, seen as it happened.
 
     Args:
         op: its name.
         cause: a key of `mezzo.core.finding.CAUSES`.
         inputs, outputs: as in `Finding`.
-        passed: names of the operations that passed it on.
+        passed: the operations that passed it on, as in `Finding`.
         sure: whether the values say it, and not only what is left over.
+        module, line: where it is, if it was seen to go forward.
     """
 
     op: str
@@ -42,15 +46,19 @@ class OutsideEvent:
     outputs: list[TensorFacts] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
     sure: bool = True
+    module: str = OUTSIDE
+    line: Line | None = None
 
 
-def nodes(start: Sequence[Any]) -> Iterator[Any]:
+def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -> Iterator[Any]:
     """The nodes from `start` down to those of watched calls and to leaves, which are left out."""
     seen: set[Any] = set()
     stack = list(start)
-    while stack and len(seen) < MOST:
+    while stack and len(seen) < most:
         node = stack.pop()
-        if node is None or node in seen or hasattr(node, "variable") or OF_CALL in node.metadata:
+        if node is None or node in seen or hasattr(node, "variable"):
+            continue
+        if not into_calls and OF_CALL in node.metadata:
             continue
         seen.add(node)
         yield node
@@ -63,76 +71,133 @@ class OutsideBackward:
     Args:
         start: where they begin: the loss's node, and those that led into later calls.
         scale: how many times the gradients are too large.
+        places: node -> where it is, of those that were seen to go forward: these are watched within calls too.
     """
 
-    def __init__(self, start: Sequence[Any], scale: Tensor | float) -> None:
+    def __init__(
+        self, start: Sequence[Any], scale: Tensor | float, places: Mapping[Any, Place] | None = None
+    ) -> None:
         self._scale = scale
-        self._sent: set[int] = set()
+        self._places = places
+        self._unscaled: dict[tuple[Any, int], Tensor] = {}
         self.event: OutsideEvent | None = None
-        for node in nodes(start):
+        self.of_calls: dict[
+            int, dict[int, Tensor]
+        ] = {}  # call -> place among its outputs -> unscaled gradient
+        seen = places is not None
+        self._handles = [
             node.register_hook(_Look(self, node))
+            for node in nodes(start, most=100_000 if seen else MOST, into_calls=seen)
+        ]
+
+    def undo(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._unscaled.clear()
+
+    def _place(self, node: Any) -> Place:
+        known = None if self._places is None else self._places.get(node)
+        return known or Place(OUTSIDE, op_names.of_node(node))
 
     def look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         """A node has run."""
-        bad = [grad is not None and not _surely_finite(grad) for grad in going]
-        if not any(bad):
+        if all(grad is None or _surely_finite(grad) for grad in going):
             return
+        place = self._place(node)
         if self.event is not None:
-            self.event.passed.append(op_names.of_node(node))
+            if self.event.cause == "loss scale":
+                alarm = self._look_deeper(node, place, coming)
+                if alarm is not None:
+                    self.event = alarm
+                    return
+            self.event.passed.append(str(place))
             return
-        op = op_names.of_node(node)
-        if any(grad is not None and not finite(grad) for grad in coming):
-            self.event = OutsideEvent(
-                SUM, "loss scale", outputs=[facts(g, "gradient of output") for g in coming if g is not None]
-            )
-            return
+        self.event = self._event(node, place, going, coming)
+
+    def _event(
+        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
+    ) -> OutsideEvent:
+        inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
+        if not all(one.finite for one in inputs):
+            return OutsideEvent(SUM, "loss scale", outputs=inputs, module=place.module, line=place.line)
         kept = saved(node)
-        outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None][
-            :3
-        ]
-        inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
-        self.event = OutsideEvent(op, self._cause(node, op, coming, kept, outputs), inputs, outputs)
-
-    def _cause(
-        self,
-        node: Any,
-        op: str,
-        coming: Sequence[Tensor | None],
-        kept: Sequence[TensorFacts],
-        outputs: Sequence[TensorFacts],
-    ) -> str:
+        outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
+        cause = "loss scale"
         scale = float(self._scale)
-        if scale > 1.0 and self._is_finite_unscaled(node, coming, scale):
-            return "loss scale"
-        if any(one.nans for one in outputs) or (op in op_names.POLES and any(one.zeros for one in kept)):
-            return "invalid"
-        return "overflow"
+        if scale <= 1.0 or not self._goes_on(node, [_over(grad, scale) for grad in coming]):
+            cause = cause_of_slope(node, place.op, kept, outputs, place.zeros)
+        if place.event is not None and cause != "loss scale" and not place.event.meant:
+            first, passed = root(place.event)
+            if first.place is not place or first.kind != "invalid":
+                return of_forward(first, passed)
+        return OutsideEvent(place.op, cause, inputs + kept, outputs[:3], module=place.module, line=place.line)
 
-    def _is_finite_unscaled(self, node: Any, coming: Sequence[Tensor | None], scale: float) -> bool:
-        smaller = [
-            None if grad is None else (grad.detach().double() / scale).to(grad.dtype) for grad in coming
-        ]
-        if any(grad is None for grad in smaller):
+    def _look_deeper(self, node: Any, place: Place, coming: Sequence[Tensor | None]) -> OutsideEvent | None:
+        """With the loss scale out of the way: whether this node has another fault."""
+        unscaled = [self._unscaled.pop((node, number), None) for number in range(len(coming))]
+        if all(grad is None for grad in unscaled):
+            return None
+        if self._goes_on(node, unscaled):
+            return None
+        kept = saved(node)
+        cause = cause_of_slope(node, place.op, kept, [], place.zeros)
+        inputs = [facts(grad, "gradient of output") for grad in unscaled if grad is not None] + kept
+        return OutsideEvent(place.op, cause, inputs, module=place.module, line=place.line)
+
+    def _goes_on(self, node: Any, grads: Sequence[Tensor | None]) -> bool:
+        """Run a node by hand on unscaled gradients, and hand on what it makes of them; False if that isn't finite."""
+        if any(grad is None for grad in grads):
             return False
         run = node.apply if hasattr(node, "saved_tensors") else node
         try:
             with torch.no_grad():
-                again = run(*smaller)
+                again = run(*grads)
         except Exception:  # a node that can't be run by hand
             return False
         given = again if isinstance(again, tuple) else (again,)
-        return all(grad is None or finite(grad) for grad in given)
+        if not all(grad is None or finite(grad) for grad in given):
+            return False
+        for grad, (following, number) in zip(given, node.next_functions):
+            if grad is None or following is None:
+                continue
+            if self._places is None and OF_CALL in following.metadata:
+                if (OF_CALL, number) in following.metadata:
+                    of_call = self.of_calls.setdefault(following.metadata[OF_CALL], {})
+                    of_call[following.metadata[OF_CALL, number]] = grad
+            else:
+                self._unscaled[following, number] = grad
+        return True
 
 
 class _Look:
-    """The hook on a node; it must not hold the node, which holds it."""
+    """The hook on a node."""
 
     def __init__(self, watch: OutsideBackward, node: Any) -> None:
         self._watch = watch
         self._node = node
 
     def __call__(self, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
-        self._watch.look(self._node, going, coming)
+        with torch._C.DisableTorchFunction():
+            self._watch.look(self._node, going, coming)
+
+
+def of_forward(first: Event, passed: Sequence[Event]) -> OutsideEvent:
+    """As an event of what was seen to go forward."""
+    return OutsideEvent(
+        first.place.op,
+        "overflow" if first.kind == "passed" else first.kind,
+        first.inputs,
+        first.outputs,
+        [str(one.place) for one in passed],
+        module=first.place.module,
+        line=first.place.line,
+    )
+
+
+def _over(grad: Tensor | None, scale: float) -> Tensor | None:
+    return None if grad is None else (grad.detach().double() / scale).to(grad.dtype)
 
 
 def _surely_finite(grad: Tensor) -> bool:
@@ -154,10 +219,10 @@ def forward(loss: Tensor) -> OutsideEvent:
     model on, whose value isn't finite; if it was given one that wasn't, or if none is known, the first unknown.
     """
     order = _towards_the_loss(loss)
-    known = {node: _value(node) for node in order}
+    known = {node: result(node) for node in order}
     good = {node: None if value is None else finite(value) for node, value in known.items()}
     culprit = next((node for node in order if good[node] is False), None)
-    if culprit is not None and any(not one.finite for one in _inputs(culprit)):
+    if culprit is not None and (not _inputs(culprit) or any(not one.finite for one in _inputs(culprit))):
         behind = [following for following, _ in culprit.next_functions if good.get(following, True) is None]
         culprit = _earliest_unknown(order, good, behind) or culprit
     if culprit is None:
@@ -177,7 +242,7 @@ def forward(loss: Tensor) -> OutsideEvent:
         cause,
         kept,
         [facts(loss if value is None else value, "output")],
-        [op_names.of_node(node) for node in after if good[node] is not True],
+        [str(Place(OUTSIDE, op_names.of_node(node))) for node in after if good[node] is not True],
         sure=value is not None,
     )
 
@@ -198,18 +263,17 @@ def _towards_the_loss(loss: Tensor) -> list[Any]:
     return list(order)
 
 
-def _earliest_unknown(order: Sequence[Any], good: dict[Any, bool | None], ends: Sequence[Any]) -> Any:
+def _earliest_unknown(order: Sequence[Any], good: Mapping[Any, bool | None], ends: Sequence[Any]) -> Any:
     """Of the operations of unknown value that lead to `ends`, the one nearest to the model that computes something."""
     reached = set(nodes(ends))
     unknown = [node for node in order if node in reached and good[node] is None]
-    return next(
-        (node for node in unknown if op_names.of_node(node) not in _MOVES.split()),
-        unknown[0] if unknown else None,
-    )
+    computes = (node for node in unknown if op_names.of_node(node) not in _MOVES)
+    return next(computes, unknown[0] if unknown else None)
 
 
-_MOVES = """view unsafe_view squeeze unsqueeze expand permute transpose t slice select to_copy clone reshape alias index
-split chunk unbind cat stack as_strided neg"""
+_MOVING = """view unsafe_view squeeze unsqueeze expand permute transpose t slice select to_copy clone reshape
+alias index split chunk unbind cat stack as_strided neg"""
+_MOVES = frozenset(_MOVING.split())
 
 
 def _inputs(node: Any) -> list[TensorFacts]:
@@ -217,42 +281,3 @@ def _inputs(node: Any) -> list[TensorFacts]:
     return [
         one for one in saved(node) if not one.name.startswith(("saved result", "saved output", "saved total"))
     ]
-
-
-def _value(node: Any) -> Tensor | None:
-    """What an operation returned, or None where its node doesn't tell."""
-    try:
-        for name in ("_saved_result", "_saved_output", "_saved_result0"):
-            value = getattr(node, name, None)
-            if isinstance(value, Tensor):
-                return value
-        return _computed_again(node)
-    except Exception:  # not an operation that can be repeated from what it saved
-        return None
-
-
-_FORWARD = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward"}
-
-
-def _computed_again(node: Any) -> Tensor | None:
-    name = op_names.of_node(node)
-    packet = getattr(torch.ops.aten, _FORWARD.get(name, name), None)
-    if packet is None:
-        return None
-    for name in packet.overloads():
-        overload = getattr(packet, name)
-        arguments: dict[str, Any] = {}
-        for argument in overload._schema.arguments:
-            if hasattr(node, f"_saved_{argument.name}"):
-                arguments[argument.name] = getattr(node, f"_saved_{argument.name}")
-            elif not argument.has_default_value():
-                break
-        else:
-            if "out" in arguments or not any(isinstance(v, Tensor) for v in arguments.values()):
-                continue
-            device = next(v for v in arguments.values() if isinstance(v, Tensor)).device.type
-            with torch.no_grad(), torch.autocast(device, enabled=False):
-                value = overload(**arguments)
-            value = value[0] if isinstance(value, tuple) else value
-            return value if isinstance(value, Tensor) else None
-    return None

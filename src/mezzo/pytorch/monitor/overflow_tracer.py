@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.finding import Finding
+from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import remedies
 from mezzo.pytorch.monitor import outside, user_line
-from mezzo.pytorch.monitor.again import running_again
+from mezzo.pytorch.monitor.again import eager, running_again
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
 from mezzo.pytorch.monitor.habits import Habits, unwrapped
 from mezzo.pytorch.monitor.investigation import investigate
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite
+
+WATCHED = 50
+"""Regions that are watched live at most, for one overflow that was not explained."""
 
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
 
@@ -70,7 +74,9 @@ class OverflowTracer:
         self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
         self._open: KeptCall | None = None
         self._scales: dict[int, Tensor | float] = {}
-        self._outside: list[outside.OutsideBackward] = []
+        self._outside: dict[int, outside.OutsideBackward] = {}
+        self._live: ForwardTrace | None = None
+        self._to_watch = 0
         self._loss_event: outside.OutsideEvent | None = None
         self._finding: Finding | None = None
         self._records: list[Record] = []
@@ -130,8 +136,19 @@ class OverflowTracer:
         self._scales[_Running.number] = scale
         if not self._waits and loss.device.type != "cpu":
             return
+        live = self._live
+        if live is not None:
+            live.paused = True
+            live.claim(loss, None)
         if self._loss_event is None and not finite(loss):
-            self._loss_event = outside.forward(loss)
+            reached = None if live is None else live.reached(loss)
+            self._loss_event = (
+                outside.forward(loss) if reached is None else outside.of_forward(*root(reached))
+            )
+        if live is not None:
+            places = live.places
+            self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn], scale, places)
+            return
         sources = [
             tensor.grad_fn
             for tracer in _ALL
@@ -139,7 +156,7 @@ class OverflowTracer:
             for source in call.sources
             if (tensor := source()) is not None
         ]
-        self._outside.append(outside.OutsideBackward([loss.grad_fn, *sources], scale))
+        self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn, *sources], scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Nothing: what is looked at was kept before."""
@@ -162,6 +179,8 @@ class OverflowTracer:
                 finding = self._looked_into()
                 self._finding = finding
                 self._left -= finding.alarms
+                unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
+                self._to_watch = WATCHED if unclear and not finding.line else 0
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
         finally:
             self._let_go()
@@ -181,7 +200,10 @@ class OverflowTracer:
         me, mine = id(self), set(self._scales)
         self._open = None
         self._scales.clear()
+        for watch in self._outside.values():
+            watch.undo()
         self._outside.clear()
+        self._live = None
         self._loss_event = None
         for tracer in _ALL:
             for call in tracer.calls:
@@ -196,6 +218,25 @@ class OverflowTracer:
         """Bytes that are kept now."""
         return sum(call.nbytes for call in self.calls)
 
+    # ------------------------------------------------------------------------------------------ live
+
+    @property
+    def watches_live(self) -> bool:
+        """Whether the next region is to be watched operation by operation: enter `live` in it."""
+        return self._to_watch > 0 and self._left > 0 and self._live is None and not running_again()
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """Watch the operations inside, forward: after an overflow that could not be explained by running calls again.
+
+        Compiled parts run eagerly inside.
+        """
+        self._to_watch -= 1
+        models = list(dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits))
+        self._live = trace = ForwardTrace(models, outer=OUTSIDE)
+        with eager(), trace.watching():
+            yield
+
     # ------------------------------------------------------------------------------------------ looking
 
     def _looked_into(self) -> Finding:
@@ -203,11 +244,19 @@ class OverflowTracer:
         me = id(self)
         calls = [call for tracer in _ALL for call in tracer.calls if me in call.told]
         kept = sum(call.nbytes for call in calls)
+        for number, watch in self._outside.items():
+            for call in calls:
+                call.unscaled[number] = watch.of_calls.get(call.number, {})
+        for call in calls:
+            if call.written:
+                for tracer in _ALL:
+                    if call.inner in tracer._habits:
+                        tracer._habits[call.inner].writes_arguments = True
         finding = investigate(
             sorted(calls, key=lambda call: call.number),
             {number: float(scale) for number, scale in self._scales.items()},
             self._loss_event,
-            [watch.event for watch in self._outside if watch.event is not None],
+            [watch.event for watch in self._outside.values() if watch.event is not None],
         )
         finding = replace(finding, seconds=time.perf_counter() - began, kept_bytes=kept)
         return replace(finding, remedies=remedies(finding))

@@ -294,9 +294,12 @@ class MixedPrecision:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
         """
-        if self._trial is None and (self._machine is None or not self._statistics.watches):
+        plain = self._machine is None or not self._statistics.watches
+        if self._trial is None and plain:
             if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
                 return autocast(self._policy, self._device_type)
+            if self._observing.watches_live:
+                return self._watched_region()
             return self._regions[self._policy.compute]
         return self._watched_region()
 
@@ -308,7 +311,7 @@ class MixedPrecision:
             self._trial.start()
         if training and not self._statistics.remembers and self._scaling() is not None:
             self._statistics.remember()
-        with self._regions[self.precision] as region:
+        with self._regions[self.precision] as region, self._observing.live():
             yield region
 
     @_disable_dynamo

@@ -5,8 +5,8 @@ Where nobody looks, no hook is on the model and each call below is a loop over n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +99,20 @@ class Observing:
         if self._inside != 1 or not model.training or running_again():
             return False
         return torch.is_grad_enabled() and _graph_task() == -1
+
+    @property
+    def watches_live(self) -> bool:
+        """Whether somebody wants to see the next region's operations."""
+        return any(one.watches_live for one in self._observers if isinstance(one, OverflowTracer))
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """A region's operations, shown to who wants to see them."""
+        with ExitStack() as stack:
+            for one in self._observers:
+                if isinstance(one, OverflowTracer) and one.watches_live:
+                    stack.enter_context(one.live())
+            yield
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Backward is about to run from a loss."""
