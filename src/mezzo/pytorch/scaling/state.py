@@ -39,7 +39,8 @@ def from_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossS
     """The loss scale in a state of ours or of torch's; what the state does not say stays as in `current`.
 
     A scale outside the bounds (torch's own can be 0 or infinite) is brought within them, with a warning; NaN
-    becomes the floor.
+    becomes the floor. A scale that had collapsed (its patience ran out) says nothing of the gradients to come, and
+    begins anew as `current` did.
 
     Raises:
         UsageError: one of torch's five names is missing, or a number makes no sense.
@@ -59,6 +60,10 @@ def from_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossS
             "used. A scale of 0 or infinity means that the run which saved it had stopped learning.",
             stacklevel=3,
         )
+    if int(fixed.get("stuck", 0)) >= int(fixed.get("patience", current.patience)):
+        fixed.update(overflows=0, stuck=0)
+        scale = min(max(current.init, floor), ceiling)
+        state = {**state, "_growth_tracker": 0}
     return replace(
         current,
         init=scale,

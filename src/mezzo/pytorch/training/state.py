@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 
+# kind of loss scale -> what a collapse has spoiled of its state; a scale of 0 stands for `init`.
+_ANEW: dict[str, dict[str, float]] = {
+    "dynamic": {"scale": 0.0, "good_steps": 0, "overflows": 0, "stuck": 0},
+    "static": {"skips": 0},
+    "statistical": {"limit": 0.0, "good_steps": 0, "stuck": 0},
+}
+
 
 def save(mp: MixedPrecision) -> dict[str, Any]:
     """The state as plain values and tensors."""
@@ -95,7 +102,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         mp._settle(TrialDecision(*state["decision"]))
     machine = mp._machine
     if machine is not None and state["loss_scale"] is not None:
-        saved = from_state_dict(state["loss_scale"])
+        saved = from_state_dict(anew_if_collapsed(state["loss_scale"]))
         if type(saved) is type(machine.pure):
             mp._machine = on_device(saved, mp._device)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
@@ -109,6 +116,19 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         for param, grad in zip(params, window["gradients"]):
             mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
         mp._statistics.load(window["statistics"])
+
+
+def anew_if_collapsed(scale: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loss scale; one that had collapsed begins anew.
+
+    At its floor it says what bad steps did to it, and nothing of the gradients to come: growing from there to where it
+    began takes thirty times `growth_interval` good steps, in which fp16 would flush small gradients to zero. Its
+    skips in a row are forgotten, too, or the first bad step after resuming would end the run again.
+    """
+    skips = scale.get("stuck", scale.get("skips", 0))
+    if "patience" not in scale or skips < scale["patience"]:
+        return scale
+    return {**scale, **_ANEW.get(str(scale.get("kind")), {})}
 
 
 def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:

@@ -1,0 +1,238 @@
+"""Collapse is loud: skips without end are an error that names what fails, and what it leaves is a state to resume from.
+
+For `MixedPrecision`, for `GradScaler` and for a script under `mezzo run`: train, feed NaN until the error, save what is
+there, load it into new objects (a new process, for all that they know), and go on with good data.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from bad_steps import is_finite, same
+from launching import launcher
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.loss_scale import Observation, from_state_dict
+from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.pytorch.training.state import anew_if_collapsed
+from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
+
+SCALES = {
+    "dynamic": lambda: mezzo.DynamicLossScale(init=2.0**10, floor=1.0, patience=4),
+    "dynamic, hysteresis": lambda: mezzo.DynamicLossScale(init=2.0**10, floor=1.0, patience=3, hysteresis=2),
+    "static": lambda: mezzo.StaticLossScale(2.0**10, patience=6),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(step))
+    return x, (x[:, 0] > 0).long()
+
+
+def reloaded(state: Any) -> Any:
+    """As from a file, and without running code from it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def parts(name: str, **arguments: Any) -> tuple[nn.Module, Any, Any]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    return (
+        model,
+        optimizer,
+        mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=SCALES[name](), **arguments),
+    )
+
+
+def step(mp: Any, number: int, factor: float = 1.0) -> Any:
+    x, y = data(number)
+    with mp.autocast():
+        loss = nn.functional.cross_entropy(mp.model(x * factor), y)
+    return mp.step(loss)
+
+
+def again_and_again(do: Callable[[], Any]) -> None:
+    for _ in range(60):
+        do()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "masters"])
+@pytest.mark.parametrize("name", SCALES)
+def test_training_resumes_from_what_a_collapse_leaves(name: str, weights: str, decides: str) -> None:
+    model, optimizer, mp = parts(name, weights=weights)
+    for number in range(3):
+        assert step(mp, number).moved
+    before = reloaded([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(LossScaleCollapseError, match=r"\d steps (were|in a row)"):
+        again_and_again(lambda: step(mp, 0, NAN))
+    assert all(p.grad is None for p in model.parameters())
+    saved = reloaded([model.state_dict(), optimizer.state_dict(), mp.state_dict()])
+    assert same(saved[:2], before)
+    mp.close()
+
+    model, optimizer, mp = parts(name, weights=weights)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    mp.load_state_dict(saved[2])
+    assert mp.loss_scale == 2.0**10  # not at the floor, from where it would take long to come back
+    results = [step(mp, number) for number in range(3, 43)]
+    assert all(result.moved for result in results)
+    assert sum(r.loss for r in results[-5:]) < 0.7 * sum(r.loss for r in results[:5])
+    assert is_finite([model.state_dict(), optimizer.state_dict()])
+    assert step(mp, 0, NAN).skipped  # and one bad step is not the end again
+
+    # As if the bad stretch had never been: from a checkpoint of before it, to the bit.
+    mp.close()
+    twin, adamw, other = parts(name, weights=weights)
+    twin.load_state_dict(before[0])
+    adamw.load_state_dict(before[1])
+    for number in range(3, 43):
+        step(other, number)
+    assert same(twin.state_dict(), model.state_dict())
+
+
+def test_the_error_names_where_it_comes_from() -> None:
+    class Fragile(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / (x - x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Fragile(), nn.Linear(4, 2))
+    mp = mezzo.MixedPrecision(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "fp16",
+        trace=True,
+        loss_scale=mezzo.DynamicLossScale(init=2.0, floor=1.0, patience=2),
+    )
+    with pytest.raises(LossScaleCollapseError, match=r"What makes them fail: .*\b1\b") as raised:
+        again_and_again(lambda: step(mp, 0))
+    assert "no scale can help" in str(raised.value)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
+    def made() -> tuple[nn.Module, Any, mezzo.GradScaler]:
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused), scaler()
+
+    def scaler() -> mezzo.GradScaler:
+        return mezzo.GradScaler(init_scale=2.0**10, floor=1.0, patience=4)
+
+    def train(number: int, factor: float = 1.0) -> torch.Tensor:
+        x, y = data(number)
+        optimizer.zero_grad()
+        with mezzo.autocast("fp16"):
+            loss = nn.functional.cross_entropy(model(x * factor), y)
+        gradients.scale(loss).backward()
+        gradients.step(optimizer)
+        gradients.update()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model, optimizer, gradients = made()
+    for number in range(3):
+        train(number)
+    before = reloaded([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(LossScaleCollapseError, match="the last 4 steps were skipped"):
+        again_and_again(lambda: train(0, NAN))
+    saved = reloaded([model.state_dict(), optimizer.state_dict(), gradients.state_dict()])
+    assert same(saved[:2], before)
+
+    model, optimizer, gradients = made()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    gradients.load_state_dict(saved[2])
+    assert gradients.get_scale() == 2.0**10
+    losses = [train(number) for number in range(3, 43)]
+    assert gradients.get_scale() == 2.0**10
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    train(0, NAN)
+    assert gradients.was_skipped(optimizer)
+
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+
+bad, checkpoint, resume = sys.argv[1:]
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+first = 0
+if resume == "resume":
+    saved = torch.load(checkpoint)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = 3
+losses = []
+try:
+    for step in range(first, 43 if bad == "good" else 200):
+        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(x * (float("nan") if bad == "bad" and step >= 3 else 1.0)),
+                                           (x[:, 0] > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+finally:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+print(json.dumps(losses))
+"""
+
+
+def test_a_script_resumes_from_what_a_collapse_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = launcher(tmp_path, capsys)
+    checkpoint = tmp_path / "checkpoint.pt"
+    ran = launch(SCRIPT, "bad", str(checkpoint), "", policy="fp16")
+    assert ran.status == 1
+    assert "LossScaleCollapseError" in ran.err
+    saved = torch.load(checkpoint)
+    assert is_finite(saved)
+    assert int(saved["model"]["1.num_batches_tracked"]) == 3
+    assert [update.moved for update in ran.of("update")][:3] == [True] * 3
+
+    resumed = launch(SCRIPT, "good", str(checkpoint), "resume", policy="fp16")
+    assert resumed.status == 0, resumed.err
+    losses = json.loads(resumed.lines[-1])
+    whole = json.loads(launch(SCRIPT, "good", str(checkpoint), "", policy="fp16").lines[-1])
+    assert losses == whole[3:]
+
+
+def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
+    for name, make in SCALES.items():
+        begun = make()
+        scale: Any = begun
+        for found in (True, True, False, True):
+            scale = scale.next(Observation(found))
+        assert anew_if_collapsed(scale.state_dict()) == scale.state_dict(), name
+        counter = "stuck" if "stuck" in scale.state_dict() else "skips"
+        collapsed = {**scale.state_dict(), counter: scale.patience}
+        assert from_state_dict(anew_if_collapsed(collapsed)) == begun, name
+    assert anew_if_collapsed({"kind": "none"}) == {"kind": "none"}
+
+
+def test_a_collapsed_statistical_scale_keeps_what_it_has_learned() -> None:
+    begun = StatisticalLossScale(patience=3, mean=-4.0, variance=1.0, seen=50, fitted=2.0**14)
+    collapsed = {**begun.state_dict(), "limit": begun.floor, "stuck": 3}
+    assert from_state_dict(collapsed) != begun
+    assert from_state_dict(anew_if_collapsed(collapsed)) == begun
