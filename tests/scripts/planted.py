@@ -59,7 +59,7 @@ torch.manual_seed(0)
 model = Model(WIDTH)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 teacher = torch.randn(32, 10)
-for step in range(STEPS):
+for _ in range(STEPS):
     x = torch.randn(128, 32)
     loss = nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1))
     optimizer.zero_grad()

@@ -96,13 +96,12 @@ class Measurer:
             exact = self._run(call, state, low=False, weigh=True)
             while True:
                 low = self._run(call, state, low=True, weigh=True, exponent=exponent)
+                fits = finite(low.outputs) or not finite(exact.outputs)
                 sound = finite(low.gradients) or not finite(exact.gradients)
-                if sound or self._format != "fp16" or exponent <= LEAST_EXPONENT:
+                if sound or not fits or self._format != "fp16" or exponent <= LEAST_EXPONENT:
                     break
                 exponent -= _BACKOFF
-            overflow = "" if sound else "gradient"
-            if finite(exact.outputs) and not finite(low.outputs):
-                overflow = "output"
+            overflow = "output" if not fits else "" if sound else "gradient"
             seconds = [] if overflow else self._timed(call, state, exponent)
         finally:
             state.put_back()

@@ -228,7 +228,8 @@ class Probe:
             measured[path] = [(call, found) for call in calls if (found := self._measured_call(call))]
             if measured[path]:
                 self._collected.unit(measured[path], self._counts[path])
-        self._exponent = min([self._exponent, *(f.exponent for some in measured.values() for _, f in some)])
+        sound = [f.exponent for some in measured.values() for _, f in some if not f.overflow]
+        self._exponent = min([self._exponent, *sound])
         self._collected.edges(dict(self._flow.taken), measured, self._of_outputs)
         self._losses.append(self._loss)
         self._measured += 1
