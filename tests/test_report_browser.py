@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ addEventListener("load", () => {
     requests: performance.getEntriesByType("resource").map((e) => e.name),
     script: document.documentElement.dataset.script,
     cards: all(".card").filter(shown).map((e) => e.querySelector("h3").textContent + " " +
-      e.querySelector(".badge").textContent),
+      (e.querySelector(".badge")?.textContent ?? "")),
     curves: all("figure .chart path:is(.line, .under)").map((e) =>
       [e.getBoundingClientRect().width > 50, getComputedStyle(e).stroke]),
     charts: all("svg.chart").map((e) => Math.round(e.getBoundingClientRect().width)),
@@ -77,9 +78,7 @@ def probe(page: Path, *, play: str = "", width: int = 0, **window: int | bool) -
         dom = chromium.dom(copy, **window)
     found = re.search(r'<pre id="probe">(.+?)</pre>', dom, re.DOTALL)
     assert found, dom[-2000:]
-    values: dict[str, object] = json.loads(
-        found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    )
+    values: dict[str, object] = json.loads(unescape(found[1]))
     return values
 
 

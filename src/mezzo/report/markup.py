@@ -37,10 +37,19 @@ def escape(text: object) -> Markup:
     """
     if isinstance(text, Markup):
         return text
-    shown = _UNPRINTABLE.sub(_code, str(text).replace("\r\n", "\n"))
+    shown = printable(str(text))
     for raw, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
         shown = shown.replace(raw, entity)
     return Markup(shown)
+
+
+def printable(text: str) -> str:
+    """The text with what a browser would drop, obey or refuse shown as its code: for values that a script reads.
+
+    >>> printable("a\\x00b")
+    'a\\\\x00b'
+    """
+    return _UNPRINTABLE.sub(_code, text.replace("\r\n", "\n"))
 
 
 def _code(match: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mezzo.core.ranges import WHAT, Histogram
-from mezzo.report.markup import Markup, element
+from mezzo.report.markup import Markup, element, printable
 from mezzo.report.numbers import count, counted, percent, significant
 from mezzo.report.ranges import FORMATS, GRADIENTS, LIMITS, Track, together
 
@@ -67,7 +67,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int, serie
         "high": window.high,
         "moves": moves,
         "limits": {name: [one.zero, one.normal, one.overflow] for name, one in LIMITS.items()},
-        "names": [track.label for track in listed],
+        "names": [printable(track.label) for track in listed],
         "rows": [_plain(total), *(_plain(track.total) for track in listed)],
     }
     title = what.capitalize()
@@ -119,10 +119,15 @@ def bars(bins: Sequence[int]) -> str:
     parts = []
     for place, number in enumerate(bins):
         if number:
-            left, right = (round(1000 * edge / len(bins)) for edge in (place, place + 1))
+            left, right = (_whole(1000 * edge / len(bins)) for edge in (place, place + 1))
             height = max(0.004, 1 + math.log10(number / total) / DECADES)
-            parts.append(f"M{left} 1000V{round(1000 * (1 - height))}H{right}V1000Z")
+            parts.append(f"M{left} 1000V{_whole(1000 * (1 - height))}H{right}V1000Z")
     return "".join(parts)
+
+
+def _whole(value: float) -> int:
+    """Rounded half up, as the script's Math.round does."""
+    return math.floor(value + 0.5)
 
 
 def _window(total: Histogram, shift: int) -> Window:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mezzo.report.charts.axis import Axis, power_of_two, tick_label
-from mezzo.report.markup import Markup, element
+from mezzo.report.markup import Markup, element, printable
 from mezzo.report.numbers import significant
 from mezzo.report.series import Array, sample
 
@@ -142,7 +142,7 @@ class Frame:
             "high": self.x.high,
             "name": self.x_name,
             "columns": [
-                {"name": name, "series": series, "values": [_shown(value) for value in values]}
+                {"name": printable(name), "series": series, "values": [_shown(value) for value in values]}
                 for name, series, values in columns
             ],
         }

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from mezzo.report.charts.exponents import share_text
-from mezzo.report.markup import Markup, element
+from mezzo.report.markup import Markup, element, printable
 from mezzo.report.ranges import FORMATS, RATIO, Ranges, Track
 
 LINES = 48
@@ -40,7 +40,12 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
     levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
     updates = [ranges.updates[group[0]] for group in groups]
     title = "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost"
-    data = {"names": [track.label for track in shown], "updates": updates, "levels": levels, "format": format}
+    data = {
+        "names": [printable(track.label) for track in shown],
+        "updates": updates,
+        "levels": levels,
+        "format": format,
+    }
     unit = (
         "Share of the updates too small to move a weight stored in this format"
         if what == RATIO
