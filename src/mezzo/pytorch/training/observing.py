@@ -22,6 +22,7 @@ from mezzo.pytorch.monitor.largest_gradient import LargestGradient
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
+from mezzo.pytorch.training import turns
 
 
 def observers_for(
@@ -53,7 +54,7 @@ def observers_for(
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if follows:
         observers.append(LargestGradient())
-    if trace or (trace is None and scales and next(model.parameters()).device.type == "cpu"):
+    if trace or (trace is None and scales and turns.reading_is_free(next(model.parameters()))):
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace)))
     return observers
 
