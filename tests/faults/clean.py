@@ -23,7 +23,9 @@ from faults.models import (
     encoder,
     gan,
     recurrent,
+    scored,
     stack,
+    taught,
     transformer,
     two_heads,
 )
@@ -70,9 +72,6 @@ def of_clean(run: Clean, around: Around = plainly, **options: Any) -> Iterator[T
 
 class AtScaleOne:
     """Computes each loss twice: once for a backward without a loss scale, that has to be finite, then as it is.
-
-    Args:
-        options: what `owners` was given.
 
     Attributes:
         finite: for each loss, whether it and its gradients are.
@@ -144,6 +143,30 @@ def _steeper(trainee: Trainee) -> None:
 
 def _allowed_labels(trainee: Trainee) -> None:
     trainee.loss = lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2))
+
+
+def _evaluates(trainee: Trainee) -> None:
+    """Validation on the side, infinite."""
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        told = F.mse_loss(m(x).float(), y)
+        m.eval()
+        with torch.no_grad():
+            m(x * 1e6)
+        m.train()
+        return told
+
+    trainee.loss = loss
+
+
+def _tries_first(trainee: Trainee) -> None:
+    """A call in training mode that leads to no loss."""
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        m(x * 1e6)
+        return F.mse_loss(m(x).float(), y)
+
+    trainee.loss = loss
 
 
 def _all_padding(trainee: Trainee) -> None:
@@ -219,5 +242,16 @@ CLEAN: list[Clean] = [
     Clean("PyTorch's encoder with padding", "transformer", encoder),
     Clean("PyTorch's encoder, a batch of nothing but padding", "transformer", encoder, plant=_all_padding),
     Clean("deviation and length of nothing", "recurrent", partial(recurrent, tail=plants.SpreadOfNothing)),
+    Clean("an evaluation that overflows, beside each step", "perceptron", stack, plant=_evaluates),
+    Clean("a call that overflows and is thrown away", "perceptron", stack, plant=_tries_first),
+    Clean("a model that returns its own loss", "perceptron", scored),
+    Clean("a teacher", "perceptron", taught),
+    Clean("writing in place", "CNN", partial(cnn, tail=plants.InPlace)),
+    Clean("a hook on a gradient", "recurrent", partial(recurrent, tail=plants.HooksAGradient)),
+    Clean(
+        "a weight under weight_norm",
+        "perceptron",
+        partial(stack, tail=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+    ),
     Clean("a frozen BatchNorm", "CNN", partial(cnn, middle=lambda: plants.Frozen(4))),
 ]

@@ -5,7 +5,7 @@ A step takes a few milliseconds.
 
 from faults.models.cnn import autoencoder, cnn
 from faults.models.gan import gan
-from faults.models.perceptron import stack, two_heads
+from faults.models.perceptron import scored, stack, taught, two_heads
 from faults.models.recurrent import Carried, OwnCell, recurrent
 from faults.models.trainee import Batch, Make, Place, Trainee, adamw, sgd
 from faults.models.transformer import encoder, transformer
@@ -23,8 +23,10 @@ __all__ = [
     "encoder",
     "gan",
     "recurrent",
+    "scored",
     "sgd",
     "stack",
+    "taught",
     "transformer",
     "two_heads",
 ]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.models.trainee import Batch, Make, Place, Trainee, adamw, drawn, place
+from faults.models.trainee import Batch, Make, Place, Trainee, adamw, drawn, one_loss, place
 
 
 class TwoHeads(nn.Module):
@@ -111,3 +111,46 @@ def stack(
         drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
         losses,
     )
+
+
+class Scored(nn.Module):
+    """A model that returns its own loss, as those of large libraries do."""
+
+    def __init__(self, tail: Place) -> None:
+        super().__init__()
+        self.body = Stack(2, None, tail)
+        self.sure = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = self.body(x).float()
+        chance = torch.sigmoid(out * self.sure)
+        loss = -torch.log(torch.where(y > 0, chance, 1 - chance)).mean()
+        return {"loss": loss, "out": out}
+
+
+def scored(tail: Place = None, optimizer: Make = adamw) -> Trainee:
+    """A model whose output is the loss."""
+    torch.manual_seed(9)
+    model = Scored(tail)
+    return Trainee(
+        {"main": model},
+        {"main": optimizer(model.parameters())},
+        drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
+        one_loss(lambda m, x, y: m(x, y)["loss"]),
+    )
+
+
+def taught(tail: Place = None, optimizer: Make = adamw) -> Trainee:
+    """A student that follows a teacher, which nobody trains."""
+    trainee = stack(optimizer=optimizer)
+    torch.manual_seed(10)
+    teacher = Stack(3, None, tail)
+    trainee.kept["teacher"] = teacher
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(x)
+        return F.mse_loss(m(x).float(), wanted.float())
+
+    trainee.loss = loss
+    return trainee

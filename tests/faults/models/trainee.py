@@ -34,7 +34,7 @@ class Trainee:
         losses: the batch -> (part, loss of that part) in the order of the step; a loss is computed when it is called.
         spoil: what is done to each batch before it is used: where bad batches are planted.
         loss: a loss in place of the trainee's own: where faults outside of the model are planted.
-        armed: whether faults that are built into the models act.
+        kept: models that nobody trains.
     """
 
     models: dict[str, nn.Module]
@@ -43,7 +43,7 @@ class Trainee:
     losses: Callable[[Trainee, Batch], Iterator[tuple[str, Callable[[], Tensor]]]]
     spoil: Callable[[Batch], Batch] = lambda batch: batch
     loss: Callable[..., Tensor] | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -55,7 +55,7 @@ class Trainee:
 
     def arm(self) -> None:
         """Let every fault that is built in act from now on."""
-        for model in self.models.values():
+        for model in (*self.models.values(), *self.kept.values()):
             for module in model.modules():
                 if hasattr(module, "armed"):
                     module.armed = True

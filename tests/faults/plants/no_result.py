@@ -134,3 +134,15 @@ class Frozen(Weak):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
+
+
+class StandardisedWeight(Weak):
+    """A layer whose weight is standardised in every call: 0 / 0 once all of a row's elements are equal."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = self.weight - self.weight.mean(1, keepdim=True)
+        return F.linear(x, centred / centred.norm(dim=1, keepdim=True))

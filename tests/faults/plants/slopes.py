@@ -98,3 +98,13 @@ class OwnFunction(Weak):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Careless.apply(self.constant(x))
+
+
+class HooksAGradient(Weak):
+    """A hook of the script's own that brings a gradient to length 1, when it is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / gradient.norm())
+        return y * (0.0 if self.armed else 1.0) + x.mean()

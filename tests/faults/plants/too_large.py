@@ -119,3 +119,26 @@ class WideHuge(Weak):
     def forward(self, x: Tensor) -> Tensor:
         huge = (x.clamp(-1, 1) + 2) * self.times(1e20)
         return huge * huge
+
+
+class InPlace(Weak):
+    """Written into what the last layer returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x.add_(0.1)
+        x.mul_(self.times(1e7))
+        return x
+
+
+class HalfSum(Weak):
+    """A sum that the script itself asks for in fp16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = (x.clamp(-1, 1) + self.times(20000.0)).half()
+        return x + wide.sum(-1, keepdim=True, dtype=torch.float16).float() * 1e-6
+
+
+class RunningProduct(Weak):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cumprod(x.float().clamp(-1, 1) * 0.1 + self.times(1e7), -1)

@@ -40,3 +40,7 @@ def masked(tail: Callable[[], nn.Module]) -> Trainee:
 
 def gain(trainee: Trainee) -> None:
     trainee.model.rnn.gain = 1e3
+
+
+def certain_of_it(trainee: Trainee) -> None:
+    trainee.model.sure = 1e6

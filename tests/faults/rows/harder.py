@@ -54,7 +54,7 @@ ROWS: list[Fault] = [
         "the last of four losses of a window, in the model",
         "perceptron",
         partial(stack, accumulate=4),
-        Expected("shared.0", "linear", "overflow"),
+        Expected("shared.0", "linear", "overflow", line="self.shared("),
         plant=element(1e6, row=7),
         options={"accumulate": 4},
     ),

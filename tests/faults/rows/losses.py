@@ -62,3 +62,9 @@ def changed_afterwards(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def divides_by_its_spread(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     out = m(x).float()
     return F.mse_loss(out, y) + (out / (out - out.detach())).mean()
+
+
+def certain(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The density of a normal distribution whose deviation is 0."""
+    told = torch.distributions.Normal(m(x).float(), torch.zeros(1), validate_args=False)
+    return -told.log_prob(y).mean()

@@ -7,10 +7,10 @@ from functools import partial
 from torch import nn
 
 from faults import plants
-from faults.models import Trainee, cnn, encoder, gan, recurrent, stack, transformer
-from faults.rows.batches import all_padding, padded_row
+from faults.models import Trainee, cnn, encoder, gan, recurrent, scored, stack, transformer
+from faults.rows.batches import all_padding, certain_of_it, padded_row
 from faults.rows.fault import Expected, Fault
-from faults.rows.planting import batch, both, buffer
+from faults.rows.planting import batch, both, buffer, grown
 
 ROWS: list[Fault] = [
     Fault(
@@ -37,21 +37,21 @@ ROWS: list[Fault] = [
         "a LayerNorm without eps over a constant row",
         "transformer",
         partial(transformer, tail=lambda: plants.Normal(nn.LayerNorm(16, eps=0.0))),
-        Expected("tail.norm", "layer_norm", "invalid"),
+        Expected("tail.norm", "layer_norm", "invalid", line="self.norm("),
         mended=False,
     ),
     Fault(
         "a GroupNorm without eps over a constant picture",
         "CNN",
         partial(cnn, middle=lambda: plants.Normal(nn.GroupNorm(2, 4, eps=0.0))),
-        Expected("middle.norm", "group_norm", "invalid"),
+        Expected("middle.norm", "group_norm", "invalid", line="self.norm("),
         mended=False,
     ),
     Fault(
         "an RMSNorm without eps over a row of zeros",
         "recurrent",
         partial(recurrent, tail=lambda: plants.Normal(nn.RMSNorm(8, eps=0.0), 0.0)),
-        Expected("tail.norm", "rms_norm", "invalid"),
+        Expected("tail.norm", "rms_norm", "invalid", line="self.norm("),
         mended=False,
     ),
     Fault(
@@ -120,6 +120,30 @@ ROWS: list[Fault] = [
         mended=False,
     ),
     Fault(
+        "a weight that is standardised, and has become constant",
+        "perceptron",
+        partial(stack, tail=lambda: plants.StandardisedWeight(8)),
+        Expected("tail", "div", "invalid", line="centred / centred.norm"),
+        plant=grown("tail", 0.0),
+        mended=False,
+    ),
+    Fault(
+        "weight_norm of a weight of zeros",
+        "perceptron",
+        partial(stack, tail=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+        Expected("tail.parametrizations.weight.0", "weight_norm", "invalid"),
+        plant=grown("tail.parametrizations.weight", 0.0, "original1"),
+        mended=False,
+    ),
+    Fault(
+        "a model that returns its own loss, the logarithm of 0",
+        "perceptron",
+        scored,
+        Expected("", "log", "invalid", line="-torch.log(torch.where"),
+        plant=certain_of_it,
+        mended=False,
+    ),
+    Fault(
         "a mask by 0 times -inf",
         "transformer",
         partial(transformer, middle=plants.MaskedByProduct),
@@ -144,7 +168,7 @@ ROWS: list[Fault] = [
         "a frozen BatchNorm with a negative variance",
         "CNN",
         partial(cnn, middle=lambda: plants.Frozen(4)),
-        Expected("middle.norm", "batch_norm", "invalid"),
+        Expected("middle.norm", "batch_norm", "invalid", line="self.norm("),
         plant=buffer("middle.norm", "running_var", -1.0),
         mended=False,
     ),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from faults.models import cnn, recurrent, stack
+from functools import partial
+
+from faults import plants
+from faults.models import cnn, recurrent, stack, taught
 from faults.rows import losses
 from faults.rows.fault import Expected, Fault
 from faults.rows.planting import element, loss
@@ -79,6 +82,22 @@ ROWS: list[Fault] = [
         stack,
         Expected(OUTSIDE, "mul", "overflow", line="missed.half() * missed.half()"),
         plant=loss(losses.half_of_a_square),
+        repeats=2,
+    ),
+    Fault(
+        "a deviation of 0 in a density",
+        "recurrent",
+        recurrent,
+        Expected(OUTSIDE, "div", "invalid", line=".log_prob(y)"),
+        plant=loss(losses.certain),
+        mended=False,
+        repeats=2,
+    ),
+    Fault(
+        "a teacher that overflows, which nobody trains",
+        "perceptron",
+        partial(taught, plants.Squares),
+        Expected(OUTSIDE, "mul", "overflow", line="wide * wide"),
         repeats=2,
     ),
     Fault(

@@ -71,6 +71,13 @@ ROWS: list[Fault] = [
         Expected("tail", "normalize", "overflow", "backward", line="F.normalize"),
     ),
     Fault(
+        "a hook of the script's own on a gradient of 0",
+        "recurrent",
+        partial(recurrent, tail=plants.HooksAGradient),
+        Expected("tail", "", "invalid", "backward"),
+        mended=False,
+    ),
+    Fault(
         "a slope of 1e30 on its way into fp16",
         "CNN",
         partial(cnn, tail=plants.Frequencies),

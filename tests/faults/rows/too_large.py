@@ -7,7 +7,18 @@ from functools import partial
 from torch import nn
 
 from faults import plants
-from faults.models import OwnCell, autoencoder, cnn, encoder, gan, recurrent, sgd, stack, transformer
+from faults.models import (
+    OwnCell,
+    autoencoder,
+    cnn,
+    encoder,
+    gan,
+    recurrent,
+    sgd,
+    stack,
+    transformer,
+    two_heads,
+)
 from faults.rows.fault import Expected, Fault
 from faults.rows.planting import both, element, grown, learning_rate, weight
 
@@ -28,21 +39,21 @@ ROWS: list[Fault] = [
         "a convolution's weights grown a thousandfold and more",
         "CNN",
         cnn,
-        Expected("conv2", "conv", "overflow"),
+        Expected("conv2", "conv", "overflow", line="self.conv2("),
         plant=grown("conv2", 3e5),
     ),
     Fault(
         "one weight of the head beyond fp16",
         "CNN",
         cnn,
-        Expected("head", "linear", "overflow"),
+        Expected("head", "linear", "overflow", line="self.head("),
         plant=weight("head", 1e5),
     ),
     Fault(
         "one bright pixel, 1e6",
         "CNN",
         cnn,
-        Expected("conv1", "conv", "overflow"),
+        Expected("conv1", "conv", "overflow", line="self.conv1("),
         plant=element(1e6),
     ),
     Fault(
@@ -56,13 +67,13 @@ ROWS: list[Fault] = [
         "exp, that FP32 holds, then multiplied in fp16",
         "CNN",
         partial(cnn, tail=plants.Exponential),
-        Expected("head", "linear", "overflow"),
+        Expected("head", "linear", "overflow", line="self.head("),
     ),
     Fault(
         "a fourth power, multiplied in fp16 afterwards",
         "transformer",
         partial(transformer, middle=plants.Powers),
-        Expected("blocks.1.mlp.down", "linear", "overflow"),
+        Expected("blocks.1.mlp.down", "linear", "overflow", line="self.down("),
     ),
     Fault(
         "a softmax without its maximum",
@@ -82,7 +93,7 @@ ROWS: list[Fault] = [
         "an MLP's weights grown",
         "transformer",
         transformer,
-        Expected("blocks.1.mlp.up", "linear", "overflow"),
+        Expected("blocks.1.mlp.up", "linear", "overflow", line="self.up("),
         plant=grown("blocks.1.mlp.up", 6e5),
     ),
     Fault(
@@ -113,20 +124,22 @@ ROWS: list[Fault] = [
         "a ReLU recurrence that explodes",
         "recurrent",
         partial(recurrent, OwnCell),
-        Expected("rnn.again", "linear", "overflow"),
+        Expected("rnn.again", "linear", "overflow", line="self.again("),
         plant=grown("rnn.again", 300.0),
     ),
     Fault(
         "an LSTM given numbers beyond fp16",
         "recurrent",
         partial(recurrent, front=plants.Exponential),
-        Expected("rnn", "lstm", "overflow"),
+        Expected("rnn", "lstm", "overflow", line="self.rnn("),
     ),
     Fault(
         "a GRU whose input weights are beyond fp16",
         "recurrent",
         partial(recurrent, nn.GRU),
-        Expected("rnn", "gru", "overflow", "backward"),  # forward, the gates absorb the infinity
+        Expected(
+            "rnn", "gru", "overflow", "backward", line="self.rnn("
+        ),  # forward, the gates absorb the infinity
         plant=weight("rnn", 1e5, "weight_ih_l0"),
     ),
     Fault(
@@ -139,14 +152,14 @@ ROWS: list[Fault] = [
         "a shared layer that overflows in a later of its calls",
         "perceptron",
         stack,
-        Expected("shared.0", "linear", "overflow"),
+        Expected("shared.0", "linear", "overflow", line="self.shared("),
         plant=grown("shared.0", 120.0),
     ),
     Fault(
         "one step with a learning rate of 1e7",
         "CNN",
         partial(cnn, optimizer=sgd),
-        Expected("conv1", "conv", "overflow"),
+        Expected("conv1", "conv", "overflow", line="self.conv1("),
         plant=learning_rate(1e7),
         delay=1,
     ),
@@ -176,15 +189,41 @@ ROWS: list[Fault] = [
         "a transposed convolution's weights grown",
         "CNN",
         autoencoder,
-        Expected("up", "conv_transpose", "overflow"),
+        Expected("up", "conv_transpose", "overflow", line="self.up("),
         plant=grown("up", 1e6),
     ),
     Fault(
         "PyTorch's encoder, its second layer's weights grown",
         "transformer",
         encoder,
-        Expected("encoder.layers.1.linear2", "linear", "overflow"),
+        Expected("encoder.layers.1.linear2", "linear", "overflow", line="self.encoder("),
         plant=grown("encoder.layers.1.linear2", 6e5),
+    ),
+    Fault(
+        "a product in place",
+        "CNN",
+        partial(cnn, tail=plants.InPlace),
+        Expected("tail", "mul", "overflow", line="x.mul_("),
+    ),
+    Fault(
+        "a sum that the script wants in fp16",
+        "transformer",
+        partial(transformer, middle=plants.HalfSum),
+        Expected("blocks.1.mlp.middle", "sum", "overflow", line="dtype=torch.float16"),
+        mended=False,
+    ),
+    Fault(
+        "a running product beyond FP32",
+        "recurrent",
+        partial(recurrent, tail=plants.RunningProduct),
+        Expected("tail", "cumprod", "overflow", line="torch.cumprod"),
+        mended=False,
+    ),
+    Fault(
+        "both heads of a model, the left one first",
+        "perceptron",
+        partial(two_heads, left=plants.Squares, right=plants.Amplifies),
+        Expected("left.0", "mul", "overflow", line="wide * wide"),
     ),
     Fault(
         "bf16: a product beyond FP32's largest number",
@@ -198,7 +237,7 @@ ROWS: list[Fault] = [
         "bf16: weights of 1e37 sum to infinity",
         "perceptron",
         stack,
-        Expected("head", "linear", "overflow"),
+        Expected("head", "linear", "overflow", line="self.head("),
         plant=both(grown("head", 1e38), grown("shared.0", 100.0)),
         precision="bf16,loss_scale=1",
         mended=False,
