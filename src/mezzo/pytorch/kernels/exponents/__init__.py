@@ -6,6 +6,8 @@ nothing is read until somebody reads the row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS
 from mezzo.pytorch.kernels import backend
 
-__all__ = ["LARGEST", "WORDS", "count", "exponents"]
+__all__ = ["LARGEST", "WORDS", "count", "counter", "exponents"]
 
 LARGEST = BINS
 """Index in a row of the FP32 pattern of the largest finite magnitude: patterns are in the order of their numbers."""
@@ -73,8 +75,18 @@ def count(tensor: Tensor, row: Tensor) -> None:
             f"exponents(): a tensor of {tensor.dtype} and {tensor.layout}. Give a floating one, strided: the "
             "values of a sparse one, torch.view_as_real of a complex one."
         )
-    if tensor.numel():
-        backend.load(__name__, tensor.device.type).count(_elements(tensor.detach()), row)
+    counter(tensor.device.type)(tensor.detach(), row)
+
+
+def counter(device_type: str) -> Callable[[Tensor, Tensor], None]:
+    """`count` for a type of device, without its checks: for whoever counts many small tensors, of no autograd."""
+    kernel = backend.load(__name__, device_type).count
+
+    def unchecked(tensor: Tensor, row: Tensor) -> None:
+        if tensor.numel():
+            kernel(_dense(tensor), row)
+
+    return unchecked
 
 
 def _check_row(name: str, row: Tensor, length: int, tensor: Tensor) -> None:
@@ -90,13 +102,15 @@ def _check_row(name: str, row: Tensor, length: int, tensor: Tensor) -> None:
         )
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    """A tensor's elements in memory's order, in a format that the kernels read: a view where that can be."""
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy: in a format that the kernels read, and filling a stretch of memory."""
     if tensor.dtype not in _READ:
         tensor = tensor.to(torch.float16 if tensor.dtype in _IN_FP16 else torch.float32)
+    if tensor.is_contiguous():
+        return tensor
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1 and stride != expected:
-            return tensor.contiguous().view(-1)
+            return tensor.contiguous()
         expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor

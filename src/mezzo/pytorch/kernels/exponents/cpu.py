@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ctypes import addressof, c_int64
 from types import MappingProxyType
 
 import numpy as np
@@ -28,19 +29,22 @@ _BINDINGS: Mapping[torch.dtype, Mapping[str, str]] = MappingProxyType(
 )
 
 
+_Job = c_int64 * words.JOB_WORDS
+
+
 def count(elements: Tensor, row: Tensor) -> None:
-    """Count into a part of each thread's own, then add the parts to the row; see `exponents.count`."""
+    """Count into the row, or with several threads into a part for each first; see `exponents.count`."""
     total = elements.numel()
-    threads = 1 if total <= ALONE else torch.get_num_threads()
-    parts = np.zeros((threads, words.PART), np.int64)
-    job = np.zeros(words.JOB_WORDS, np.int64)
-    job[words.TOTAL] = total
-    job[words.X] = elements.data_ptr()
-    job[words.PARTS] = parts.ctypes.data
-    job[words.JOB] = job.ctypes.data
     kernel = specialise.kernel(words, _BINDINGS[elements.dtype])
-    call = openmp.alone if threads == 1 else openmp.parallel
-    call(kernel.address, job.ctypes.data)
+    if total <= ALONE:
+        job = _Job(0, 0, total, elements.data_ptr(), row.data_ptr(), 0)
+        job[words.JOB] = addressof(job)
+        openmp.alone(kernel.address, addressof(job))
+        return
+    parts = np.zeros((torch.get_num_threads(), words.PART), np.int64)
+    job = _Job(0, 0, total, elements.data_ptr(), parts.ctypes.data, 0)
+    job[words.JOB] = addressof(job)
+    openmp.parallel(kernel.address, addressof(job))
     into = row.numpy()
     into[:BINS] += parts[:, :BINS].sum(axis=0)
     into[BINS] = max(into[BINS], parts[:, BINS].max())

@@ -14,7 +14,8 @@ _INFINITY = 0xFF << 23  # FP32's pattern of it
 
 
 def count(elements: Tensor, row: Tensor) -> None:
-    """Add the exponents of FP32, bf16 or fp16 elements ``(n,)`` to a row; see `exponents.count`."""
+    """Add the exponents of dense FP32, bf16 or fp16 elements to a row; see `exponents.count`."""
+    elements = elements.as_strided((elements.numel(),), (1,))
     for start in range(0, elements.numel(), BLOCK):
         block = elements[start : start + BLOCK].to(torch.float32)
         pattern = block.view(torch.int32) & 0x7FFFFFFF

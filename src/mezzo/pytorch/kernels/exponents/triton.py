@@ -25,7 +25,7 @@ _COUNTED = tl.constexpr(512)  # a power of two, as Triton wants it; what lies be
 
 
 def count(elements: Tensor, row: Tensor) -> None:
-    """Add the exponents of FP32, bf16 or fp16 elements ``(n,)`` to a row; see `exponents.count`."""
+    """Add the exponents of dense FP32, bf16 or fp16 elements to a row; see `exponents.count`."""
     total = elements.numel()
     with torch.cuda.device_of(elements):
         count_kernel[(triton.cdiv(total, PART),)](
