@@ -54,7 +54,8 @@ def observers_for(
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if follows:
         observers.append(LargestGradient())
-    if trace or (trace is None and scales and turns.reading_is_free(next(model.parameters()))):
+    first = next(model.parameters())
+    if trace or (trace is None and scales and turns.reading_is_free(first)):  # type: ignore[attr-defined]
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace)))
     return observers
 
