@@ -41,6 +41,10 @@ class Collected:
         lines = str(error).strip().splitlines()
         self._unit(call).failed = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
 
+    def unmeasured(self, call: KeptCall) -> None:
+        """It is there, and nothing is known of it."""
+        self._unit(call)
+
     def unit(self, calls: Sequence[tuple[KeptCall, Measured]], count: int) -> None:
         """One unit's calls in one step.
 

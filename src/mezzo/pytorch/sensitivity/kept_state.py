@@ -19,8 +19,8 @@ class KeptState:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor, int]] = [
-            (owner, name, buffer, buffer.clone(), buffer._version)
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (owner, name, buffer, buffer.clone())
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
@@ -32,10 +32,8 @@ class KeptState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Everything as it was."""
-        for place, (owner, name, buffer, value, version) in enumerate(self._buffers):
-            if buffer._version != version:
-                buffer.copy_(value)
-                self._buffers[place] = (owner, name, buffer, value, buffer._version)
+        for owner, name, buffer, value in self._buffers:
+            buffer.copy_(value)  # always: a batch normalisation moves no version counter
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
         random.setstate(self._python)

@@ -41,6 +41,10 @@ LEAST_EXPONENT = -24
 _BACKOFF = 4
 
 
+class NotRepeatableError(RuntimeError):
+    """A call that raises when it is run again with the same inputs."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """What one call showed; see `UnitFacts`.
@@ -89,11 +93,15 @@ class Measurer:
             exponent: of the loss scale to begin with; it is lowered until fp16's gradients are finite.
 
         Raises:
+            NotRepeatableError: the call can't be run again, even in FP32.
             Exception: whatever the module raises in the lower format.
         """
         state = KeptState(call.module, self._device)
         try:
-            exact = self._run(call, state, low=False, weigh=True)
+            try:
+                exact = self._run(call, state, low=False, weigh=True)
+            except Exception as error:
+                raise NotRepeatableError(f"{type(error).__name__}: {error}") from error
             while True:
                 low = self._run(call, state, low=True, weigh=True, exponent=exponent)
                 fits = finite(low.outputs) or not finite(exact.outputs)

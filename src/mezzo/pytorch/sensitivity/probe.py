@@ -26,7 +26,7 @@ from mezzo.core.sensitivity import Rounding, Sensitivities
 from mezzo.pytorch.sensitivity.collected import Collected
 from mezzo.pytorch.sensitivity.flow import Flow, floats_in
 from mezzo.pytorch.sensitivity.kept import KeptCall, cloned
-from mezzo.pytorch.sensitivity.measure import LEAST_EXPONENT, Measured, Measurer
+from mezzo.pytorch.sensitivity.measure import LEAST_EXPONENT, Measured, Measurer, NotRepeatableError
 from mezzo.pytorch.sensitivity.settings import Settings
 
 CALLS = 4
@@ -242,6 +242,13 @@ class Probe:
             return None
         try:
             return self._measurer.measure(call, self._exponent)
+        except NotRepeatableError as error:
+            self._collected.unmeasured(call)
+            text = (str(error).splitlines() or [""])[0]
+            self._notes.setdefault(
+                f"{call.path or 'the model'} could not be run again, and is not measured: {text}"
+            )
+            return None
         except Exception as error:  # whatever a module raises when it is run in 16 bits, or again
             self._collected.failed(call, error)
             return None
