@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 
 from launching import Ran, launcher
 from mezzo.core.finding import Finding
-from mezzo.core.records import OverflowRecord, Record
+from mezzo.core.records import OverflowRecord, Record, read
 from mezzo.pytorch.launch import companions
 
 TRAIN = """
@@ -339,3 +342,143 @@ def test_findings_are_told_once_each() -> None:
     assert said[7:] == ["and 2 other places, in the records"]
     assert findings([]) == []
     assert findings(found[:1]) == ["1 skipped step was the loss scale finding its place"]
+
+
+# Dropout, running statistics, an overflow in the forward pass of step 3, a loss scale that is too large at first.
+OVERFLOWS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 2)
+        self.gain = 1.0
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)))
+        x = x.mul(self.gain)
+        return self.last(x)
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+for step in range(8):
+    model.gain = 1e5 if step == 6 else 1.0
+    optimizer.zero_grad()
+    loss = 64 * nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), *(t.double().sum().item().hex() for t in model.state_dict().values()))
+"""
+
+
+def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
+    plain = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", trace=False)
+    ran = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", watch=1)
+    assert ran.lines == plain.lines
+    assert len(set(ran.lines)) == 8
+    skipped = [u.index for u in ran.of("update") if u.skipped]
+    assert skipped == [u.index for u in plain.of("update") if u.skipped]
+    found = {record.update: record.finding for record in ran.of("overflow")}
+    assert list(found) == skipped
+    assert found.pop(6).cause == "overflow"
+    assert {finding.cause for finding in found.values()} == {"loss scale"}
+    (culprit,) = [r.finding for r in ran.of("overflow") if r.update == 6]
+    assert (culprit.op, culprit.direction, culprit.how) == ("mul", "forward", "replay")
+    assert culprit.line == "script.py:15: x = x.mul(self.gain)"
+    assert (
+        "mezzo: update 6 skipped: forward of mul in the model (script.py:15: x = x.mul(self.gain)): "
+        in ran.err
+    )
+    assert plain.of("overflow") == plain.of("ranges") == []
+    assert [r.update for r in ran.of("ranges")] == list(range(8))
+    rows = {(row.module, row.what, row.name): row for row in ran.of("ranges")[-1].rows}
+    assert rows["first", "activation", ""].format == "fp16"
+    assert rows["first", "weight", "weight"].histogram.elements == 32
+    # What the loss scale multiplied is divided by it again, exponent by exponent.
+    true = rows["last", "weight gradient", "bias"].histogram.largest
+    assert true <= 64
+    assert rows["last", "activation gradient", ""].histogram.largest <= 64
+
+
+def test_ranges_are_those_of_the_plain_arithmetic(launch: Any) -> None:
+    """fp32, where the histograms can be counted by hand: SGD from known numbers."""
+    source = """
+    import torch
+    from torch import nn
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -4.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([[2.0, 0.25]])).sum().backward()  # 1 = 2 - 1
+    optimizer.step()  # gradients 2 and 0.25: moves 1 and 0.125
+    """
+    ran = launch(source, policy="fp32", watch=1)
+    (record,) = ran.of("ranges")
+    rows = {row.what: row.histogram for row in record.rows}
+    assert (rows["weight"].lowest, rows["weight"].counts, rows["weight"].largest) == (0, [1, 0, 1], 4.0)
+    assert (rows["activation"].lowest, rows["activation"].counts) == (0, [1])
+    assert (rows["activation gradient"].lowest, rows["activation gradient"].counts) == (0, [1])
+    assert (rows["weight gradient"].lowest, rows["weight gradient"].counts) == (-2, [1, 0, 0, 1])
+    assert (rows["update ratio"].lowest, rows["update ratio"].counts) == (-5, [1, 0, 0, 0, 0, 1])
+
+
+def test_a_statistical_scale_learns_from_the_gradients(launch: Any) -> None:
+    scales = []
+    for factor in (1.0, 1 / 16):
+        source = TRAIN.replace("range(4)", "range(20)").replace(
+            "loss.backward", f"({factor} * loss).backward"
+        )
+        ran = launch(source, policy="fp16,loss_scale=statistical")
+        scales.append([update.loss_scale for update in ran.of("update")])
+    assert [s[0] for s in scales] == [2.0**16] * 2
+    assert scales[1][-1] / scales[0][-1] == 16
+
+
+TRAININGS = Path(__file__).parent / "scripts" / "trainings.py"
+EAGER = [
+    *("fused_adamw", "clipping", "overflowing", "accumulation", "gradient_penalty", "two_optimizers"),
+    *(
+        "shared_parameters",
+        "checkpointing",
+        "reentrant_checkpointing",
+        "lbfgs",
+        "several_losses",
+        "batch_norm",
+    ),
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("policy", "names", "backend"),
+    [
+        ("bf16", EAGER, "none"),
+        ("fp16", EAGER, "none"),
+        ("fp16", ["compiled_model", "compiled_step"], "aot_eager"),
+        ("bf16,masters=split", ["fused_adamw", "accumulation"], "none"),
+    ],
+)
+def test_trainings_are_the_same_with_those_who_look(
+    policy: str, names: list[str], backend: str, tmp_path: Path
+) -> None:
+    def out_of(options: list[str]) -> tuple[str, str]:
+        words = ["-m", "mezzo", "run", "--precision", policy, *options, str(TRAININGS)]
+        words += ["--only", ",".join(names), "--backend", backend]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    plain, _ = out_of(["--no-trace"])
+    watched, told = out_of(["--watch=1", "--out", str(tmp_path / "run")])
+    assert watched == plain
+    assert "gave up" not in told
+    found = list(read(tmp_path / "run" / "runs" / "run.jsonl"))
+    assert any(r.kind == "ranges" for r in found)
+    if policy == "fp16" and backend == "none":
+        assert "mezzo: 7 skipped steps were the loss scale finding its place" in told
+        assert sum(r.kind == "overflow" for r in found) == 7

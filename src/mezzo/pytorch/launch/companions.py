@@ -39,8 +39,14 @@ def watchers_for(session: Session) -> list[StepObserver]:
     if request.watch:
         from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
 
+        class Quiet(RangeWatch):
+            """Its notes are the run's, and no warnings of the script's."""
+
+            def _note(self, text: str) -> None:
+                session.journal.note(text)
+
         every = DEFAULT_EVERY if request.watch < 0 else request.watch
-        found.append(RangeWatch(None, None, every=every, clock=session.journal.now))
+        found.append(Quiet(None, None, every=every, clock=session.journal.now))
     if request.sensitivity is not None:
         from mezzo.pytorch.sensitivity.probe import Probe
 

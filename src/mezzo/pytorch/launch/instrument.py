@@ -26,24 +26,16 @@ from mezzo.pytorch.launch.patches import Patches
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
-# Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose.
+# Files of ours that Dynamo must run, not trace. `regions` and `outputs` are traced on purpose, and so are hooks that
+# are put on modules, which a compiled function then passes over; those that run in backward are not.
 _MARK = "_mezzo_launch_files_are_skipped"
-_NOT_TRACED = (
-    *(
-        "backward",
-        "companions",
-        "foreign",
-        "journal",
-        "losses",
-        "optimizers",
-        "prepare",
-        "quiet",
-        "session",
-        "storage",
-        "veto",
+_NOT_TRACED = {
+    "launch": (
+        *("backward", "companions", "foreign", "journal", "losses", "optimizers", "prepare", "quiet"),
+        *("session", "storage", "veto", "watch"),
     ),
-    "watch",
-)
+    "monitor": ("kept_call", "outside", "overflow_tracer", "tensor_facts"),
+}
 
 
 class Instrument:
@@ -126,6 +118,7 @@ def _tell_dynamo(patches: Patches, utils: Any, original_call: Any) -> None:
 def _skip_our_files(trace_rules: ModuleType | Any) -> None:
     # Once a process: Dynamo keeps a list, and makes one pattern of it.
     if not hasattr(trace_rules, _MARK):
-        for name in _NOT_TRACED:
-            trace_rules.add(f"mezzo.pytorch.launch.{name}")
+        for room, names in _NOT_TRACED.items():
+            for name in names:
+                trace_rules.add(f"mezzo.pytorch.{room}.{name}")
         setattr(trace_rules, _MARK, True)
