@@ -1,0 +1,209 @@
+"""TensorBoardWriter: a run's records as TensorBoard has them, in place of a file of JSON lines or beside it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mezzo.core.errors import UsageError
+from mezzo.core.finding import CAUSES, Finding
+from mezzo.core.formats import FORMATS
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import (
+    LossRecord,
+    MemoryRecord,
+    OpsRecord,
+    OverflowRecord,
+    RangesRecord,
+    Record,
+    RecordWriter,
+    RunEnded,
+    RunStarted,
+    UpdateRecord,
+)
+
+_SCALED = frozenset({"activation gradient", "weight gradient"})
+_RATIO = "update ratio"
+# Formats in which a number can be lost at all; of FP32 nobody asks.
+_LOW = tuple(name for name, form in FORMATS.items() if form.bits <= 16)
+
+
+class TensorBoardWriter(RecordWriter):
+    """Writes records as TensorBoard events: the interface of `RecordWriter`.
+
+    ::
+
+        mp = mezzo.MixedPrecision(model, optimizer, "fp16", watch=True, records=TensorBoardWriter("runs/a"))
+
+    ===================  ====================================================================================
+    record               TensorBoard
+    ===================  ====================================================================================
+    loss                 scalar ``loss`` over backward calls
+    update               scalars ``loss_scale`` and ``skipped`` over updates (``.../optimizer 1`` of a second one)
+    ranges               histograms ``log2 WHAT/MODULE``: the exponents of the magnitudes, gradients without the
+                         loss scale; scalars ``lost WHAT/MODULE``: the share that the tensor's own 16-bit or 8-bit
+                         format rounds to zero or to infinity, gradients at the loss scale; of update ratios
+                         ``lost update/MODULE bf16`` and ``fp16``: the share too small to move such a weight
+    overflow             text ``findings``
+    memory               scalar ``peak_bytes``
+    run, ops, end        texts ``run``, ``formats``, ``end``
+    ===================  ====================================================================================
+
+    Times are the records' own. A child made by ``fork`` writes nothing.
+
+    Args:
+        logdir: the folder for the events; made if it is not there.
+        also: another writer that gets every record too.
+
+    Raises:
+        UsageError: the package ``tensorboard`` is not installed.
+    """
+
+    def __init__(self, logdir: str | os.PathLike[str], also: RecordWriter | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError(
+                f"TensorBoard's package is not installed ({error}). Install it with: pip install 'mezzo[tensorboard]'"
+            ) from error
+        self._events: Any = SummaryWriter(os.fspath(logdir))
+        self._also = also
+        self._pid = os.getpid()
+        self._zero = time.time()
+        self._closed = False
+        self._last = 0
+
+    def write(self, record: Record) -> None:
+        """Write one record."""
+        if os.getpid() != self._pid or self._closed:
+            return
+        if self._also is not None:
+            self._also.write(record)
+        _WRITE[type(record)](self, record)
+
+    def close(self) -> None:
+        """Write what is still in memory and close the files; later writes are dropped."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self._events.close()
+            if self._also is not None:
+                self._also.close()
+
+    def _scalar(self, tag: str, value: float, step: int, at: float) -> None:
+        self._events.add_scalar(_utf8(tag), value, step, walltime=self._zero + at)
+
+    def _text(self, tag: str, lines: list[str], step: int, at: float) -> None:
+        # Indented: shown as it is, whatever a script's names would mean in Markdown.
+        text = "\n".join("    " + line for part in lines for line in part.splitlines())
+        self._events.add_text(tag, _utf8(text), step, walltime=self._zero + at)
+
+    def _started(self, record: RunStarted) -> None:
+        lines = [f"{record.policy}: {' '.join([record.script, *record.argv])}", f"started {record.started}"]
+        self._text("run", lines + [f"{key}: {value}" for key, value in record.machine.items()], 0, 0.0)
+
+    def _loss(self, record: LossRecord) -> None:
+        self._scalar("loss", record.loss, record.index, record.at)
+
+    def _update(self, record: UpdateRecord) -> None:
+        self._last = record.index
+        whose = f"/optimizer {record.optimizer}" if record.optimizer else ""
+        self._scalar(f"loss_scale{whose}", record.loss_scale, record.index, record.at)
+        self._scalar(f"skipped{whose}", float(record.skipped), record.index, record.at)
+
+    def _ranges(self, record: RangesRecord) -> None:
+        for row in record.rows:
+            histogram = row.histogram
+            label = _label(row, record.optimizer)
+            if histogram.counts:
+                self._histogram(f"log2 {row.what}/{label}", histogram, record)
+            for tag, share in _lost(row, label, _shift(record.loss_scale)):
+                self._scalar(tag, share, record.update, record.at)
+
+    def _histogram(self, tag: str, histogram: Histogram, record: RangesRecord) -> None:
+        """By exponent: on a linear axis of magnitudes all but the largest would be one bar."""
+        counts, lowest = histogram.counts, histogram.lowest
+        middles = [lowest + place + 0.5 for place in range(len(counts))]
+        self._events.add_histogram_raw(
+            _utf8(tag),
+            min=float(lowest),
+            max=float(lowest + len(counts)),
+            num=sum(counts),
+            sum=sum(count * middle for count, middle in zip(counts, middles)),
+            sum_squares=sum(count * middle * middle for count, middle in zip(counts, middles)),
+            # The first bucket of TensorBoard reaches down to minus infinity: an empty one ends where ours begin.
+            bucket_limits=[float(lowest), *(lowest + place + 1.0 for place in range(len(counts)))],
+            bucket_counts=[0, *counts],
+            global_step=record.update,
+            walltime=self._zero + record.at,
+        )
+
+    def _overflow(self, record: OverflowRecord) -> None:
+        self._text("findings", _told(record.finding), record.update, record.at)
+
+    def _memory(self, record: MemoryRecord) -> None:
+        self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
+
+    def _ops(self, record: OpsRecord) -> None:
+        lines = [
+            f"{op.op:32} {op.observed:20} {op.calls:6} calls"
+            + ("" if op.as_planned else f"  not as planned: {op.planned}")
+            for op in record.ops
+        ]
+        self._text("formats", lines, 0, time.time() - self._zero)
+
+    def _ended(self, record: RunEnded) -> None:
+        lines = [f"exit status {record.status} after {record.seconds:.1f} s", *record.notes]
+        self._text("end", lines, self._last, record.seconds)
+
+
+_WRITE: dict[type[Any], Callable[[TensorBoardWriter, Any], None]] = {
+    RunStarted: TensorBoardWriter._started,
+    LossRecord: TensorBoardWriter._loss,
+    UpdateRecord: TensorBoardWriter._update,
+    RangesRecord: TensorBoardWriter._ranges,
+    OverflowRecord: TensorBoardWriter._overflow,
+    MemoryRecord: TensorBoardWriter._memory,
+    OpsRecord: TensorBoardWriter._ops,
+    RunEnded: TensorBoardWriter._ended,
+}
+
+
+def _utf8(text: str) -> str:
+    """With halves of surrogate pairs (an argument that was no UTF-8) as their codes, since protobuf refuses them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _label(row: RangeRow, optimizer: int) -> str:
+    label = ".".join(part for part in (row.module, row.name) if part) or "(the model)"
+    return f"optimizer {optimizer}: {label}" if optimizer else label
+
+
+def _shift(scale: float) -> int:
+    return round(math.log2(scale)) if 0 < scale < math.inf else 0
+
+
+def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
+    """The scalars of one tensor: a tag and a share for each; none where no number is finite and not zero."""
+    if row.what == _RATIO:
+        shares = [(f"lost update/{label} {name}", row.histogram.lost(name)) for name in ("bf16", "fp16")]
+        return [(tag, share) for tag, share in shares if share is not None]
+    if row.format not in _LOW:
+        return []
+    found = row.histogram.shares(row.format, shift if row.what in _SCALED else 0)
+    return [(f"lost {row.what}/{label}", found.underflow + found.overflow)] if found else []
+
+
+def _told(finding: Finding) -> list[str]:
+    lines = [
+        f"{finding.direction} of {finding.op or '?'} in {finding.module or 'the model'}",
+        f"cause: {finding.cause}: {CAUSES.get(finding.cause, '')}",
+    ]
+    if finding.line:
+        lines.append(f"line: {finding.line}")
+    lines += [f"in: {tensor}" for tensor in finding.inputs] + [f"out: {tensor}" for tensor in finding.outputs]
+    lines += [f"passed on by: {text}" for text in finding.propagators]
+    lines += [f"try: {text}" for text in finding.remedies]
+    return [*lines, *([finding.note] if finding.note else [])]

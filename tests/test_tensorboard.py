@@ -1,0 +1,156 @@
+"""Records as TensorBoard events, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import run_records
+from mezzo import MixedPrecision
+from mezzo.core.errors import UsageError
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import LossRecord, RangesRecord, Record, RecordWriter, RunEnded, UpdateRecord, read
+from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+
+pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+
+
+def events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def written(folder: Path, records: list[Record]) -> Any:
+    writer = TensorBoardWriter(folder)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return events(folder)
+
+
+def values(found: Any, tag: str) -> list[tuple[int, float]]:
+    return [(one.step, one.value) for one in found.Scalars(tag)]
+
+
+def test_losses_and_updates_are_scalars_at_the_records_times(tmp_path: Path) -> None:
+    before = time.time()
+    found = written(
+        tmp_path,
+        [
+            LossRecord(0, 2.5, 0.0), UpdateRecord(0, 0, True, False, 65536.0, 0.5),
+            LossRecord(1, float("inf"), 1.0), UpdateRecord(1, 0, False, True, 65536.0, 1.5, "inf"),
+            UpdateRecord(2, 1, True, False, 8.0, 100.0),
+        ],
+    )  # fmt: skip
+    assert values(found, "loss") == [(0, 2.5), (1, float("inf"))]
+    assert values(found, "loss_scale") == [(0, 65536.0), (1, 65536.0)]
+    assert values(found, "skipped") == [(0, 0.0), (1, 1.0)]
+    assert values(found, "loss_scale/optimizer 1") == [(2, 8.0)]
+    first = found.Scalars("loss_scale")[0].wall_time
+    assert found.Scalars("loss_scale/optimizer 1")[0].wall_time - first == pytest.approx(99.5, abs=1e-3)
+    assert before <= found.Scalars("loss")[0].wall_time <= time.time()
+
+
+def test_a_histogram_keeps_its_counts_by_exponent(tmp_path: Path) -> None:
+    row = RangeRow("fc", "weight gradient", "fp32", Histogram(-30, [1, 0, 3], zeros=5), "weight")
+    found = written(tmp_path, [RangesRecord(40, 0, 1.0, 2.0**10, [row])])
+    (one,) = found.Histograms("log2 weight gradient/fc.weight")
+    histogram = one.histogram_value
+    assert one.step == 40
+    assert (histogram.min, histogram.max, histogram.num) == (-30.0, -27.0, 4)
+    assert list(histogram.bucket_limit) == [-30.0, -29.0, -28.0, -27.0]
+    assert list(histogram.bucket) == [0.0, 1.0, 0.0, 3.0]
+    assert histogram.sum == -29.5 - 3 * 27.5
+
+
+@pytest.mark.parametrize(
+    ("row", "want"),
+    [
+        (RangeRow("m", "activation", "fp16", Histogram(20, [1])), {"lost activation/m": 1.0}),
+        (RangeRow("m", "activation gradient", "fp16", Histogram(-30, [1])), {"lost activation gradient/m": 0.0}),
+        (RangeRow("m", "activation gradient", "e4m3fn", Histogram(-30, [1])), {"lost activation gradient/m": 1.0}),
+        (RangeRow("m", "weight", "fp32", Histogram(-30, [1]), "bias"), {}),
+        (RangeRow("m", "activation", "fp16", Histogram(zeros=3)), {}),
+        (RangeRow("", "update ratio", "fp32", Histogram(-10, [1]), "w"),
+         {"lost update/w bf16": 1.0, "lost update/w fp16": 0.0}),
+    ],
+)  # fmt: skip
+def test_the_share_lost_is_the_formats_own(row: RangeRow, want: dict[str, float], tmp_path: Path) -> None:
+    found = written(tmp_path, [RangesRecord(3, 0, 1.0, 2.0**10, [row])])
+    lost = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
+    assert lost == want
+
+
+def test_a_whole_run_is_written_with_its_findings_as_text(tmp_path: Path) -> None:
+    found = written(tmp_path, run_records.records(steps=100, modules=["a", "b"]))
+    assert len(found.Scalars("loss")) == 100
+    assert set(found.Tags()["tensors"]) == {
+        f"{name}/text_summary" for name in ("run", "findings", "formats", "end")
+    }
+    shown = [one.tensor_proto.string_val[0].decode() for one in found.Tensors("findings/text_summary")]
+    assert len(shown) == 4
+    assert "    forward of exp in blocks.1.attention\n    cause: overflow: finite numbers went in" in shown[2]
+    assert "    try: Use bf16: its range is FP32's." in shown[2]
+    assert len(found.Histograms("log2 activation/a")) == 13
+
+
+def test_hostile_names_are_written(tmp_path: Path) -> None:
+    found = written(tmp_path, run_records.hostile())
+    assert len(found.Tags()["histograms"]) == 6
+
+
+def test_a_training_writes_to_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = TensorBoardWriter(tmp_path / "tb", also=RecordWriter(tmp_path / "run.jsonl"))
+    mp = MixedPrecision(model, optimizer, "fp16", records=writer)
+    for _ in range(3):
+        with mp.autocast():
+            loss = model(torch.ones(8, 4)).square().mean()
+        mp.step(loss)
+    mp.close()
+    writer.close()
+    found = events(tmp_path / "tb")
+    assert len(found.Scalars("loss")) == 3
+    assert [one.value for one in found.Scalars("loss_scale")] == [65536.0] * 3
+    kept = [record.loss for record in read(tmp_path / "run.jsonl") if isinstance(record, LossRecord)]
+    assert kept == pytest.approx([one.value for one in found.Scalars("loss")], rel=1e-6)
+
+
+def test_after_close_and_in_a_forked_child_nothing_is_written(tmp_path: Path) -> None:
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(LossRecord(0, 1.0, 0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forking beside the writer's thread, from Python 3.12 on
+        child = os.fork()
+    if child == 0:
+        writer.write(LossRecord(1, 1.0, 0.0))
+        writer.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    writer.close()
+    writer.close()
+    writer.write(RunEnded(0, 1.0))
+    found = events(tmp_path)
+    assert values(found, "loss") == [(0, 1.0)]
+    assert found.Tags()["tensors"] == []
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r"pip install 'mezzo\[tensorboard\]'"):
+        TensorBoardWriter(tmp_path)
