@@ -56,8 +56,13 @@ class Clean:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def of_clean(run: Clean, around: Around = plainly, **options: Any) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`."""
+def of_clean(
+    run: Clean,
+    around: Around = plainly,
+    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
+    **options: Any,
+) -> Iterator[Turn]:
+    """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
     torch.manual_seed(8)
     trainee = run.make()
     if run.plant is not None:
@@ -65,6 +70,8 @@ def of_clean(run: Clean, around: Around = plainly, **options: Any) -> Iterator[T
     mps = owners(trainee, "fp16", run.scale, **{**run.options, **options})
     try:
         yield from turns(trainee, mps, range(run.steps), around)
+        if ended is not None:
+            ended(trainee, mps)
     finally:
         for mp in mps.values():
             mp.close()

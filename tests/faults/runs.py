@@ -71,6 +71,24 @@ def turns(trainee: Trainee, mps: dict[str, Any], steps: range, around: Around = 
             yield Turn(number, part, mp.step(around(part, mp, compute)))
 
 
+def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
+    """All that a training holds, copied: parameters, buffers, carried states, optimizers, scales, generator."""
+    held: dict[str, Any] = {"generator": torch.get_rng_state()}
+    for name, model in (*trainee.models.items(), *trainee.kept.items()):
+        for path, module in model.named_modules():
+            for key, value in module.__dict__.items():
+                if isinstance(value, Tensor):
+                    held[f"{name} {path}.{key}"] = value.clone()
+        for key, value in model.state_dict().items():
+            held[f"{name} {key}"] = value.clone()
+    for part, optimizer in trainee.optimizers.items():
+        held[f"scale of {part}"] = mps[part].loss_scale
+        for number, values in optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                held[f"{part} {number} {key}"] = value.clone() if isinstance(value, Tensor) else value
+    return held
+
+
 def options_of(fault: Fault) -> dict[str, Any]:
     """Precision and scale of a fault's run, as `owners` takes them."""
     own_scale = "loss_scale=" in fault.precision
@@ -83,13 +101,20 @@ def acting(fault: Fault) -> range:
     return range(first, first + fault.repeats)
 
 
-def of_fault(fault: Fault, around: Around = plainly, before: int = 0, **options: Any) -> Iterator[Turn]:
+def of_fault(
+    fault: Fault,
+    around: Around = plainly,
+    before: int = 0,
+    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
+    **options: Any,
+) -> Iterator[Turn]:
     """Run a fault: good steps, then those in which it acts.
 
     Args:
         fault: the row.
         around: computes a loss in the steps in which the fault acts.
         before: more good steps, for a loss scale to find its place.
+        ended: called with the training and its parts' MixedPrecisions once the last step is over.
         options: in place of the row's.
     """
     torch.manual_seed(7)
@@ -101,6 +126,8 @@ def of_fault(fault: Fault, around: Around = plainly, before: int = 0, **options:
         acts = acting(fault)
         yield from turns(trainee, mps, range(PLANTED, acts.start))
         yield from turns(trainee, mps, acts, around)
+        if ended is not None:
+            ended(trainee, mps)
     finally:
         for mp in mps.values():
             mp.close()

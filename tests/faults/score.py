@@ -36,6 +36,7 @@ FAMILIES: dict[str, set[str]] = {
     "softmax": {"softmax"},
     "conv_transpose": {"convtranspose2d", "convolution", "convolutionoverrideable", "mkldnnconvolution"},
     "attention": {"softmax", "scaleddotproductattention", "multiheadattentionforward"},
+    "density": {"log", "div", "truediv"},  # the logarithm of the deviation, and the division by it
     "eigh": {"linalgeigh", "eigh"},
 }
 """What an operation of a row may be called, in small letters, without what Python, autograd and ATen add to it."""

@@ -88,7 +88,7 @@ ROWS: list[Fault] = [
         "a deviation of 0 in a density",
         "recurrent",
         recurrent,
-        Expected(OUTSIDE, "div", "invalid", line=".log_prob(y)"),
+        Expected(OUTSIDE, "density", "invalid", line=".log_prob(y)"),
         plant=loss(losses.certain),
         mended=False,
         repeats=2,
