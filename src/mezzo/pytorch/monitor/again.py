@@ -38,17 +38,18 @@ class RandomState:
     numpy: Any
 
     @classmethod
-    def now(cls, devices: tuple[torch.device, ...] = ()) -> RandomState:
+    def now(cls, devices: tuple[torch.device, ...] = (), *, pythons: bool = True) -> RandomState:
         """As it is now.
 
         Args:
             devices: those whose generators are kept beside the CPU's.
+            pythons: keep those of `random` and NumPy, which takes twenty times as long as PyTorch's.
         """
-        numpy = sys.modules.get("numpy")
+        numpy = sys.modules.get("numpy") if pythons else None
         return cls(
             torch.get_rng_state(),
             tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in devices),
-            random.getstate(),
+            random.getstate() if pythons else None,
             None if numpy is None else numpy.random.get_state(),
         )
 
@@ -57,14 +58,29 @@ class RandomState:
         torch.set_rng_state(self.torch_cpu)
         for device, state in self.devices:
             torch.get_device_module(device).set_rng_state(state, device)
-        random.setstate(self.python)
+        if self.python is not None:
+            random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, about."""
-        return self.torch_cpu.nbytes + sum(state.nbytes for _, state in self.devices) + 2_500 * 2
+        return (
+            self.torch_cpu.nbytes
+            + sum(state.nbytes for _, state in self.devices)
+            + (5_000 if self.python is not None else 0)
+        )
+
+    def pythons_moved(self) -> bool:
+        """Whether `random` or NumPy have drawn since."""
+        if self.python is None:
+            return False
+        moved = bool(random.getstate() != self.python)
+        if self.numpy is not None:
+            _, keys, place, *_ = sys.modules["numpy"].random.get_state()
+            moved |= bool(place != self.numpy[2]) or bool((keys != self.numpy[1]).any())
+        return moved
 
 
 def devices_of(model: nn.Module) -> tuple[torch.device, ...]:

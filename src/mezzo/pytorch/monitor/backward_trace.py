@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 
 SUM = "sum of gradients"
+HOOK = "gradient hook"
+"""What is no operation: several gradients of one tensor added up, and a function of the script's own on a gradient."""
 
 
 @dataclass
@@ -60,7 +63,7 @@ def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor])
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
     found.finite = not bad
     if bad and found.produced is None:  # each of several uses was finite, and not their sum
-        found.produced = Place("", SUM)
+        found.produced = Place(trace.module_of(bad[0]), SUM)
     return found
 
 
@@ -68,6 +71,7 @@ class _Watch:
     def __init__(self, trace: ForwardTrace) -> None:
         self._trace = trace
         self._sent: set[Any] = set()
+        self._senders: Counter[Any] = Counter()
         self.found = Backward()
 
     def hook(self, node: Any) -> Any:
@@ -79,7 +83,8 @@ class _Watch:
 
     def _look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         bad_going = [grad is not None and not finite(grad) for grad in going]
-        for (following, _), bad in zip(node.next_functions, bad_going):
+        for (following, _), grad, bad in zip(node.next_functions, going, bad_going):
+            self._senders[following] += grad is not None
             if bad:
                 self._sent.add(following)
         bad_coming = any(grad is not None and not finite(grad) for grad in coming)
@@ -92,7 +97,9 @@ class _Watch:
             self.found.produced = place
             self._describe(node, going, coming)
         elif node not in self._sent:
-            self.found.produced = Place(place.module, SUM, place.line)
+            several = self._senders[node] > 1
+            self.found.produced = Place(place.module, SUM if several else HOOK, place.line)
+            self.found.cause = "overflow" if several else "invalid"
             self.found.outputs = [facts(g, "sum of gradients") for g in coming if g is not None][:3]
 
     def _describe(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:

@@ -177,6 +177,10 @@ class ForwardTrace(TorchFunctionMode):
         """Path of the module that is running."""
         return self._stack[-1]
 
+    def module_of(self, tensor: Tensor) -> str:
+        """Path of the module that has a parameter or a buffer; that of the model for anything else."""
+        return self._states.get(tensor.data_ptr(), ("", "", False))[0]
+
     def _place(self, op: str) -> Place:
         return Place(self.module, op, user_line.find(self._stop) or self._called)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from mezzo.pytorch.monitor.again import RandomState, devices_of
 from mezzo.pytorch.monitor.kept_call import KeptCall
 
 
@@ -42,8 +43,14 @@ class Habits:
             for buffer in module.buffers(recurse=False)
         ]
         self._attributes: list[tuple[nn.Module, str]] = []
+        self._devices = devices_of(model)
+        self._draws_in_python = False
         self._calls = 0
         self.writes_arguments = False
+
+    def random(self) -> RandomState:
+        """What random numbers come next, of the generators that calls draw from."""
+        return RandomState.now(self._devices, pythons=self._draws_in_python or self._calls == 0)
 
     def before(self, call: KeptCall) -> None:
         """Keep with a call what it may change."""
@@ -59,6 +66,8 @@ class Habits:
     def after(self, call: KeptCall) -> None:
         """Learn from what it did change."""
         self.writes_arguments |= call.written
+        if self._calls == 0:
+            self._draws_in_python = call.random.pythons_moved()
         if self._calls == 0:
             moved = [b for b, version in zip(self._buffers, self._versions) if b._version != version]
             self._buffers = moved

@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from mezzo.pytorch.monitor.again import RandomState, devices_of
-from mezzo.pytorch.monitor.tensor_facts import tensors
+from mezzo.pytorch.monitor.again import RandomState
+from mezzo.pytorch.monitor.tensor_facts import mapped, tensors
 from mezzo.pytorch.monitor.user_line import Line
 
 OF_CALL = "mezzo_call"
@@ -36,6 +35,7 @@ class KeptCall:
         enter: makes the region in which it is run again.
         line: from where it was called.
         copies: whether arguments are copied, where they are known to be written.
+        random: what random numbers come next.
         number: its place among all calls that are kept.
     """
 
@@ -49,22 +49,19 @@ class KeptCall:
         enter: Callable[[], AbstractContextManager[Any]],
         line: Line | None,
         copies: bool,
+        random: RandomState,
         number: int,
     ) -> None:
         self.model, self.inner, self.enter, self.line, self.number = model, inner, enter, line, number
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self.sources = [
-            weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+            weakref.ref(tensor) for tensor in tensors((args, kwargs)) if tensor.grad_fn is not None
         ]
-        self.copied = copies
         # A graph that led here must not live longer for it: its tensors are held without.
-        leaves = [_held(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if copies:
-            leaves = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._leaves = leaves
+        held = mapped((args, kwargs), _held)
+        self._given = list(tensors(held))
+        self._arguments = mapped(held, _copy) if copies else held
         self._versions = [_version(leaf) for leaf in self._given]
-        self.random = RandomState.now(devices_of(inner))
+        self.random = random
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.attributes: list[tuple[nn.Module, str, Any]] = []
         self.outputs: list[int] = []
@@ -107,14 +104,13 @@ class KeptCall:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
-        leaves = [_off_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        args, kwargs = mapped(self._arguments, _off_graph)
         return args, kwargs
 
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps: gradients, random state, buffers; arguments, whether the script keeps them or not."""
-        held = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        held = list(tensors(self._arguments))
         held += [grad for grads in self.grads.values() for grad in grads.values()]
         held += [copy for _, copy in self.buffers]
         return sum(tensor.nbytes for tensor in held) + self.random.nbytes

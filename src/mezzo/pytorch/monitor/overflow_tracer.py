@@ -113,6 +113,7 @@ class OverflowTracer:
             enter=self._enter,
             line=user_line.find(),
             copies=habits.writes_arguments,
+            random=habits.random(),
             number=_Running.calls,
         )
         habits.before(call)
