@@ -145,6 +145,10 @@ def test_the_modules_kept(rows: list[RangeRow], kept: dict[str, str]) -> None:
 def test_the_largest_gradient_is_named() -> None:
     found = recommend(steps(FINE), native={"fp16"})
     assert str(found.gradient) == "weight gradient of a.weight, largest 0.25"
+    assert [str(one) for one in found.sources] == [
+        "activation gradient of c, largest 0.01",
+        "weight gradient of a.weight, largest 0.25",
+    ]
     assert found.lost() == 0.0
 
 

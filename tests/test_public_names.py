@@ -19,6 +19,7 @@ PUBLIC = {
     "StaticLossScale",
     "StatisticalLossScale",
     "autocast",
+    "calibrate",
     "explain",
     "find_batch_size",
     "formats",

@@ -25,6 +25,7 @@ _PUBLIC = {
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "StatisticalLossScale": ("mezzo.core.statistical_scale", "StatisticalLossScale"),
     "formats": ("mezzo.core.formats", ""),
+    "calibrate": ("mezzo.pytorch.calibrate", "calibrate"),
     "find_batch_size": ("mezzo.pytorch.batch_size.find", "find_batch_size"),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
     "nn": ("mezzo.nn", ""),
@@ -44,6 +45,7 @@ __all__ = [
     "StaticLossScale",
     "StatisticalLossScale",
     "autocast",
+    "calibrate",
     "explain",
     "find_batch_size",
     "formats",
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from mezzo.core.policy import Policy, policy
     from mezzo.core.statistical_scale import StatisticalLossScale
     from mezzo.pytorch.batch_size.find import find_batch_size
+    from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.region.autocast import autocast

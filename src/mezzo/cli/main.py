@@ -22,6 +22,7 @@ VERBS = {
     "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
     "run": "run a script in mixed precision, unchanged",
     "tune": "the cheapest policy that does no harm, found by measurement",
+    "calibrate": "a format, a loss scale and the modules to keep in FP32, from a few steps in FP32",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
     "reproduce": "the experiments that mixed precision rests on, run again at a small size",
     "report": "rebuild the report of a folder of run records",

@@ -18,11 +18,11 @@ import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, pstdev
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.exponent_strip import exponent_strip
+from mezzo.core.exponent_strip import exponent_strip, percent
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.core.patterns import is_pattern
@@ -90,6 +90,7 @@ class Recommendation:
         constant: the constant loss scale for fp16.
         start: where a dynamic one should start.
         gradient: the tensor with the largest gradient, of which both follow.
+        sources: that with the largest of each kind in `GRADIENTS`.
         mean, deviation: of log2 of each step's largest gradient; the deviation is None for too few steps.
         gradients: all gradients together.
         kept: modules that fp16 needs in FP32.
@@ -106,6 +107,7 @@ class Recommendation:
     mean: float
     deviation: float | None
     gradients: Histogram
+    sources: list[Evidence] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -154,25 +156,27 @@ class Recommendation:
     def rows(self) -> list[tuple[str, str]]:
         """The recommendation as labels and values, in order."""
         gone, left = self.lost(), self.lost(self.start)
+        shift = _exponent(self.start)
         found = [
             ("format", f"{self.format}: {self.why}"),
             (
                 "loss scale",
                 f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}",
             ),
-            ("", self.reason_of_scale),
-            ("", exponent_strip(self.gradient.histogram, "fp16", _exponent(self.start))),
+            *chain.from_iterable(
+                (("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))) for one in self.sources
+            ),
             (
                 "gradients",
-                f"fp16 rounds {gone:.2%} to zero unscaled, {left:.2%} scaled by {power_text(self.start)}",
+                f"all: fp16 rounds {percent(gone)} to zero unscaled, {percent(left)} times {power_text(self.start)}",
             ),
-            ("", exponent_strip(self.gradients, "fp16", _exponent(self.start))),
+            ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            shift = _exponent(self.start) if kept.evidence.what in GRADIENTS else 0
+            scaled = kept.evidence.what in GRADIENTS
             found += [
                 ("keep in fp32", f"{kept.module}: {kept.why}"),
-                ("", exponent_strip(kept.evidence.histogram, "fp16", shift)),
+                ("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)),
             ]
         if not self.kept:
             found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
@@ -215,7 +219,12 @@ def recommend(
             f"nothing to calibrate with: {len(records)} steps were looked at, and no gradient in them is finite "
             "and not 0"
         )
-    source = max(gradients, key=lambda one: one.histogram.largest)
+    sources = [
+        max(some, key=lambda one: one.histogram.largest)
+        for kind in GRADIENTS
+        if (some := [one for one in gradients if one.what == kind])
+    ]
+    source = max(sources, key=lambda one: one.histogram.largest)
     largest = source.histogram.largest
     constant = StaticLossScale.from_largest(largest, "fp16", headroom_bits).scale
     logs = [math.log2(one) for one in per_step]
@@ -238,6 +247,7 @@ def recommend(
         mean=fmean(logs),
         deviation=deviation,
         gradients=everything,
+        sources=sources,
         kept=kept,
         notes=notes,
     )
@@ -293,7 +303,7 @@ def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list
         elif one.what == "activation gradient":
             shares = one.histogram.shares("fp16", _exponent(start))
             if shares is not None and shares.underflow > MOST_LOST:
-                part = f"{shares.underflow:.0%}"
+                part = percent(shares.underflow)
                 scale = power_text(start)
                 why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
                 keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")

@@ -34,14 +34,19 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
     most = max(bars)
     drawn = "".join(_BLOCKS[7 * count // most] if count else " " for count in bars)
     told = [
-        f"{share:.2g}% {word}"
+        f"{percent(share)} {word}"
         for share, word in (
-            (100 * shares.underflow, "to zero"),
-            (100 * shares.subnormal, "subnormal"),
-            (100 * shares.overflow, "overflow"),
+            (shares.underflow, "to zero"),
+            (shares.subnormal, "subnormal"),
+            (shares.overflow, "overflow"),
         )
         if share
     ]
     scaled = f" times 2^{shift}" if shift else ""
     last = histogram.lowest + len(histogram.counts) - 1
     return f"2^{histogram.lowest} |{drawn}| 2^{last}, in {format}{scaled}: {', '.join(told) or 'all kept'}"
+
+
+def percent(share: float) -> str:
+    """A share as a person would write it; one that is almost nothing is not written as nothing."""
+    return "under 0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"

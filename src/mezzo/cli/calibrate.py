@@ -1,0 +1,140 @@
+"""Run a few steps of a training script in FP32, look at the ranges of its numbers, and recommend: a format, a loss
+scale for fp16, and the modules that fp16 can't hold, each with the histogram that says so. Then run a few steps
+under the recommendation, to see that it holds.
+
+The script is not changed; it is started twice and ended after --steps updates, as by sys.exit. What it writes
+itself (checkpoints, logs) it writes twice.
+
+Written to the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
+histogram, report.html with the watched steps, and the records and output of both runs.
+
+Gradients change over a run. What the first steps show is where to start, and no proof: mezzo compare proves.
+
+Exit status: 0 the recommendation holds (or was not tried), 1 under it a step was skipped or a loss was not finite,
+2 wrong usage or a script that fails.
+
+Examples:
+  mezzo calibrate train.py
+  mezzo calibrate train.py --steps 50 -- --epochs 3
+  mezzo calibrate train.py --precision fp16          for another machine than this one
+  mezzo calibrate --demo digits --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from mezzo.core.calibration import FORMATS
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.demos import DEMOS
+from mezzo.report import build_run
+from mezzo.verify.calibrate import POLICY, Calibrated, CalibrationRequest, calibrate_script
+from mezzo.verify.progress import Silent, Watcher, watcher
+
+PASSES_ON = True
+"""What follows `--` is the script's."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.usage = "mezzo calibrate (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    parser.add_argument(
+        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
+    )
+    parser.add_argument(
+        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(DEMOS))}"
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="updates that are watched (default 20)"
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="P",
+        help=f"recommend this format whatever this machine has: {', '.join(FORMATS)}",
+    )
+    parser.add_argument(
+        "--headroom",
+        type=int,
+        default=1,
+        metavar="BITS",
+        help="doublings that the largest numbers may still make in the rest of the run (default 1)",
+    )
+    parser.add_argument("--no-check", action="store_true", help="do not try the recommendation")
+    parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
+    parser.add_argument("--json", action="store_true", help="print calibration.json in place of the lines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Calibrate, print, and return the exit status."""
+    request = request_of(arguments)
+    errors = Console(stderr=True)
+    stem = arguments.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
+    folder = Path(arguments.out or f"mezzo-calibrate-{stem}")
+    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    found = calibrate_script(request, folder, watcher=told)
+    try:
+        report = build_run(folder)
+    except OSError as error:
+        raise UsageError(f"{folder}/report.html: {error.strerror or error}") from error
+    if arguments.json:
+        print(found.to_json(request), end="")
+    else:
+        show(Console(), found, folder, report, [request.target, *request.argv])
+    return int(found.check is not None and not found.check.holds)
+
+
+def request_of(arguments: argparse.Namespace) -> CalibrationRequest:
+    """What the command line asks for.
+
+    Raises:
+        UsageError: none or several of script, demo and module; a value out of range.
+        UnknownNameError: no such demo or format.
+    """
+    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
+    if len(given) != 1:
+        received = f"received {', '.join(given)}" if given else "received none"
+        raise UsageError(
+            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. For instance: mezzo calibrate --demo digits"
+        )
+    if arguments.demo and arguments.demo not in DEMOS:
+        raise unknown_name("demo", arguments.demo, DEMOS)
+    return CalibrationRequest(
+        target=str(DEMOS[arguments.demo].path) if arguments.demo else given[0],
+        argv=tuple(arguments.argv),
+        is_module=bool(arguments.module),
+        steps=arguments.steps,
+        format=arguments.precision,
+        headroom_bits=arguments.headroom,
+        check=not arguments.no_check,
+    )
+
+
+def show(console: Console, found: Calibrated, folder: Path, report: Path, script: list[str]) -> None:
+    """Print a recommendation, a line each, with its histograms."""
+
+    def line(label: str, value: str, style: str = "") -> None:
+        # Never folded: a histogram that is cut in two is none.
+        console.print(
+            Text.assemble(f"{label:<13}", (value, style)), soft_wrap=True, highlight=False, markup=False
+        )
+
+    recommendation = found.recommendation
+    for label, value in recommendation.rows():
+        line(label, value, "bold" if label == "policy" else "")
+    if found.check is not None:
+        line("checked", str(found.check), "green" if found.check.holds else "bold red")
+        for finding in found.check.findings:
+            line("", finding)
+    for note in recommendation.notes:
+        line("note", note, "dim")
+    console.print()
+    line("Report:", str(report))
+    line("Use it:", shlex.join(["mezzo", "run", "--policy", str(folder / POLICY), *script]))

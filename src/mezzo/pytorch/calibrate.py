@@ -1,0 +1,127 @@
+"""calibrate: a few steps of a model in FP32, watched, and put back; what to train it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mezzo.core.calibration import Recommendation, recommend
+from mezzo.core.errors import UsageError
+from mezzo.core.ranges import WHAT
+from mezzo.core.records import RangesRecord
+from mezzo.pytorch.batch_size.snapshot import Snapshot
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.monitor.ranges import RangeWatch
+from mezzo.pytorch.training.observing import Observing
+
+
+def calibrate(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    steps: int = 8,
+    optimizer: Optimizer | None = None,
+    format: str | None = None,
+    headroom_bits: int = 1,
+) -> Recommendation:
+    """Which format, which loss scale and which modules in FP32, from a few watched steps in FP32.
+
+    Naive code, for one step::
+
+        loss_fn(model, batch).backward()
+        scale = 2.0 ** floor(log2(65504 / largest_gradient_of_activations_and_weights) - headroom_bits)
+
+    Model, optimizer and random state are put back to the bit afterwards, whatever happens: weights, gradients, buffers,
+    training mode, moments. What `loss_fn` and `batches` change elsewhere stays changed (an iterator has been read).
+
+    Args:
+        model: in FP32; put into training mode for the steps.
+        loss_fn: the loss of one batch: ``lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])``.
+        batches: what it is called with; a DataLoader. The first `steps` are used.
+        steps: how many; fewer where there are fewer batches.
+        optimizer: takes a step after each, so that the later ones see weights that have moved; None: they don't move.
+        format: ``bf16``, ``fp16`` or ``fp32`` to have it recommended whatever this machine has.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run.
+
+    Returns:
+        A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file.
+
+    Raises:
+        UsageError: steps below 1, parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no
+            scalar, no batch, no gradient.
+        UnknownNameError: no such format.
+
+    >>> import torch, mezzo
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> found = mezzo.calibrate(model, lambda model, x: model(x).square().mean(), [torch.ones(2, 4)] * 3, format="fp16")
+    >>> found.format, found.steps, found.kept
+    ('fp16', 3, [])
+    """
+    parameters = [param for param in model.parameters() if param.requires_grad]
+    device = _checked(model, parameters, loss_fn, steps)
+    snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
+    updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
+    kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
+    watch = RangeWatch(model, updated, every=1, kinds=kinds)
+    observing = Observing(model, [watch])
+    records: list[RangesRecord] = []
+    try:
+        model.train()
+        with torch.enable_grad():
+            for index, batch in enumerate(islice(batches, steps)):
+                for param in model.parameters():
+                    param.grad = None
+                loss = loss_fn(model, batch)
+                _check_loss(loss)
+                observing.backward_begins(loss, 1.0)
+                loss.backward()
+                observing.update_begins(updated, 1.0)
+                if optimizer is not None:
+                    optimizer.step()
+                observing.update_ended(updated, index=index, skipped=False, loss_scale=1.0)
+                records += [record for record in observing.drain() if isinstance(record, RangesRecord)]
+    finally:
+        observing.undo()
+        snapshot.restore()
+    return recommend(records, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
+
+
+def _checked(model: nn.Module, parameters: list[nn.Parameter], loss_fn: Any, steps: int) -> torch.device:
+    """The device that the model is on."""
+    if not callable(loss_fn):
+        raise UsageError(
+            f"loss_fn is a {type(loss_fn).__name__}: give a function of the model and a batch that returns the loss"
+        )
+    if not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"steps={steps!r}: give how many steps are watched, 1 or more")
+    if not parameters:
+        raise UsageError("the model has no parameter that requires a gradient: there is nothing to train")
+    low = {name_of(p.dtype) for p in parameters if p.is_floating_point() and p.element_size() < 4}
+    if low:
+        raise UsageError(
+            f"the model has {', '.join(sorted(low))} parameters: calibrate an FP32 model, before its weights are "
+            "lowered"
+        )
+    device = parameters[0].device
+    if torch.is_autocast_enabled(device.type):
+        raise UsageError("calibrate runs in FP32: call it outside of autocast")
+    return device
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise UsageError(f"loss_fn returned {what}: it must return one number, such as a mean over the batch")
+    if not loss.requires_grad:
+        raise UsageError("loss_fn returned a loss that depends on no parameter: compute it from model(batch)")

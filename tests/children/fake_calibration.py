@@ -1,0 +1,56 @@
+"""Stands in for `python -m mezzo.pytorch.launch` in a calibration: writes what its script, a JSON object, asks for.
+
+All optional: ``largest`` 0.25 the largest gradient of the watched run; ``activation`` 1.0 what module "b" returns;
+``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``nan`` true: its
+losses are NaN; ``crash`` "fp32" or "recommended": that run fails; ``ranges`` false: none are seen; ``say`` a note.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from mezzo.core import records
+from mezzo.core.finding import Finding
+from mezzo.core.ranges import Histogram, RangeRow
+
+
+def histogram(value: float) -> Histogram:
+    return Histogram(-2, [3, 1], largest=value)
+
+
+def main() -> int:
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    asked = json.loads(Path(request["target"]).read_text(encoding="utf-8"))
+    path = Path(request["records"])
+    watched = path.stem == "fp32-0"
+    with Path(request["target"]).with_suffix(".asked").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(request) + "\n")
+    writer = records.RecordWriter(path)
+    machine = {"native_formats": asked.get("native", ["bf16"])}
+    writer.write(records.RunStarted(request["target"], [], request["policy"], 0, False, machine, "now"))
+    for i in range(request["stop_after"]):
+        loss = float("nan") if asked.get("nan") and not watched else 1.0
+        skipped = not watched and i < asked.get("skips", 0)
+        writer.write(records.LossRecord(i, loss, float(i)))
+        writer.write(records.UpdateRecord(i, 0, not skipped, skipped, 1.0, float(i)))
+        if skipped:
+            finding = Finding("overflow", "b", "mul")
+            writer.write(records.OverflowRecord(i, 0, float(i), 1.0, finding))
+        if request["watch"] and asked.get("ranges", True):
+            rows = [
+                RangeRow("a", "activation", "fp32", histogram(1.0)),
+                RangeRow("b", "activation", "fp32", histogram(asked.get("activation", 1.0))),
+                RangeRow("a", "weight gradient", "fp32", histogram(asked.get("largest", 0.25)), "weight"),
+            ]
+            writer.write(records.RangesRecord(i, 0, float(i), 1.0, rows))
+    status = int(asked.get("crash") == path.stem.removesuffix("-0"))
+    if status:
+        print('Traceback (most recent call last):\n  File "train.py", line 3\nValueError: planted')
+    writer.write(records.RunEnded(status, 1.0, [asked["say"]] if "say" in asked else []))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""`mezzo.calibrate`: what it recommends for small models, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.pytorch import calibrate as module
+from training_steps import batch, network, nobody_owns_anything  # noqa: F401
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def loss_of(model: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(one[0]), one[1])
+
+
+def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    return [batch(seed) for seed in range(count)]
+
+
+def planted() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Times(1e6), Times(1e-6), nn.Linear(8, 2))
+
+
+def test_a_model_that_fp16_holds() -> None:
+    found = mezzo.calibrate(network(), loss_of, batches(), format="fp16")
+    assert (found.format, found.steps, found.kept) == ("fp16", 6, [])
+    net = network()
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), found.policy)
+    for one in batches(20):
+        with mp.autocast():
+            loss = loss_of(net, one)
+        assert mp.step(loss).moved
+
+
+def test_the_largest_gradient_is_exact() -> None:
+    net = network()
+    truth = 0.0
+    for one in batches():
+        net.zero_grad()
+        x, outputs = one[0], []
+        for layer in net:
+            x = layer(x)
+            x.retain_grad()
+            outputs.append(x)
+        nn.functional.cross_entropy(x, one[1]).backward()
+        grads = [out.grad for out in outputs] + [param.grad for param in net.parameters()]
+        truth = max(truth, *(float(grad.abs().max()) for grad in grads))
+    found = mezzo.calibrate(network(), loss_of, batches())
+    assert found.gradient.histogram.largest == truth
+    assert found.constant * truth * 2 <= 65504 < found.constant * truth * 4
+
+
+def test_what_overflows_is_kept_and_then_trains() -> None:
+    found = mezzo.calibrate(planted(), loss_of, batches(), format="fp16")
+    assert [one.module for one in found.kept] == ["2", "3"]
+    moved = {}
+    for policy in ("fp16", found.policy):
+        net = planted()
+        mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), policy)
+        with mp.autocast():
+            loss = loss_of(net, batch(0))
+        moved[policy] = mp.step(loss).moved
+        mp.close()
+    assert moved == {"fp16": False, found.policy: True}
+
+
+def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [value for entry in optimizer.state.values() for value in entry.values()]
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return [
+        t.detach().clone()
+        for t in (*net.parameters(), *net.buffers(), *moments, *grads, torch.get_rng_state())
+    ]
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_everything_is_put_back(given: bool, fails: bool) -> None:
+    net = network()
+    net.insert(1, nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    loss_of(net, batch(9)).backward()
+    optimizer.step()
+    net.eval()
+    before = everything(net, optimizer)
+
+    def source() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from batches(3)
+        if fails:
+            raise OSError("planted")
+
+    arguments: dict[str, Any] = {"optimizer": optimizer} if given else {}
+    if fails:
+        with pytest.raises(OSError, match="planted"):
+            mezzo.calibrate(net, loss_of, source(), **arguments)
+    else:
+        mezzo.calibrate(net, loss_of, source(), **arguments)
+    after = everything(net, optimizer)
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after))
+    assert not net.training
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules())
+
+
+def test_with_an_optimizer_the_weights_move_in_between() -> None:
+    def trained() -> float:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for one in batches(3):
+            optimizer.zero_grad()
+            loss_of(net, one).backward()
+            optimizer.step()
+        return float(loss_of(net, batch(3)).detach())
+
+    seen: list[float] = []
+
+    def noting(model: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model, one)
+        seen.append(float(loss.detach()))
+        return loss
+
+    net = network()
+    mezzo.calibrate(net, noting, batches(4), optimizer=torch.optim.SGD(net.parameters(), lr=1.0))
+    assert seen[3] == trained()
+
+
+@pytest.mark.parametrize(("steps", "count", "used"), [(2, 6, 2), (8, 3, 3)])
+def test_as_many_steps_as_there_are(steps: int, count: int, used: int) -> None:
+    assert mezzo.calibrate(network(), loss_of, batches(count), steps=steps).steps == used
+
+
+WRONG: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    (network, loss_of, {"steps": 0}, UsageError, "steps=0"),
+    (network, 3, {}, UsageError, "loss_fn is a int: give a function of the model and a batch"),
+    (
+        network,
+        lambda model, one: model(one[0]),
+        {},
+        UsageError,
+        r"a tensor of shape \(16, 2\): it must return one number",
+    ),
+    (network, lambda model, one: 1.0, {}, UsageError, "loss_fn returned a float"),
+    (network, lambda model, one: torch.ones(()), {}, UsageError, "depends on no parameter"),
+    (network, loss_of, {"format": "fp17"}, UnknownNameError, "Did you mean 'fp16'"),
+    (lambda: network().half(), loss_of, {}, UsageError, "the model has fp16 parameters"),
+    (nn.Identity, loss_of, {}, UsageError, "there is nothing to train"),
+]
+
+
+@pytest.mark.parametrize(("make", "loss_fn", "arguments", "error", "words"), WRONG)
+def test_what_is_wrong_is_told(
+    make: Any, loss_fn: Any, arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        mezzo.calibrate(make(), loss_fn, batches(), **arguments)
+
+
+def test_no_batch_and_a_region_are_refused() -> None:
+    with pytest.raises(UsageError, match="0 steps were looked at"):
+        mezzo.calibrate(network(), loss_of, [])
+    with mezzo.autocast("bf16"), pytest.raises(UsageError, match="outside of autocast"):
+        mezzo.calibrate(network(), loss_of, batches())
+
+
+def test_the_example() -> None:
+    assert doctest.testmod(module).failed == 0

@@ -1,0 +1,47 @@
+"""The section "The loss scale from data" of docs/monitoring.md: its Python runs, with warnings as errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.pytorch.monitor.largest_gradient import DENSE, EVERY
+from mezzo.pytorch.training import mixed_precision
+
+PAGE = Path(__file__).parent.parent / "docs" / "monitoring.md"
+
+
+def section() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.search(r"^## The loss scale from data\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_code_of_the_section_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    state = torch.get_rng_state()
+    names: dict[str, object] = {}
+    blocks = re.findall(r"^```python\n(.*?)^```", section(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    try:
+        for block in blocks:
+            exec(compile(block, str(PAGE), "exec"), names)
+    finally:
+        torch.set_rng_state(state)
+        for mp in list(mixed_precision._ALIVE):
+            mp.close()
+    out = capsys.readouterr().out
+    assert "\npolicy       fp16," in out
+    assert float(out.splitlines()[-1]) > 1.0
+
+
+def test_its_numbers_are_those_of_the_code() -> None:
+    text, machine = section(), StatisticalLossScale()
+    assert f"the first {DENSE} updates and at every {EVERY}th" in text.replace("\n", " ")
+    for name in ("warm_up", "window", "recovery"):
+        assert f"`{name}`" in text
+        assert f"({getattr(machine, name)})" in text

@@ -1,0 +1,235 @@
+"""`mezzo calibrate` at the command line: what it prints and writes, its exit status, and runs of the real thing."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mezzo.cli.calibrate as verb
+from mezzo.cli.main import main
+from mezzo.core.policy import policy
+from mezzo.core.records import UpdateRecord, read
+from mezzo.pytorch.launch.request import RunRequest
+from mezzo.pytorch.launch.runner import run
+from mezzo.verify.calibrate import calibrate_script
+
+PAGE = Path(__file__).parents[1] / "docs" / "monitoring.md"
+FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_calibration.py"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory in which runs are pretended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb, "calibrate_script", functools.partial(calibrate_script, command=FAKE))
+    return tmp_path
+
+
+def script(place: Path, **behaviour: Any) -> str:
+    path = place / "train.py"
+    path.write_text(json.dumps(behaviour))
+    return path.name
+
+
+def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "calibrate",
+        script(here, activation=1e6, native=["fp16"]),
+        "--steps",
+        "5",
+        "--",
+        "--epochs",
+        "3",
+    ]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "format       fp16: it is native here, and bf16 is not\n" in out
+    assert "loss scale   fp16: dynamic from 2^17, or constant 2^16\n" in out
+    assert "keep in fp32 b: returned up to 1e+06, beyond fp16's largest number, 65504\n" in out
+    assert "             2^-2 |█▃| 2^-1, in fp16: all kept\n" in out
+    assert "policy       fp16,loss_scale=dynamic(init=131072),module.b=fp32\n" in out
+    assert "checked      5 steps under this policy: no step skipped, every loss finite\n" in out
+    folder = here / "mezzo-calibrate-train"
+    assert "Use it:      mezzo run --policy mezzo-calibrate-train/policy.toml train.py --epochs 3\n" in out
+    assert str(policy(folder / "policy.toml")) == "fp16,loss_scale=dynamic(init=131072),module.b=fp32"
+    assert (folder / "report.html").read_text().startswith("<!")
+    assert "[1/2] fp32: 5 steps" in err
+    assert "[2/2] recommended: 5 steps" in err
+    watched, tried = map(json.loads, (here / "train.asked").read_text().splitlines())
+    assert (watched["policy"], watched["watch"], watched["stop_after"]) == ("fp32", 1, 5)
+    assert (watched["argv"], watched["seed_offset"], watched["summary"]) == (["--epochs", "3"], None, False)
+    assert (tried["policy"], tried["watch"], tried["trace"]) == (str(folder / "policy.toml"), 0, True)
+    assert not list((folder / "runs").glob("*.request.json"))
+
+
+def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here), "--json", "--out", "there", "--headroom", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    data = json.loads(out)
+    assert data == json.loads((here / "there" / "calibration.json").read_text())
+    assert (data["recommendation"]["format"], data["recommendation"]["constant"]) == ("bf16", 2.0**14)
+    assert data["check"] == {"steps": 20, "skipped": 0, "loss_finite": True, "findings": [], "holds": True}
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (
+            {"skips": 2},
+            ["2 of 4 steps skipped, every loss finite", "step 1: forward of mul in b: finite numbers"],
+        ),
+        ({"nan": True}, ["no step skipped, a loss that is not finite"]),
+    ],
+)
+def test_a_recommendation_that_does_not_hold_is_a_finding(
+    here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], words: list[str]
+) -> None:
+    assert main(["calibrate", script(here, **behaviour), "--steps", "4"]) == 1
+    out = capsys.readouterr().out
+    for each in words:
+        assert each in out
+
+
+def test_without_a_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here, skips=2), "--no-check", "--precision", "fp16"]) == 0
+    out = capsys.readouterr().out
+    assert "format       fp16: as asked" in out
+    assert "checked" not in out
+    assert len((here / "train.asked").read_text().splitlines()) == 1
+
+
+def test_an_earlier_calibration_is_replaced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here)]) == 0
+    assert main(["calibrate", script(here), "--no-check"]) == 0
+    assert json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())["check"] is None
+    assert {p.name for p in (here / "mezzo-calibrate-train" / "runs").iterdir()} == {
+        "fp32-0.jsonl",
+        "fp32-0.log",
+    }
+
+
+WRONG: list[tuple[dict[str, Any], list[str], str]] = [
+    (
+        {},
+        ["train.py", "--demo", "digits"],
+        "give one of SCRIPT, --demo NAME and -m MODULE; received train.py, digits",
+    ),
+    ({}, [], "received none"),
+    ({}, ["trian.py"], "script 'trian.py': no such file"),
+    ({}, ["--demo", "digit"], "Did you mean 'digits'"),
+    ({}, ["train.py", "--steps", "0"], "--steps 0: give how many updates"),
+    ({}, ["train.py", "--headroom", "-1"], "--headroom -1"),
+    ({}, ["train.py", "--precision", "fp17"], "--precision: unknown format 'fp17'"),
+    (
+        {"crash": "fp32"},
+        ["train.py"],
+        "train.py ended with exit status 1 in FP32. Its output ended:\nTraceback",
+    ),
+    ({"crash": "recommended"}, ["train.py"], "exit status 1 under"),
+    ({"ranges": False, "say": "Compiled."}, ["train.py"], "0 steps were looked at, and no gradient"),
+    ({"ranges": False, "say": "Compiled."}, ["train.py"], "and not 0. Compiled."),
+    ({"largest": 0.0}, ["train.py"], "20 steps were looked at, and no gradient in them is finite and not 0"),
+]
+
+
+@pytest.mark.parametrize(("behaviour", "words", "told"), WRONG)
+def test_what_is_wrong_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str], behaviour: dict[str, Any], words: list[str], told: str
+) -> None:
+    script(here, **behaviour)
+    assert main(["calibrate", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_that_can_not_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "file").write_text("")
+    assert main(["calibrate", script(here), "--out", "file"]) == 2
+    assert "Name a folder that can be written with --out" in capsys.readouterr().err
+
+
+def test_every_option_is_on_the_page() -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    page = PAGE.read_text(encoding="utf-8")
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option not in ("-h", "--help"):
+                assert f"`{option}" in page, option
+
+
+PLANTED = """
+    import torch
+    from torch import nn
+
+    class Times(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x):
+            return x * self.factor
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 16)
+            self.big = Times(1e6)
+            self.small = Times(1e-6)
+            self.last = nn.Linear(16, 2)
+
+        def forward(self, x):
+            return self.last(self.small(self.big(torch.tanh(self.first(x)))))
+
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(100):
+        x = torch.randn(32, 8)
+        loss = nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+def test_a_planted_overflow_is_found_and_the_recommendation_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(PLANTED))
+    assert main(["calibrate", "train.py", "--steps", "6", "--precision", "fp16", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    found = data["recommendation"]
+    assert [one["module"] for one in found["kept"]] == ["big", "small"]
+    assert found["steps"] == 6
+    assert data["check"]["holds"]
+    # Without what it recommends, fp16 makes no step.
+    file = tmp_path / "plain.jsonl"
+    assert (
+        run(RunRequest("train.py", policy="fp16", records=file, stop_after=4, summary=False, trace=False))
+        == 0
+    )
+    assert all(one.skipped for one in read(file) if isinstance(one, UpdateRecord))
+
+
+@pytest.mark.heavy
+def test_the_scale_of_a_demo_is_the_largest_that_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["calibrate", "--demo", "digits", "--steps", "4", "--precision", "fp16", "--json", "--no-check"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads(capsys.readouterr().out)["recommendation"]
+    assert found["kept"] == []
+    # Weight gradients are the larger ones there: a scale from those of activations alone overflows in each step.
+    assert found["gradient"]["what"] == "weight gradient"
+    assert found["gradient"]["histogram"]["largest"] * found["constant"] < 65504
+    assert found["gradient"]["histogram"]["largest"] * found["constant"] * 8 > 65504
