@@ -1,10 +1,189 @@
-"""Remedies: what to try about a finding, in the terms of Mezzo's policies and arguments, the likeliest first."""
+"""Remedies: what to try about a finding, in the terms of Mezzo's policies and arguments, the likeliest first.
+
+What is in backquotes and begins with a format is a policy, as `mezzo.policy` reads it.
+"""
 
 from __future__ import annotations
 
-from mezzo.core.finding import Finding
+import math
+from collections.abc import Callable
+
+from mezzo.core.errors import MezzoError
+from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.formats import named
+from mezzo.core.policy import policy
+from mezzo.core.rules import RULES, Rule
+
+_FP32_MAX = float(named("fp32").max)
+_EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
+_GROWN = 1e3  # a weight of this size was not made by an initialisation
 
 
 def remedies(finding: Finding) -> list[str]:
-    """What to try, the likeliest first; nothing for what needs no remedy."""
+    """What to try, the likeliest first; empty where nothing is known."""
+    return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding)))
+
+
+def _of_loss_scale(finding: Finding) -> list[str]:
+    return [
+        "nothing, if the loss scale is dynamic: the next step has a smaller one",
+        "a constant loss scale should be smaller, or dynamic: `fp16,loss_scale=dynamic`",
+        "if it happens often, let the scale grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)`",
+    ]
+
+
+def _of_overflow(finding: Finding) -> list[str]:
+    found: list[str] = []
+    weight = max((one.largest for one in finding.inputs if one.name == "weight"), default=0.0)
+    if weight > _GROWN:
+        found.append("a lower learning rate, or clip_norm=1.0: the weights have grown large")
+    low = _low_format(finding)
+    if finding.op in ("half", "bfloat16", "to", "to_copy", "type"):
+        found.append("leave the conversion out: the region converts what each operation needs")
+    if finding.direction == "backward":
+        found.append(
+            "smaller gradients: a loss divided by a constant, inputs of size 1, or a gate that clips here"
+        )
+    elif low is None or not _fits_fp32(finding):
+        found.append(_smaller(finding))
+    if low is not None and (finding.direction == "backward" or _fits_fp32(finding)):
+        found += _in_fp32(finding, low)
+        if low == "fp16":
+            found.append("bf16, which has FP32's range: `bf16`")
+    return found or ["make what goes in smaller, or clamp it"]
+
+
+def _of_invalid(finding: Finding) -> list[str]:
+    found = [_POLES[finding.op]] if finding.op in _POLES else []
+    if finding.direction == "backward" and finding.op in _SLOPES:
+        found = [_SLOPES[finding.op]]
+    low = _low_format(finding)
+    if low == "fp16" and finding.op in ("div", "reciprocal", "rsqrt", "log", "sqrt", "pow"):
+        found.append("an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16")
+    if not found:
+        found.append(
+            "keep what goes in away from where the operation, or its slope, has no finite value: clamp it"
+        )
+    if low is not None:
+        found += _in_fp32(finding, low)
+    return found
+
+
+def _of_input(finding: Finding) -> list[str]:
+    what = "what the loss is given" if finding.module == OUTSIDE else "what the model is given"
+    return [
+        f"look at the data: {what} has {_bad(finding)}",
+        "leave such a batch out before the step: `torch.isfinite(x).all()` tells",
+    ]
+
+
+def _of_state(finding: Finding) -> list[str]:
+    name = f"{finding.module}.{finding.op}".strip(".")
+    found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
+    if "running_" in finding.op:
+        found.insert(0, "reset_running_stats() of that module, or go on from an earlier checkpoint")
+    found.append("if it was training that made it so: a lower learning rate, or clip_norm=1.0")
+    return found
+
+
+def _of_unknown(finding: Finding) -> list[str]:
     return []
+
+
+_BY_CAUSE: dict[str, Callable[[Finding], list[str]]] = {
+    "loss scale": _of_loss_scale,
+    "overflow": _of_overflow,
+    "invalid": _of_invalid,
+    "input": _of_input,
+    "state": _of_state,
+    "unknown": _of_unknown,
+}
+
+_POLES = {
+    "div": "add an eps to the denominator, or clamp it away from 0",
+    "reciprocal": "add an eps to what is inverted, or clamp it away from 0",
+    "rsqrt": "add an eps under the root",
+    "log": "clamp what goes into the logarithm: `x.clamp(min=1e-6).log()`; of a probability take log_softmax instead",
+    "log2": "clamp what goes into the logarithm away from 0",
+    "log10": "clamp what goes into the logarithm away from 0",
+    "log1p": "keep what goes in above -1",
+    "sqrt": "clamp what goes under the root at 0, or above",
+    "pow": "clamp the base away from 0, and above it for a fraction as exponent",
+    "softmax": "leave one place of each row open: a row that is masked throughout has no softmax",
+    "log_softmax": "leave one place of each row open: a row that is masked throughout has no softmax",
+    "scaled_dot_product_attention": "leave one place of each row open: a row that is masked throughout has no softmax",
+    "acos": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
+    "asin": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
+    "atanh": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
+    "mean": "a mean over nothing: see that at least one element is left",
+    "std": "a deviation needs two elements, and an eps under its root for a slope",
+    "var": "a variance needs two elements",
+    "nll_loss": "a mean over no target: see that at least one is not ignored",
+    "cross_entropy_loss": "a mean over no target: see that at least one is not ignored",
+    "binary_cross_entropy": "binary_cross_entropy_with_logits on what goes into the sigmoid",
+}
+
+_SLOPES = {
+    "sqrt": "add an eps under the root: its slope is infinite at 0",
+    "pow": "add an eps to the base: the slope of a fraction as exponent is infinite at 0",
+    "norm": "add an eps before the root: a length has no slope at 0",
+    "linalg_vector_norm": "add an eps before the root: a length has no slope at 0",
+    "std": "add an eps: `(x.var() + eps).sqrt()`; a deviation has no slope at 0",
+    "acos": "keep what goes in inside of (-1, 1): its slope is infinite at both ends",
+    "asin": "keep what goes in inside of (-1, 1): its slope is infinite at both ends",
+    "log": "take the logarithm only of what is used: torch.where(...) around it still goes through its slope",
+    "gradient hook": "look at the function that is registered on that tensor's gradient",
+}
+
+
+def _low_format(finding: Finding) -> str | None:
+    """The 16-bit format that something was in; None if all was wider."""
+    formats = [one.format for one in (*finding.outputs, *finding.inputs)]
+    return next((form for form in formats if form in ("fp16", "bf16")), None)
+
+
+def _in_fp32(finding: Finding, low: str) -> list[str]:
+    """Policies under which the operation is FP32's: for the op, for its module."""
+    if finding.module == OUTSIDE:
+        return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
+    found = []
+    rule = RULES.get(finding.op)
+    if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
+        found.append(f"{finding.op} in FP32: `{low},op.{finding.op}=fp32`")
+    if finding.module and _is_policy(f"{low},module.{finding.module}=fp32"):
+        found.append(f"this module in FP32: `{low},module.{finding.module}=fp32`")
+    return found
+
+
+def _is_policy(text: str) -> bool:
+    try:
+        policy(text)
+    except MezzoError:
+        return False
+    return True
+
+
+def _fits_fp32(finding: Finding) -> bool:
+    """Whether the result would be finite in FP32, by the largest numbers that went in; True where it can't be told."""
+    if any(one.format == "fp32" and not one.finite for one in finding.outputs):
+        return False
+    sizes = [one.largest for one in finding.inputs]
+    if not sizes or finding.op not in (*_EXPONENTIALS, "mul", "square", "pow"):
+        return True
+    if finding.op in _EXPONENTIALS:
+        return max(sizes) * math.log(_EXPONENTIALS[finding.op]) < math.log(_FP32_MAX)
+    logs = [math.log2(size) if size else -200.0 for size in sizes[:2]]
+    return (sum(logs) if len(logs) == 2 and finding.op == "mul" else 2 * max(logs)) < 128
+
+
+def _smaller(finding: Finding) -> str:
+    if finding.op in _EXPONENTIALS:
+        return "keep what goes into the exponential below 88: subtract the largest, or clamp; FP32 ends there too"
+    return "make what goes in smaller, or clamp it: the result is beyond FP32's largest number too"
+
+
+def _bad(finding: Finding) -> str:
+    infinities = sum(one.infinities for one in finding.inputs)
+    nans = sum(one.nans for one in finding.inputs)
+    told = [f"{count} {word}" for count, word in ((nans, "NaN"), (infinities, "infinite")) if count]
+    return " and ".join(told) or "NaN or infinity"

@@ -1,0 +1,123 @@
+"""Remedies: each cause has one, each policy that is suggested is a policy, and none is suggested that can't help."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import mezzo
+from mezzo.core.finding import CAUSES, OUTSIDE, Finding, TensorFacts
+from mezzo.core.remedies import _POLES, _SLOPES, remedies
+from mezzo.core.rules import RULES
+
+OPS = sorted({*_POLES, *_SLOPES, "exp", "mul", "linear", "half", "sum of gradients", "my own op", ""})
+
+
+def fact(form: str = "fp16", largest: float = 12.0, name: str = "input 0", **counts: int) -> TensorFacts:
+    told = {"zeros": 0, "infinities": 0, "nans": 0, **counts}
+    return TensorFacts(name, [2, 3], form, largest, 0.5, **told)
+
+
+def finding(cause: str = "overflow", op: str = "mul", **more: Any) -> Finding:
+    given: dict[str, Any] = {
+        "module": "blocks.1.mlp",
+        "inputs": [fact(), fact(name="input 1")],
+        "outputs": [fact(infinities=1, name="output")],
+    }
+    return Finding(cause, op=op, **{**given, **more})
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("module", ["blocks.1.mlp", "", OUTSIDE, "a module's own name"])
+@pytest.mark.parametrize("cause", list(CAUSES))
+def test_every_cause_has_a_remedy_and_every_policy_in_it_is_one(
+    cause: str, module: str, direction: str
+) -> None:
+    for op in OPS:
+        for form in ("fp16", "bf16", "fp32"):
+            told = remedies(
+                finding(
+                    cause, op, module=module, direction=direction, inputs=[fact(form)], outputs=[fact(form)]
+                )
+            )
+            assert bool(told) == (cause != "unknown"), (op, form)
+            assert len(told) == len(set(told))
+            for sentence in told:
+                for text in re.findall(r"`((?:fp16|bf16|fp32)[^`]*)`", sentence):
+                    mezzo.policy(text)
+
+
+def first(cause: str, op: str, **more: Any) -> str:
+    return remedies(finding(cause, op, **more))[0]
+
+
+# what was found -> words that its remedies have -> words that they must not have
+TOLD: dict[str, tuple[Finding, list[str], list[str]]] = {
+    "a product that FP32 holds": (
+        finding(inputs=[fact(largest=60000.0)] * 2),
+        ["`fp16,op.mul=fp32`", "`fp16,module.blocks.1.mlp=fp32`", "`bf16`"],
+        ["clamp"],
+    ),
+    "a product that FP32 does not hold": (
+        finding(inputs=[fact("bf16", 1e20)] * 2, outputs=[fact("bf16", infinities=1)]),
+        ["clamp"],
+        ["fp32`"],
+    ),
+    "an exponential that FP32 does not hold": (
+        finding(op="exp", inputs=[fact(largest=2000.0)]),
+        ["88"],
+        ["fp32`", "`bf16`"],
+    ),
+    "an overflow of FP32 itself": (
+        finding(op="linear", inputs=[fact("fp32")], outputs=[fact("fp32", infinities=1)]),
+        ["clamp"],
+        ["fp32`", "`bf16`"],
+    ),
+    "an op that is FP32's already": (
+        finding(op="exp", inputs=[fact(largest=20.0)]),
+        ["`fp16,module.blocks.1.mlp=fp32`"],
+        ["op.exp"],
+    ),
+    "an op that no table has": (finding(op="my own op"), ["`fp16,module.blocks.1.mlp=fp32`"], ["op.my"]),
+    "bf16": (
+        finding(inputs=[fact("bf16")], outputs=[fact("bf16", infinities=1)]),
+        ["`bf16,op.mul=fp32`"],
+        ["`bf16`", "fp16"],
+    ),
+    "grown weights": (
+        finding(op="linear", inputs=[fact(), fact(largest=5e4, name="weight")]),
+        ["learning rate"],
+        [],
+    ),
+    "1e-8 in fp16": (
+        finding("invalid", "div"),
+        ["2**-24", "eps to the denominator", "`fp16,op.div=fp32`"],
+        [],
+    ),
+    "1e-8 in FP32": (
+        finding("invalid", "div", inputs=[fact("fp32")], outputs=[fact("fp32", nans=1)]),
+        ["eps to the denominator"],
+        ["2**-24", "fp32`"],
+    ),
+    "a root in backward": (finding("invalid", "sqrt", direction="backward"), ["slope is infinite at 0"], []),
+    "outside": (finding(module=OUTSIDE), ['mezzo.autocast("fp32")'], ["module."]),
+    "a bad batch": (finding("input", "", module="", inputs=[fact(nans=3)]), ["3 NaN"], ["fp32`"]),
+    "a running mean": (finding("state", "running_mean"), ["reset_running_stats()"], ["fp32`"]),
+    "a weight": (finding("state", "weight"), ["blocks.1.mlp.weight", "clip_norm"], ["fp32`"]),
+    "the loss scale": (finding("loss scale"), ["dynamic"], ["module."]),
+}
+
+
+@pytest.mark.parametrize("case", list(TOLD))
+def test_what_is_told(case: str) -> None:
+    given, words, never = TOLD[case]
+    told = "\n".join(remedies(given))
+    assert [word for word in words if word not in told] == []
+    assert [word for word in never if word in told] == []
+
+
+def test_ops_with_a_sentence_of_their_own_are_called_as_the_table_calls_them() -> None:
+    beyond = {"atanh", "gradient hook", "sqrt"}
+    assert {op for op in (*_POLES, *_SLOPES) if op not in RULES} <= beyond
