@@ -7,6 +7,10 @@ The adds are atomic, but of integers: the row does not depend on their order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +21,9 @@ from mezzo.pytorch.kernels import block
 
 PART = 1 << 15
 """Elements that one program counts."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "enable_fp_fusion": True})
+"""How `count_kernel` is compiled; it has no multiplication that could be fused."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +41,7 @@ def count(elements: Tensor, row: Tensor) -> None:
             row,
             DTYPE=_DTYPES.index(elements.dtype),
             PLAIN=total % PART == 0 and elements.data_ptr() % 16 == 0,
-            num_warps=8,
+            **OPTIONS,
         )
 
 
