@@ -138,7 +138,7 @@ class Group:
 
 
 class Still:
-    """Buffers that have held still so far. They are not copied at each step, only looked at: 0.1 us each."""
+    """Buffers that have held still so far. They are not copied at each step, only looked at."""
 
     def __init__(self) -> None:
         self._kept: list[Kept] = []
