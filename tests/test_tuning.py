@@ -1,0 +1,204 @@
+"""From measurements to a policy: the three rules, the lines, their reasons, and the file."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.core import tuning
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.policy import Policy, policy
+from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts
+from mezzo.core.tuning import Tuned, range_rule, tune
+
+
+def unit(path: str, change: float = 1e-4, fp32: float = 2.0, low: float = 1.0, **more: Any) -> UnitFacts:
+    """Times in milliseconds; `change` of the loss, by errors of no common direction."""
+    return UnitFacts(
+        path,
+        "Linear",
+        seconds=[[fp32 / 1e3, low / 1e3]] * 3,
+        roundings=[Rounding(0.0, change**2, change)],
+        **more,
+    )
+
+
+def edge(producer: str, consumer: str, milliseconds: float = 0.01, change: float = 0.0) -> EdgeFacts:
+    return EdgeFacts(producer, consumer, 100, milliseconds / 1e3, True, [Rounding(0.0, change**2, change)])
+
+
+def measured(
+    *units: UnitFacts, edges: tuple[EdgeFacts, ...] = (), fmt: str = "bf16", **more: Any
+) -> Sensitivities:
+    return Sensitivities(fmt, "Model", "cpu", [2.0, 2.0], units=list(units), edges=list(edges), **more)
+
+
+def reason(tuned: Tuned, module: str) -> str:
+    return next(choice.reason for choice in tuned.choices if choice.module == module)
+
+
+def test_nothing_against_it_is_the_preset() -> None:
+    tuned = tune(measured(unit("a"), unit("b")))
+    assert tuned.policy == Policy("bf16")
+    assert tuned.change == pytest.approx(math.sqrt(2) * 1e-4)
+    assert (tuned.seconds, tuned.preset_seconds, tuned.fp32_seconds) == pytest.approx((2e-3, 2e-3, 4e-3))
+    assert "[modules]" not in tuned.to_toml()
+    assert reason(tuned, "a") == "changes the loss by about 0.0001; saves 1 ms a step"
+
+
+def test_a_fragile_module_stays_in_fp32_and_the_rest_does_not() -> None:
+    tuned = tune(measured(unit("a"), unit("fragile", change=0.5), unit("b"), fmt="fp16"))
+    assert str(tuned.policy) == "fp16,module.fragile=fp32"
+    assert reason(tuned, "fragile") == "would change the loss by about 0.5, more than the margin of 0.01"
+    assert tuned.preset_change == pytest.approx(0.5, rel=1e-3)
+    assert tune(measured(unit("fragile", change=0.5)), margin=0.3).policy == Policy("bf16")
+
+
+def test_small_changes_add_up_to_the_margin_and_no_further() -> None:
+    """A hundred of 2e-3 are 2e-2 together: a quarter of them fits into 1e-2."""
+    tuned = tune(measured(*(unit(f"m{i}", change=2e-3) for i in range(100))))
+    lowered = [choice for choice in tuned.choices if choice.format == "bf16"]
+    assert len(lowered) == 25
+    assert tuned.change <= 0.01 * (1 + 1e-9)
+    kept = next(choice for choice in tuned.choices if choice.format == "fp32")
+    assert "with what the others take, more than the margin" in kept.reason
+
+
+RULES = {
+    "fails": ({"failed": "RuntimeError: no"}, "fp16", "it fails in fp16: RuntimeError: no"),
+    "overflows": ({"overflow": "output"}, "fp16", "its output is not finite in fp16, and is in FP32"),
+    "backward": ({"overflow": "gradient"}, "fp16", "at any loss scale"),
+    "close": (
+        {"largest": 33000.0},
+        "fp16",
+        "3.3e+04, is within a factor of 2 of the largest fp16 number, 65504",
+    ),
+    "gradients": ({"gradient_errors": [0.0, 0.3, 0.3]}, "fp16", "its gradients in fp16 are 30% off FP32's"),
+    "fits": ({"largest": 32000.0}, "fp16", ""),
+    "wide": ({"largest": 1e30}, "bf16", ""),
+    "one bad step": ({"gradient_errors": [0.001, 0.3, 0.002]}, "bf16", ""),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_range_rules(name: str) -> None:
+    facts, fmt, told = RULES[name]
+    one = unit("odd", **facts)
+    found = range_rule(one, fmt)
+    assert told in found
+    assert bool(told) == bool(found)
+    tuned = tune(measured(unit("a"), one, fmt=fmt))
+    assert tuned.policy == Policy(fmt, modules={"odd": "fp32"} if told else ())
+    broken = bool({"failed", "overflow"} & set(facts))
+    assert math.isinf(tuned.preset_change) is broken
+
+
+def test_a_module_that_16_bits_slow_down_stays_if_that_is_worth_a_line() -> None:
+    tuned = tune(measured(unit("a"), unit("slow", fp32=1.0, low=2.0)))
+    assert str(tuned.policy) == "bf16,module.slow=fp32"
+    assert reason(tuned, "slow") == "takes 1 ms a step longer in bf16"
+    assert tune(measured(unit("a", fp32=200.0, low=100.0), unit("slow", fp32=1.0, low=1.5))).policy == Policy(
+        "bf16"
+    )
+
+
+def test_casts_that_cost_more_than_a_module_saves_are_not_made() -> None:
+    units = (unit("a", change=1.0), unit("b", fp32=2.0, low=1.0), unit("c", change=1.0), unit("d", fp32=9.0))
+    apart = (edge("a", "b", 0.6), edge("b", "c", 0.6))
+    assert str(tune(measured(*units, edges=apart)).policy) == "bf16,module.a=fp32,module.b=fp32,module.c=fp32"
+    assert "casts to and from" in reason(tune(measured(*units, edges=apart)), "b")
+    near = (edge("a", "b", 0.4), edge("b", "c", 0.4))
+    assert str(tune(measured(*units, edges=near)).policy) == "bf16,module.a=fp32,module.c=fp32"
+
+
+def test_where_nothing_is_gained_it_is_fp32() -> None:
+    tuned = tune(measured(unit("a", fp32=1.0, low=3.0)))
+    assert tuned.policy == Policy("fp32")
+    assert "nothing is gained" in tuned.to_toml()
+
+
+def test_for_memory_times_count_for_nothing() -> None:
+    slow = measured(unit("a", fp32=1.0, low=3.0), unit("fragile", change=1.0), unit("b", fp32=1.0, low=9.0))
+    tuned = tune(slow, goal="memory")
+    assert str(tuned.policy) == "bf16,module.fragile=fp32"
+    assert tuned.seconds > tuned.fp32_seconds
+
+
+def test_a_models_own_arithmetic_decides_the_policys_own_format() -> None:
+    """No pattern names the model itself: where its own arithmetic stays in FP32, the others have lines."""
+    units = (unit("a"), unit("b"), unit("", change=1.0, fp32=5.0, low=4.0, inner=["a", "b"]))
+    tuned = tune(measured(*units))
+    assert tuned.policy == Policy("fp32", modules={"a": "bf16", "b": "bf16"})
+    assert 'compute = "fp32"  # the model itself: would change the loss' in tuned.to_toml()
+
+
+def test_a_module_inside_one_that_stays_has_a_line_of_its_own() -> None:
+    units = (unit("block.inner"), unit("block", change=1.0, fp32=4.0, low=2.0, inner=["block.inner"]))
+    assert tune(measured(*units)).policy == Policy("bf16", modules={"block": "fp32", "block.inner": "bf16"})
+
+
+def test_a_modules_own_time_is_without_that_of_the_modules_inside() -> None:
+    units = (unit("block.inner", fp32=5.0, low=3.0), unit("block", fp32=5.0, low=4.0, inner=["block.inner"]))
+    tuned = tune(measured(*units))
+    assert tuned.preset_seconds == pytest.approx(4e-3)
+    assert tuned.fp32_seconds == pytest.approx(7e-3)
+
+
+def test_what_was_unseen_is_said() -> None:
+    tuned = tune(measured(unit("a"), replace(unit("frozen"), unseen=True), notes=["a note"]))
+    assert tuned.notes[0] == "a note"
+    assert "no gradient was seen at frozen" in tuned.notes[1]
+    assert "its error could not be weighed" in reason(tuned, "frozen")
+
+
+CASES = {
+    "preset": measured(unit("a")),
+    "fp32": measured(unit("a", fp32=1.0, low=3.0)),
+    "root": measured(unit("a"), unit("", change=1.0, inner=["a"]), fmt="fp16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_file_reads_back_as_the_policy(name: str, tmp_path: Path) -> None:
+    tuned = tune(CASES[name])
+    path = tmp_path / "policy.toml"
+    path.write_text(tuned.to_toml())
+    assert policy(path) == tuned.policy
+
+
+def test_every_line_of_the_file_has_its_reason(tmp_path: Path) -> None:
+    tuned = tune(measured(unit("a"), unit("blocks.0", change=1.0), unit("b", failed='E: "x"\\ \n# = [y]')))
+    path = tmp_path / "policy.toml"
+    path.write_text(tuned.to_toml())
+    assert policy(path) == tuned.policy == Policy("bf16", modules={"b": "fp32", "blocks.0": "fp32"})
+    lines = [line for line in tuned.to_toml().splitlines() if "=" in line and not line.startswith("#")]
+    assert len(lines) == 3
+    assert all("  # " in line for line in lines)
+    assert '"b" = "fp32"  # it fails in bf16: E: "x"\\  # = [y]' in tuned.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("error", "keywords", "told"),
+    [
+        (UsageError, {"margin": 0.0}, "margin 0: give a share"),
+        (UsageError, {"margin": 1.0}, "margin 1: give a share"),
+        (UnknownNameError, {"goal": "tme"}, "Did you mean 'time'"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(error: type[Exception], keywords: dict[str, Any], told: str) -> None:
+    with pytest.raises(error, match=told):
+        tune(measured(unit("a")), **keywords)
+
+
+def test_no_measurement_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing was measured"):
+        tune(measured())
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(tuning).failed == 0
