@@ -105,6 +105,27 @@ def test_steps_add_up_and_parameters_stay_apart() -> None:
     assert seen.scales == [1.0, 4.0, 1.0]
 
 
+def test_gradients_take_the_order_of_the_activations() -> None:
+    """They arrive backwards; a module that only gradients know comes last."""
+    one = Histogram(0, [1])
+    rows = [RangeRow(name, "activation", "fp16", one) for name in ("a", "b", "c")]
+    rows += [RangeRow(name, "activation gradient", "fp16", one) for name in ("z", "c", "b", "a")]
+    assert [track.label for track in gathered(record(0, rows)).of("activation gradient")] == [
+        "a",
+        "b",
+        "c",
+        "z",
+    ]
+
+
+def test_an_update_of_a_weight_that_was_0_breaks_nothing() -> None:
+    rows = [RangeRow("m", "update ratio", "fp32", Histogram(-3, [1], infinities=5), "bias")]
+    rows += [RangeRow("m", "activation", "fp16", Histogram(-3, [1], infinities=5))]
+    seen = gathered(record(0, rows))
+    assert list(seen.of("update ratio")[0].broken) == [0]
+    assert list(seen.of("activation")[0].broken) == [5]
+
+
 def test_an_empty_histogram_is_no_share() -> None:
     seen = gathered(record(0, [RangeRow("a", what, "fp16", Histogram(zeros=4)) for what in WHAT]))
     for what in WHAT:
@@ -153,7 +174,7 @@ def test_bars_are_logarithms_of_shares() -> None:
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.0, "0"), (1e-7, "<0.01 %"), (0.0123, "1.23 %"), (0.5, "50.0 %"), (0.99996, ">99.99 %"), (1.0, "100 %"),
+    [(0.0, "0"), (1e-7, "<0.01 %"), (0.0123, "1.23 %"), (0.5, "50.0 %"), (0.9996, ">99.9 %"), (1.0, "100 %"),
      (float("nan"), "–")],
 )  # fmt: skip
 def test_a_share_never_rounds_something_to_nothing(share: float, text: str) -> None:

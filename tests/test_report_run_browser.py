@@ -135,9 +135,11 @@ def test_another_format_redraws_the_maps_and_a_cell_is_read(page: Path) -> None:
           out.want = data.levels.e4m3fn;
           const box = map.getBoundingClientRect();
           map.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 1 }));
+          out.most = heat.querySelector(".most").textContent;
           out.cell = heat.querySelector(".readout").textContent;
           pick.value = "bf16"; pick.dispatchEvent(new Event("change"));
           out.bf16 = area();
+          out.nothing = heat.querySelector(".most").textContent;
         """,
     )
     assert seen["first"] == ["fp16", "Activation gradient: lost in fp16"]
@@ -148,6 +150,8 @@ def test_another_format_redraws_the_maps_and_a_cell_is_read(page: Path) -> None:
     assert then[0] == {f"h{one}": levels.count(one) for one in sorted(set(levels))}
     assert then[1] == "Activation gradient: lost in e4m3fn"
     assert seen["cell"] == "embedding · update 232 · over 50 %"
+    assert re.fullmatch(r"The most is [\d.]+\u00a0% of embedding, at update \d+[.]", str(seen["most"]))
+    assert seen["nothing"] == "Nothing is lost in bf16."
     assert seen["bf16"] == {"h0": 14 * 30}
 
 

@@ -9,7 +9,7 @@
     if (share === 0) return "0";
     const shown = 100 * share;
     if (shown < 0.01) return "<0.01\u00a0%";
-    if (shown >= 99.995) return share === 1 ? "100\u00a0%" : ">99.99\u00a0%";
+    if (shown >= 99.95) return share === 1 ? "100\u00a0%" : ">99.9\u00a0%";
     return (shown < 10 ? shown.toFixed(2) : shown.toFixed(1)) + "\u00a0%";
   };
 
@@ -103,6 +103,7 @@
           map.append(path);
         }
         figure.querySelector(".chosen").textContent = format.value;
+        figure.querySelector(".most").textContent = data.most[format.value];
       };
       map.addEventListener("pointermove", (event) => {
         const box = map.getBoundingClientRect();

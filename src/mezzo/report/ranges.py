@@ -62,7 +62,7 @@ class Track:
         lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
             scale; of an update ratio, the share too small to move a weight of that format. NaN where there is no
             finite number but zero.
-        broken: for each of those steps, how many elements were infinite or NaN.
+        broken: for each of those steps, how many elements were infinite or NaN (of ratios, NaN alone).
         quantiles: of an update ratio, for each of those steps, the log2 of the `QUANTILES`.
     """
 
@@ -79,7 +79,8 @@ class Track:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
         self.total = self.total.plus(histogram)
         self.columns.append(column)
-        self.broken.append(histogram.infinities + histogram.nans)
+        # An infinite ratio is an update of a weight that was 0: nothing is wrong with it.
+        self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
         counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
         for name, limits in LIMITS.items():
             if self.what == RATIO:
@@ -143,8 +144,12 @@ class Ranges:
             track.add(column, row.histogram, shift if row.what in GRADIENTS else 0)
 
     def of(self, what: str) -> list[Track]:
-        """The tracks of one kind, in the order in which they were seen: mostly that of the model."""
-        return [track for track in self.tracks.values() if track.what == what]
+        """The tracks of one kind, in the model's order: gradients come backwards, and take the activations' order."""
+        found = [track for track in self.tracks.values() if track.what == what]
+        if what == "activation gradient":
+            forward = {track.label: place for place, track in enumerate(self.of("activation"))}
+            found.sort(key=lambda track: forward.get(track.label, len(forward)))
+        return found
 
 
 def shift_of(scale: float) -> int:

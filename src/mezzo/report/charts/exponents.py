@@ -267,8 +267,8 @@ def share_text(share: float) -> str:
     shown = 100 * share
     if shown < 0.01:
         return "<0.01\u00a0%"
-    if shown >= 99.995:
-        return "100\u00a0%" if share == 1 else ">99.99\u00a0%"
+    if shown >= 99.95:
+        return "100\u00a0%" if share == 1 else ">99.9\u00a0%"
     return f"{shown:.2f}\u00a0%" if shown < 10 else f"{shown:.1f}\u00a0%"
 
 

@@ -44,7 +44,7 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
         "names": [printable(track.label) for track in shown],
         "updates": updates,
         "levels": levels,
-        "format": format,
+        "most": {name: printable(_described(tracks, name, ranges)) for name in FORMATS},
     }
     unit = (
         "Share of the updates too small to move a weight stored in this format"
@@ -61,7 +61,7 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
     drawing = element(
         "svg",
         element("title", f"{title} in {format}"),
-        element("desc", _described(shown, format, ranges)),
+        element("desc", _described(tracks, format, ranges)),
         _cells(levels[format]),
         viewBox=f"0 0 {len(groups)} {len(shown)}",
         preserveAspectRatio="none",
@@ -76,6 +76,7 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
             element("h4", f"{title} in ", element("span", format, class_="chosen")),
             element("p", unit + ".", class_="unit"),
         ),
+        element("p", _described(tracks, format, ranges), class_="note most"),
         _legend(),
         element("div", names, drawing, class_="heatbox"),
         element(

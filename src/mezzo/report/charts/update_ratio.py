@@ -28,8 +28,7 @@ def update_ratios(ranges: Ranges, series: str) -> Markup | None:
     if not tracks:
         return None
     tracks.sort(key=lambda track: -_or_zero(track.mean_lost("bf16")))
-    axis = _axis(tracks)
-    figures = [_figure(track, ranges, series, axis) for track in tracks[:FIGURES]]
+    figures = [_figure(track, ranges, series, _axis(track)) for track in tracks[:FIGURES]]
     parts: list[Markup] = [element("div", figures[:OPEN], class_="plots")]
     if len(figures) > OPEN:
         parts.append(
@@ -44,10 +43,9 @@ def update_ratios(ranges: Ranges, series: str) -> Markup | None:
     return element("div", parts)
 
 
-def _axis(tracks: Sequence[Track]) -> Axis:
+def _axis(track: Track) -> Axis:
     ends = [
         value
-        for track in tracks
         for values in (track.quantiles[0], track.quantiles[2])
         for value in values
         if math.isfinite(value)
