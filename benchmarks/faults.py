@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def main() -> int:
     scoring = importlib.import_module("faults.score")
     torch.set_num_threads(1)
     began = time.perf_counter()
-    score = scoring.score()
+    with tempfile.TemporaryDirectory() as folder:
+        score = scoring.score(Path(folder))
     seconds = time.perf_counter() - began
 
     console = Console(width=120)
@@ -53,7 +55,10 @@ def main() -> int:
             console.print(
                 ("not named: " if not grade.named else "in part:   ") + scoring.missed(grade), markup=False
             )
-    for clean in score.clean:
+    for grade in score.scripts:
+        if not grade.named:
+            console.print("script, not named: " + scoring.missed(grade), markup=False)
+    for clean in (*score.clean, *score.clean_scripts):
         for alarm in clean.alarms:
             console.print(f"false alarm: {clean.name}: {alarm}", markup=False)
         if not clean.skips:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from faults.clean import CLEAN, Clean, of_clean
 from faults.rows import FAULTS, Expected, Fault
 from faults.runs import acting, of_fault
+from faults.scripted import can_be_one, launched
 from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.records import OverflowRecord, UpdateRecord
 
 FAMILIES: dict[str, set[str]] = {
     "mul": {"mul", "imul", "rmul", "multiply"},
@@ -156,17 +159,44 @@ def grade_of_clean(row: Clean) -> CleanGrade:
     return CleanGrade(row.name, row.family, len(skipped), alarms, silent)
 
 
+def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
+    """Run a fault as a plain script under `mezzo run`, and grade the best of what was found in it.
+
+    Args:
+        row: the fault, one that `scripted.can_be_one`.
+        folder: for script and records.
+    """
+    found = [r.finding for r in launched(row, folder) if isinstance(r, OverflowRecord) and r.finding.alarms]
+    grades = []
+    for expected in row.all_expected:
+        each = [grade(row, expected, finding, True, None) for finding in found]
+        each = each or [grade(row, expected, None, False, None)]
+        grades.append(max(each, key=lambda g: (g.named, g.module, g.cause, g.line)))
+    return grades
+
+
+def grade_of_clean_script(row: Clean, folder: Path) -> CleanGrade:
+    """Run without a fault, as a plain script under `mezzo run`."""
+    told = launched(row, folder)
+    found = [r.finding for r in told if isinstance(r, OverflowRecord)]
+    skips = sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told)
+    return CleanGrade(row.name, row.family, skips, [f for f in found if f.alarms], skips - len(found))
+
+
 @dataclass(frozen=True)
 class Score:
-    """All grades."""
+    """All grades: of loops with `MixedPrecision`, and of plain scripts."""
 
     faults: list[FaultGrade]
     clean: list[CleanGrade]
+    scripts: list[FaultGrade] = field(default_factory=list)
+    clean_scripts: list[CleanGrade] = field(default_factory=list)
 
     @property
     def perfect(self) -> bool:
-        """Every fault named, and no alarm without one."""
-        return all(g.named for g in self.faults) and all(g.quiet for g in self.clean)
+        """Every fault named, and no alarm without one, in loops with `MixedPrecision`; none without one in scripts."""
+        quiet = all(g.quiet for g in (*self.clean, *self.clean_scripts))
+        return quiet and all(g.named for g in self.faults)
 
     def counts(self) -> dict[str, list[int]]:
         """What was asked -> [how often it was right, of how many]."""
@@ -183,6 +213,13 @@ class Score:
             sum(g.skips - len(g.alarms) - g.silent for g in self.clean),
             sum(g.skips for g in self.clean),
         ]
+        scripts, quiet = self.scripts, self.clean_scripts
+        rows["as plain scripts: module and direction"] = [
+            sum(g.module and g.direction for g in scripts),
+            len(scripts),
+        ]
+        rows["as plain scripts: named"] = [sum(g.named for g in scripts), len(scripts)]
+        rows["as plain scripts: clean runs without an alarm"] = [sum(g.quiet for g in quiet), len(quiet)]
         return rows
 
     def by_family(self) -> dict[str, list[int]]:
@@ -203,12 +240,24 @@ class Score:
             "by_family": self.by_family(),
             "faults": [{**asdict(g), "named": g.named} for g in self.faults],
             "clean": [{**asdict(g), "quiet": g.quiet} for g in self.clean],
+            "scripts": [{**asdict(g), "named": g.named} for g in self.scripts],
+            "clean_scripts": [{**asdict(g), "quiet": g.quiet} for g in self.clean_scripts],
         }
 
 
-def score(faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
-    """Run and grade all of it."""
-    return Score([g for row in faults for g in grades_of(row)], [grade_of_clean(row) for row in clean])
+def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
+    """Run and grade all of it.
+
+    Args:
+        folder: for scripts and records.
+        faults, clean: which rows.
+    """
+    return Score(
+        [g for row in faults for g in grades_of(row)],
+        [grade_of_clean(row) for row in clean],
+        [g for row in faults if can_be_one(row) for g in grades_of_script(row, folder)],
+        [grade_of_clean_script(row, folder) for row in clean if can_be_one(row)],
+    )
 
 
 def missed(g: FaultGrade) -> str:
