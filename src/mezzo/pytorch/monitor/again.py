@@ -127,10 +127,19 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if isinstance(value, _PLAIN)}
 
 
+def within_compiled() -> bool:
+    """Whether a compiled function is being run, in a part of it that is not compiled."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
 @contextmanager
 def eager() -> Iterator[None]:
     """Compiled functions run as they were written."""
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules or within_compiled():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

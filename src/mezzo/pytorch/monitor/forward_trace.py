@@ -90,6 +90,7 @@ class ForwardTrace(TorchFunctionMode):
         stop: code of the function that calls the model: the user's lines are looked for inside of it.
         called: the line from where the model was called, for operations in modules that are all PyTorch's.
         outer: the module of operations that no module holds.
+        lenient: where watching an operation fails, stop watching (`trouble` says why) and let the operation be.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ForwardTrace(TorchFunctionMode):
         stop: CodeType | None = None,
         called: user_line.Line | None = None,
         outer: str = "",
+        lenient: bool = False,
     ) -> None:
         super().__init__()
         self._paths: dict[int, str] = {}
@@ -118,6 +120,7 @@ class ForwardTrace(TorchFunctionMode):
         self._count = 0
         self._running = False
         self.paused = False
+        self.lenient, self.trouble = lenient, ""
         self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
         self.leaves: dict[Any, Tensor] = {}  # node that accumulates -> its leaf
 
@@ -196,22 +199,28 @@ class ForwardTrace(TorchFunctionMode):
         ins = list(tensors((args, kwargs)))
         for tensor in ins:
             self.claim(tensor, None)
-        versions = [tensor._version if not tensor.is_inference() else 0 for tensor in ins]
+        versions = [_version(tensor) for tensor in ins]
         self._running = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._running = False
-        outs = list(tensors(out))
-        for tensor, version in zip(ins, versions):
-            if (
-                not tensor.is_inference()
-                and tensor._version != version
-                and not any(tensor is o for o in outs)
-            ):
-                outs.append(tensor)
+        try:
+            self._ran(func, args, kwargs, ins, versions, list(tensors(out)))
+        except Exception as error:
+            if not self.lenient:
+                raise
+            self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
+        return out
+
+    def _ran(
+        self, func: Any, args: Any, kwargs: Any, ins: list[Tensor], versions: list[int], outs: list[Tensor]
+    ) -> None:
+        """An operation has run: note what isn't finite of it, and the nodes that it made."""
+        written = [tensor for tensor, version in zip(ins, versions) if _version(tensor) != version]
+        outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
         if not outs:
-            return out
+            return
         name = op_names.of_function(func)
         place: Place | None = None
         bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
@@ -221,14 +230,13 @@ class ForwardTrace(TorchFunctionMode):
             self._events.pop(id(tensor), None)
         if bad:
             place = self._place(name)
-            self._note(place, func, args, kwargs, ins, versions, bad)
+            self._note(place, func, args, kwargs, ins, {id(tensor) for tensor in written}, bad)
         if any(tensor.requires_grad for tensor in outs):
             place = place or self._place(name)
             if name in op_names.POLES:
                 place.zeros = any(_has_zero(tensor) for tensor in (*ins, *outs))
             for tensor in outs:
                 self.claim(tensor, place)
-        return out
 
     def _without_statistics(self, ins: list[Tensor], bad: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         def is_one(tensor: Tensor) -> bool:
@@ -244,11 +252,10 @@ class ForwardTrace(TorchFunctionMode):
         args: Any,
         kwargs: Any,
         ins: list[Tensor],
-        versions: list[int],
+        written: set[int],
         bad: list[Tensor],
     ) -> None:
         parents: list[Event] = []
-        written = {id(tensor) for tensor, version in zip(ins, versions) if tensor._version != version}
         for tensor in ins:
             known = self._event_of(tensor)
             if known is None and id(tensor) not in written and not finite(tensor):
@@ -357,6 +364,10 @@ def root(event: Event) -> tuple[Event, list[Event]]:
     producers = [one for one in order if one.kind != "passed"]
     first = producers[0] if producers else order[0]
     return first, [one for one in order if one.number > first.number]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _has_zero(tensor: Tensor) -> bool:

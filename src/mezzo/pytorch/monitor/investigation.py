@@ -50,7 +50,7 @@ def investigate(
             forward, backward = _run_again(call, scales)
         except Exception as error:  # the user's code runs again here, and may not expect that
             missed = True
-            notes.append(f"a call could not be run again: {type(error).__name__}: {error}".split("\n")[0])
+            notes.append(f"a call could not be run again: {told(error)}")
             continue
         if forward is not None:
             return _noted(forward, notes)
@@ -63,6 +63,11 @@ def investigate(
     if found:
         return _noted(next((one for one in found if one.alarms), found[0]), notes)
     return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite")
+
+
+def told(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def _noted(finding: Finding, notes: Sequence[str]) -> Finding:

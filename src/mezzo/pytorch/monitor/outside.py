@@ -81,6 +81,7 @@ class OutsideBackward:
         self._places = places
         self._unscaled: dict[tuple[Any, int], Tensor] = {}
         self.event: OutsideEvent | None = None
+        self.trouble = ""
         self.of_calls: dict[
             int, dict[int, Tensor]
         ] = {}  # call -> place among its outputs -> unscaled gradient
@@ -179,8 +180,11 @@ class _Look:
         self._node = node
 
     def __call__(self, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
-        with torch._C.DisableTorchFunction():
-            self._watch.look(self._node, going, coming)
+        try:
+            with torch._C.DisableTorchFunction():
+                self._watch.look(self._node, going, coming)
+        except Exception as error:  # the backward is the script's: it must go on
+            self._watch.trouble = f"{type(error).__name__}: {error}"
 
 
 def of_forward(first: Event, passed: Sequence[Event]) -> OutsideEvent:

@@ -9,31 +9,49 @@ of the models; a gradient within a call. A backward that is finite with the scal
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import remedies
+from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor import outside, user_line
-from mezzo.pytorch.monitor.again import eager, running_again
+from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
 from mezzo.pytorch.monitor.habits import Habits, unwrapped
-from mezzo.pytorch.monitor.investigation import investigate
+from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite
 
 WATCHED = 50
 """Regions that are watched live at most, for one overflow that was not explained."""
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
+
+
+def _never_raises(method: _Method) -> _Method:
+    """What goes wrong in watching is told in a finding's note; the step goes on."""
+
+    @functools.wraps(method)
+    def guarded(self: OverflowTracer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._trouble = f"watching failed: {told(error)}"
+            return None
+
+    return cast("_Method", guarded)
 
 
 class _Running:
@@ -77,6 +95,8 @@ class OverflowTracer:
         self._outside: dict[int, outside.OutsideBackward] = {}
         self._live: ForwardTrace | None = None
         self._to_watch = 0
+        self._trouble = ""
+        self._group: Any = None
         self._loss_event: outside.OutsideEvent | None = None
         self._finding: Finding | None = None
         self._records: list[Record] = []
@@ -94,9 +114,12 @@ class OverflowTracer:
 
     # ------------------------------------------------------------------------------------------ told
 
+    @_never_raises
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the call is given."""
         self._open = None
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._group = model.process_group
         if running_again() or self._left <= 0:
             return
         self._prune()
@@ -119,6 +142,7 @@ class OverflowTracer:
         habits.before(call)
         self._open = call
 
+    @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """Watch for the gradients of what was returned."""
         call, self._open = self._open, None
@@ -128,6 +152,7 @@ class OverflowTracer:
         if call.ended(output, _Running.now):
             self.calls.append(call)
 
+    @_never_raises
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Watch what is outside of the calls."""
         if running_again() or self._left <= 0:
@@ -177,7 +202,7 @@ class OverflowTracer:
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
             if skipped and self._left > 0:
-                finding = self._looked_into()
+                finding = self._agreed(self._looked_into())
                 self._finding = finding
                 self._left -= finding.alarms
                 unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
@@ -206,6 +231,7 @@ class OverflowTracer:
         self._outside.clear()
         self._live = None
         self._loss_event = None
+        self._trouble = ""
         for tracer in _ALL:
             for call in tracer.calls:
                 if me in call.told:
@@ -224,7 +250,9 @@ class OverflowTracer:
     @property
     def watches_live(self) -> bool:
         """Whether the next region is to be watched operation by operation: enter `live` in it."""
-        return self._to_watch > 0 and self._left > 0 and self._live is None and not running_again()
+        if self._to_watch <= 0 or self._left <= 0 or self._live is not None:
+            return False
+        return not running_again() and not within_compiled()
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -233,31 +261,56 @@ class OverflowTracer:
         Compiled parts run eagerly inside.
         """
         self._to_watch -= 1
-        models = list(dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits))
-        self._live = trace = ForwardTrace(models, outer=OUTSIDE)
+        models = dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
+        self._live = trace = ForwardTrace(models, outer=OUTSIDE, lenient=True)
         with eager(), trace.watching():
             yield
 
     # ------------------------------------------------------------------------------------------ looking
 
     def _looked_into(self) -> Finding:
-        began = time.perf_counter()
-        me = id(self)
-        calls = [call for tracer in _ALL for call in tracer.calls if me in call.told]
-        kept = sum(call.nbytes for call in calls)
-        for number, watch in self._outside.items():
-            for call in calls:
-                call.unscaled[number] = watch.of_calls.get(call.number, {})
-        for call in calls:
-            if call.written:
-                for tracer in _ALL:
-                    if call.inner in tracer._habits:
-                        tracer._habits[call.inner].writes_arguments = True
-        finding = investigate(
-            sorted(calls, key=lambda call: call.number),
-            {number: float(scale) for number, scale in self._scales.items()},
-            self._loss_event,
-            [watch.event for watch in self._outside.values() if watch.event is not None],
-        )
-        finding = replace(finding, seconds=time.perf_counter() - began, kept_bytes=kept)
+        began, kept = time.perf_counter(), 0
+        try:
+            calls = [call for tracer in _ALL for call in tracer.calls if id(self) in call.told]
+            kept = sum(call.nbytes for call in calls)
+            self._learn(calls)
+            finding = investigate(
+                sorted(calls, key=lambda call: call.number),
+                {number: float(scale) for number, scale in self._scales.items()},
+                self._loss_event,
+                [watch.event for watch in self._outside.values() if watch.event is not None],
+            )
+        except Exception as error:
+            finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
+        if finding.cause == "unknown":
+            self._trouble += "; " * bool(self._trouble) + self._why_unknown()
+        note = "; ".join(filter(None, (finding.note, self._trouble)))
+        finding = replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
         return replace(finding, remedies=remedies(finding))
+
+    def _learn(self, calls: Sequence[KeptCall]) -> None:
+        """What backward showed of the calls, and what was written of their arguments since."""
+        for call in calls:
+            for number, watch in self._outside.items():
+                call.unscaled[number] = watch.of_calls.get(call.number, {})
+            for tracer in _ALL:
+                if call.written and call.inner in tracer._habits:
+                    tracer._habits[call.inner].writes_arguments = True
+
+    def _why_unknown(self) -> str:
+        if self._group is None and is_distributed():
+            return "it may have been another rank's"
+        return "" if self._scales else "its backward was not seen"
+
+    def _agreed(self, finding: Finding) -> Finding:
+        """What the ranks of data parallelism found, each in its own part of the batch: the first that alarms."""
+        if self._group is None or not is_distributed(self._group):
+            return finding
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, finding, group=self._group)
+        order = {"loss scale": 1, "unknown": 2}
+        rank = min(range(len(found)), key=lambda one: order.get(found[one].cause, 0))
+        if rank == dist.get_rank(self._group):
+            return finding
+        chosen: Finding = found[rank]
+        return replace(chosen, note="; ".join(filter(None, (chosen.note, f"found by rank {rank}"))))

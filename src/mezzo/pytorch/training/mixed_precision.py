@@ -16,7 +16,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -311,7 +311,10 @@ class MixedPrecision:
             self._trial.start()
         if training and not self._statistics.remembers and self._scaling() is not None:
             self._statistics.remember()
-        with self._regions[self.precision] as region, self._observing.live():
+        watched: AbstractContextManager[Any] = nullcontext()
+        if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
+            watched = self._observing.live()
+        with self._regions[self.precision] as region, watched:
             yield region
 
     @_disable_dynamo
