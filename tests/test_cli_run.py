@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,34 @@ def test_the_summary_says_the_policys_notes(train: str, capsys: pytest.CaptureFi
         "mezzo: scaling=rowwise does nothing here: it scales fp8 factors, and nothing is computed in fp8.\n"
     )
     assert said in capsys.readouterr().err
+
+
+def test_records_go_to_tensorboard_too(train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["run", "--quiet", "--watch=3", "--precision", "fp16", "--tensorboard", "events", "--out", "here"]
+    assert main([*words, train]) == 3
+    losses = [r.loss for r in records.read(tmp_path / "here" / "runs" / "run.jsonl") if r.kind == "loss"]
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert [e.value for e in events.Scalars("loss")] == [pytest.approx(loss) for loss in losses]
+    assert [e.value for e in events.Scalars("loss_scale")] == [65536.0] * 4
+    assert any("activation" in tag for tag in events.Tags()["histograms"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    assert main(["run", "--quiet", "--tensorboard", "others", train]) == 3
+    assert not (tmp_path / "others").exists()
+
+
+def test_tensorboard_is_missed_before_the_script_runs(
+    train: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
+    )
+    assert main(["run", "--tensorboard", "events", train]) == 2
+    captured = capsys.readouterr()
+    assert "pip install 'mezzo[tensorboard]'" in captured.err
+    assert captured.out == ""

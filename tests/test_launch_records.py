@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,8 @@ def test_requests_travel_as_json() -> None:
     from mezzo.core.errors import UsageError
     from mezzo.pytorch.launch.request import RunRequest
 
-    full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False)
+    full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
+    full = replace(full, trace=False, stop_after=7, sensitivity=Path("s.json"), tensorboard=Path("events"))
     assert RunRequest.from_json(full.to_json()) == full
     assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
     for text, message in [
@@ -238,8 +240,13 @@ def test_requests_travel_as_json() -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             RunRequest.from_json(text)
-    with pytest.raises(UsageError, match="seed_offset is -1"):
-        RunRequest("t.py", seed_offset=-1)
+    for wrong, message in (
+        ({"seed_offset": -1}, "seed_offset is -1"),
+        ({"watch": -2}, "watch is -2"),
+        ({"stop_after": 0}, "stop_after is 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            RunRequest("t.py", **wrong)
 
 
 def test_outputs_leave_as_fp32_whatever_holds_them() -> None:

@@ -65,6 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--records", metavar="FILE", type=Path, help="write the run's records here, as JSON lines"
     )
+    parser.add_argument(
+        "--tensorboard", metavar="DIR", type=Path, help="write the records as TensorBoard events, too"
+    )
     parser.add_argument("--observe", action="store_true", help="watch one early step: memory, formats of ops")
     parser.add_argument("--quiet", action="store_true", help="no summary at the end")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
@@ -126,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
         summary=not arguments.quiet,
         watch=arguments.watch,
         trace=not arguments.no_trace,
+        # The script may change the working directory; of several processes one is enough.
+        tensorboard=None if arguments.tensorboard is None or _rank() else arguments.tensorboard.absolute(),
     )
     if folder is None:
         return run_request(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -37,10 +38,14 @@ class Journal:
     Args:
         path: file for the records; None counts only.
         started: makes the first record when it is needed.
+        tensorboard: folder for the same records as TensorBoard events; None writes none.
     """
 
-    def __init__(self, path: Path | None, started: Callable[[], RunStarted]) -> None:
-        self._writer = None if path is None else RecordWriter(path)
+    def __init__(
+        self, path: Path | None, started: Callable[[], RunStarted], tensorboard: Path | None = None
+    ) -> None:
+        self._tensorboard = tensorboard
+        self._writer: RecordWriter | None = None if path is None else RecordWriter(path)
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
         self._queue: list[tuple[Record, Any]] = []
@@ -120,11 +125,16 @@ class Journal:
                 self._writer.write(record)
 
     def _put(self, record: Record, value: Any) -> None:
-        if self._writer is None:
-            return
         if self._make_started is not None:
             make, self._make_started = self._make_started, None
-            self._writer.write(make())
+            if self._tensorboard is not None and "torch" in sys.modules:  # else the script never imported it
+                from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+
+                self._writer = TensorBoardWriter(self._tensorboard, also=self._writer)
+            if self._writer is not None:
+                self._writer.write(make())
+        if self._writer is None:
+            return
         self._queue.append((record, value))
         self._held = self._held or _lies_on_device(value)
         if not self._held or len(self._queue) >= _BATCH:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError, unknown_name
 
-_PATHS = ("records", "sensitivity")
+_PATHS = ("records", "sensitivity", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class RunRequest:
         trace: where the policy has a loss scale, look into each skipped step for where its NaN or infinity came from.
         stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)` from within its
             step; None lets it end by itself.
+        tensorboard: folder for the records as TensorBoard events, beside those of `records`; None writes none.
         sensitivity: file for what `mezzo.pytorch.sensitivity` measures; None measures nothing.
 
     Raises:
@@ -51,6 +52,7 @@ class RunRequest:
     watch: int = 0
     trace: bool = True
     stop_after: int | None = None
+    tensorboard: Path | None = None
     sensitivity: Path | None = None
 
     def __post_init__(self) -> None:

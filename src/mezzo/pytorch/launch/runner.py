@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 from mezzo.core.errors import UsageError
@@ -33,9 +34,13 @@ def run(request: RunRequest) -> int:
     """
     policy = policy_of(request.policy)
     check(policy)
+    if request.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "TensorBoard's package is not installed. Install it with: pip install 'mezzo[tensorboard]'"
+        )
     target = script.locate(request.target, is_module=request.is_module)
     try:
-        journal = Journal(request.records, lambda: _started(session))
+        journal = Journal(request.records, lambda: _started(session), request.tensorboard)
     except OSError as error:
         raise UsageError(f"can't write records to {str(request.records)!r}: {error.strerror}") from error
     session = Session(request, policy, journal)
