@@ -64,6 +64,9 @@ def test_marks_tell_probing_from_alarms(tmp_path: Path) -> None:
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
     assert "update 90 skipped: forward of exp in blocks.1.attention (model.py:48" in figure
+    assert "Updates 90, 91: forward of exp in blocks.1.attention" in figure
+    assert "Update 170: backward of SqrtBackward0 outside the model" in figure
+    assert "Update 1:" not in figure
     assert "update 1 skipped: the gradients overflow at this loss scale and not at a smaller one" in figure
 
 

@@ -48,16 +48,12 @@ def _one(run: Run, *, several: bool) -> Markup:
         "div",
         element("h3", run.name) if several else None,
         element("p", told, class_="note"),
-        _controls(shift, _first(formats)),
+        _controls(shift, formats["activation gradient"], maps=any(maps)),
         plots(figures),
         _headed("Lost, by tensor and step", plots(maps)),
         _headed("Updates over weights", ratios),
         class_="ranges",
     )
-
-
-def _first(formats: dict[str, str]) -> str:
-    return formats["activation gradient"]
 
 
 def _headed(title: str, content: Markup | None) -> Markup | None:
@@ -73,7 +69,7 @@ def _format(seen: Ranges, what: str) -> str:
     return FORMATS[0]
 
 
-def _controls(shift: int, format: str) -> Markup:
+def _controls(shift: int, format: str, *, maps: bool) -> Markup:
     """What a script brings to life: the loss scale that gradients are drawn at, and the format of the maps."""
     return element(
         "div",
@@ -99,6 +95,7 @@ def _controls(shift: int, format: str) -> Markup:
                 [element("option", name, value=name, selected=name == format) for name in FORMATS],
                 class_="format",
             ),
+            hidden=not maps,
         ),
         class_="controls",
         hidden=True,

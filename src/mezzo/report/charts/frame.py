@@ -119,7 +119,9 @@ class Frame:
             self._outer.append(
                 element(
                     "svg",
-                    element("path", title, d="M-5-5L5 5M-5 5L5-5", class_=f"cross {series}"),
+                    # A finger's width to point at: the strokes alone would be hard to meet.
+                    element("rect", title, x=-9, y=-9, width=18, height=18, class_="target"),
+                    element("path", d="M-5-5L5 5M-5 5L5-5", class_=f"cross {series}"),
                     x=left,
                     y=top,
                     overflow="visible",

@@ -20,6 +20,7 @@ from mezzo.report.series import Array
 # More strokes than this would be a wall of colour: one a bucket is drawn, and the note gives the true count.
 STROKES = 200
 NAMED = 12
+ALARMS = 4
 
 Updates = tuple[UpdateRecord, ...]
 Found = dict[int, Finding]
@@ -71,8 +72,25 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
     ):
         if kind in drawn:
             frame.keys.append(Key(kind, shape, words))
-    frame.notes += told
+    frame.notes += told + _culprits(tracks)
     return frame.render()
+
+
+def _culprits(tracks: Sequence[tuple[str, Updates, Found]]) -> list[str]:
+    """A sentence for each thing that made updates fail, the first few: what the marks say under the pointer."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for who, track, found in tracks:
+        for place, update in enumerate(track):
+            finding = found.get(update.index) if update.skipped else None
+            if finding is not None and finding.alarms:
+                places.setdefault((who, told(finding)), []).append(place)
+    sentences = []
+    for (who, words), updates in places.items():
+        named = ", ".join(f"{place:,}" for place in updates[:NAMED]) + (", …" if len(updates) > NAMED else "")
+        whose = f"{who}, update" if who else "Update"
+        sentences.append(f"{whose}{'s' if len(updates) > 1 else ''} {named}: {words}.")
+    more = [f"{len(sentences) - ALARMS:,} more culprits are below."] if len(sentences) > ALARMS else []
+    return sentences[:ALARMS] + more
 
 
 def _mark(update: UpdateRecord, finding: Finding | None) -> tuple[str, str]:
