@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import mezzo
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.monitor.largest_gradient import LargestGradient
+from ranks import two_ranks
 from training_steps import Waits, batch, everything, network, nobody_owns_anything, run, same  # noqa: F401
 
 
@@ -245,3 +247,14 @@ def test_numbers_that_can_not_be_looked_at_are_passed_over() -> None:
     )
     assert looks.largest is not None
     assert float(looks.largest) == 0.0
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+def test_ranks_agree_on_the_largest_and_so_on_the_scale(tmp_path: Path) -> None:
+    ranks = two_ranks("largest_ranks.py", tmp_path / "store", seconds=200)
+    assert ranks[0]["DDP"]["told"] == ranks[1]["DDP"]["told"]
+    assert ranks[0]["DDP"]["own"] != ranks[1]["DDP"]["own"]
+    assert ranks[0]["DDP"]["told"][-1][1] != 256.0
+    assert [rank["number"] for rank in ranks] == ["1.0", "1.0"]
+    assert [rank["NaN"] for rank in ranks] == ["nan", "nan"]

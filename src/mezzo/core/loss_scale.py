@@ -96,8 +96,9 @@ class StaticLossScale:
         It is never above 2^100, so that an ordinary loss times S stays finite in FP32.
 
         Args:
-            largest_gradient: the largest finite magnitude of any *activation* gradient seen in FP32 or
-                unscaled: those overflow before the weights' gradients do.
+            largest_gradient: the largest finite magnitude of any gradient seen in FP32 or unscaled, of activations
+                and of weights. Where the loss is a sum those of activations overflow first; where it is a mean
+                over a batch those of weights do, which sum over it.
             format: the format in which backward computes.
             headroom_bits: how many doublings the largest gradient may still make in the rest of the run.
 
