@@ -68,11 +68,13 @@ def calibrate(
         settings.remove(results.resolve())
     run = read_run(runs, NAME)
     told.end(f"{run.steps} steps" if run.succeeded else f"failed with exit status {status}")
-    if not run.succeeded or not results.exists():
+    if not run.succeeded:
         raise ScriptError(
             f"{request.target} ended with exit status {status} in FP32, without mixed precision, so there is nothing "
             f"to tune. Mend the script first. Its output ended:\n{run.failure()}"
         )
+    if not results.exists():
+        raise ScriptError(_nothing(request, run))
     measured = Sensitivities.from_json(results.read_text(encoding="utf-8"))
     if not measured.units or not measured.losses:
         raise ScriptError(_nothing(request, run))
