@@ -365,6 +365,31 @@ def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
     assert by_key(mp.ranges) == expected
 
 
+def test_a_call_that_raised_and_a_graph_that_is_kept_add_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp32", watch=1, accumulate=2)
+    (x,) = batches(1)
+    with pytest.raises(RuntimeError), mp.autocast():
+        model(torch.ones(3, 5))
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    losses = []
+    for _ in range(2):
+        with mp.autocast():
+            losses.append(model(x).sum())
+        if len(losses) == 2:  # a look at the first loss's graph, which is none of the step's backward passes
+            torch.autograd.grad(losses[0], model[0].weight)
+        mp.step(losses[-1], retain_graph=True)
+    rows = by_key(mp.ranges)
+    for what in ("activation", "activation gradient"):
+        for module in ("0", "1"):
+            assert rows[what, module, ""].histogram.elements == 2 * 48
+
+
 def test_two_optimizers_of_one_loop_see_their_own() -> None:
     """A GAN: each has its own model and interval; the discriminator's gradients in the other's step are not its own."""
     torch.manual_seed(0)
@@ -542,7 +567,7 @@ def test_compiled_insides_are_left_out_and_said_so_once() -> None:
                 loss = model(x).sum()
             mp.step(loss)
     assert len([w for w in caught if str(w.message).startswith("watch:")]) == 1
-    assert "modules of 0 into one graph" in watch_of(mp).notes[0]
+    assert "the modules of 0 are compiled into one graph" in watch_of(mp).notes[0]
     rows = by_key(mp.ranges)
     assert {module for what, module, _ in rows if what == "activation"} == {"0", "1"}
     assert {module for what, module, _ in rows if what == "weight gradient"} == {"0.0", "1"}

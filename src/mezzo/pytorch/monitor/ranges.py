@@ -38,8 +38,8 @@ KEPT = 32
 """Watched updates whose records are kept for `drain`."""
 
 _COMPILED = (
-    "watch: torch.compile has taken the modules of {} into one graph: what they return inside of it is left out of "
-    "the ranges, and their weights, gradients and updates are not."
+    "watch: the modules of {} are compiled into one graph: what they return inside of it is left out of the ranges; "
+    "their weights, gradients and updates are not."
 )
 _NOT_CALLED = (
     "watch: no call of the model was seen in a watched update, so its ranges are without activations. A model is seen "
