@@ -22,6 +22,7 @@ from faults.models import (
     cnn,
     encoder,
     gan,
+    others,
     recurrent,
     scored,
     stack,
@@ -152,6 +153,10 @@ def _allowed_labels(trainee: Trainee) -> None:
     trainee.loss = lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2))
 
 
+def _causal_buffer(trainee: Trainee) -> None:
+    trainee.model.mask.copy_(torch.full((4, 4), float("-inf")).triu(1))
+
+
 def _evaluates(trainee: Trainee) -> None:
     """Validation on the side, infinite."""
 
@@ -243,6 +248,14 @@ CLEAN: list[Clean] = [
         partial(cnn, optimizer=lambda p: mezzo.optim.AdamW(p, lr=1e-3)),
         options={"weights": "masters"},
     ),
+    Clean("a mask of -inf in a buffer", "transformer", others.attends, plant=_causal_buffer),
+    Clean("a dataclass returned", "perceptron", partial(others.in_a_dataclass)),
+    Clean("parts called one by one", "perceptron", others.parts),
+    Clean("experts", "perceptron", others.experts),
+    Clean("a language model with tied weights", "recurrent", others.tied),
+    Clean("a learned uncertainty", "perceptron", others.weighed),
+    Clean("a criterion with weights of its own", "perceptron", others.with_a_criterion),
+    Clean("two models of one graph", "perceptron", others.two_losses),
     Clean("an output of -inf on purpose", "CNN", partial(cnn, end=plants.MasksLogits), plant=_allowed_labels),
     Clean("an autoencoder", "CNN", autoencoder),
     Clean("a draw around a mean", "CNN", partial(autoencoder, plants.Reparameterises)),

@@ -6,7 +6,7 @@ It is slow and knows modules only, not operations. It says which rows are true, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from mezzo.core.finding import OUTSIDE
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The floating tensors in a nest of tuples, lists and dicts."""
+    """The floating tensors in a nest of tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
+    elif is_dataclass(value):
+        yield from tensors_of(vars(value))
     elif isinstance(value, dict):
         for each in value.values():
             yield from tensors_of(each)

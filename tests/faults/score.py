@@ -23,6 +23,7 @@ FAMILIES: dict[str, set[str]] = {
     "mul": {"mul", "imul", "rmul", "multiply"},
     "add": {"add", "iadd", "radd"},
     "div": {"div", "truediv", "itruediv", "rtruediv", "truedivide", "divide"},
+    "inverse": {"div", "truediv", "rtruediv", "reciprocal"},  # PyTorch's 1 / x is x.reciprocal()
     "pow": {"pow", "rpow"},
     "matmul": {"matmul", "rmatmul", "bmm", "mm", "baddbmm", "einsum"},
     "linear": {"linear", "addmm", "mm", "bmm", "matmul"},

@@ -3,7 +3,7 @@
 Each row is a truth about the code of `faults.plants` and `faults.models`, checked without any tracer by `plain.py`.
 """
 
-from faults.rows import harder, held, no_result, outside, slopes, too_large
+from faults.rows import afterwards, harder, held, no_result, outside, slopes, too_large
 from faults.rows.fault import PLANTED, Expected, Fault
 
 FAULTS: list[Fault] = [
@@ -13,6 +13,7 @@ FAULTS: list[Fault] = [
     *held.ROWS,
     *outside.ROWS,
     *harder.ROWS,
+    *afterwards.ROWS,
 ]
 
 __all__ = ["FAULTS", "PLANTED", "Expected", "Fault"]
