@@ -78,6 +78,20 @@ def of_clean(
             mp.close()
 
 
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The parameters that a backward of this loss reaches: other models' too."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting.extend(following for following, _ in node.next_functions)
+
+
 class AtScaleOne:
     """Computes each loss twice: once for a backward without a loss scale, that has to be finite, then as it is.
 
@@ -94,13 +108,14 @@ class AtScaleOne:
         random = torch.get_rng_state()
         with mp.autocast():
             loss = compute()
-        params = [p for group in mp.optimizer.param_groups for p in group["params"]]
+        own = [p for group in mp.optimizer.param_groups for p in group["params"]]
+        params = list({id(p): p for p in (*own, *_leaves(loss))}.values())
         before = [p.grad for p in params]
         for p in params:
             p.grad = None
         loss.backward()
         self.finite.append(
-            bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None)
+            bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
         )
         for p, grad in zip(params, before):
             p.grad = grad
