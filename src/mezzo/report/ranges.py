@@ -57,7 +57,8 @@ class Track:
         label: what the page calls it: path of the module, with the parameter's name where it is a parameter's.
         what: a key of `mezzo.core.ranges.WHAT`.
         format: what it has in the run.
-        total: all its histograms together; those of gradients without the loss scale.
+        counts: of each exponent, over all steps; of gradients without the loss scale.
+        zeros, infinities, nans, largest: likewise.
         columns: the places in `Ranges.updates` of the steps in which it was seen.
         lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
             scale; of an update ratio, the share too small to move a weight of that format. NaN where there is no
@@ -69,7 +70,11 @@ class Track:
     label: str
     what: str
     format: str
-    total: Histogram = field(default_factory=Histogram)
+    counts: dict[int, int] = field(default_factory=dict)
+    zeros: int = 0
+    infinities: int = 0
+    nans: int = 0
+    largest: float = 0.0
     columns: array[int] = field(default_factory=lambda: array("l"))
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
     broken: array[int] = field(default_factory=lambda: array("q"))
@@ -77,7 +82,12 @@ class Track:
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
-        self.total = self.total.plus(histogram)
+        for exponent, count in enumerate(histogram.counts, histogram.lowest):
+            self.counts[exponent] = self.counts.get(exponent, 0) + count
+        self.zeros += histogram.zeros
+        self.infinities += histogram.infinities
+        self.nans += histogram.nans
+        self.largest = max(self.largest, histogram.largest)
         self.columns.append(column)
         # An infinite ratio is an update of a weight that was 0: nothing is wrong with it.
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
@@ -92,6 +102,13 @@ class Track:
         if self.what == RATIO:
             for kept, value in zip(self.quantiles, quantiles(histogram, QUANTILES)):
                 kept.append(value)
+
+    @property
+    def total(self) -> Histogram:
+        """All its histograms together."""
+        first, last = min(self.counts, default=0), max(self.counts, default=-1)
+        counts = [self.counts.get(exponent, 0) for exponent in range(first, last + 1)]
+        return Histogram(first, counts, self.zeros, self.infinities, self.nans, self.largest)
 
     def mean_lost(self, name: str) -> float:
         """Mean of the shares lost in a format over the steps that have one; NaN where none has."""
