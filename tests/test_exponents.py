@@ -90,9 +90,10 @@ def test_fp32_at_both_ends_of_every_exponent() -> None:
 
 
 def test_fp64_is_rounded_to_fp32_first() -> None:
-    x = torch.tensor([1e300, 1e-300, 2.0 - 1e-12, 3.0], dtype=torch.float64)
+    x = torch.tensor([1e300, 1e-300, 2.0 - 1e-12, 3.0, 2.0**60, 2.0**-60], dtype=torch.float64)
     row = counted(x)
     assert (row[INFINITE], row[ZERO], row[127 + 1]) == (1, 1, 2)  # 2 - 1e-12 is 2 in FP32
+    assert (row[127 + 60], row[127 - 60]) == (1, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -145,7 +145,7 @@ class RangeWatch:
         self._outputs.backward_ended()
         if self._of_interest(optimizer):
             self._begun = True
-            if self._due(optimizer):
+            if self._due(optimizer) and not _capturing():
                 self._weight_scale = _kept(scale)
                 self._parameters = self._watched(optimizer)
                 self._parameters.before()
@@ -171,7 +171,7 @@ class RangeWatch:
             self._releases = True  # known from here on: the next update is watched in place of this one
             return
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
-        if not due:
+        if not due or (parameters is None and not outputs):
             return
         rows, ratios = ExponentRows(), ExponentRows()
         if parameters is not None:
