@@ -106,6 +106,11 @@ def last_seen(module: Any, x: Tensor) -> None:
     module.last = x.mean(0)
 
 
+def expanded(module: Any, x: Tensor) -> None:
+    """Several elements of it are one number in memory, which can't be written to."""
+    module.mean = (module.mean[0] * 0.9 + x.mean() * 0.1).expand(4)
+
+
 def grows(module: Any, x: Tensor) -> None:
     module.seen = torch.cat([module.seen, x.mean()[None]])
     module.mean.fill_(module.seen.sum())
@@ -146,6 +151,7 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     ),
     "queue": lambda: Averages(queue, bank=zeros(5, 4), pointer=torch.zeros((), dtype=torch.long)),
     "None at first": lambda: Averages(last_seen, last=None),
+    "expanded": lambda: Averages(expanded),
     "grows": lambda: Averages(grows, seen=zeros(1)),
     "bf16": lambda: Averages(bf16, low=torch.zeros(4, dtype=torch.bfloat16)),
     "fp8": lambda: Averages(eight_bits, low=torch.zeros(4).to(F8)),
@@ -380,6 +386,24 @@ def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
     model(torch.full((8, 4), math.nan))
     statistics.restore(True)
     assert is_finite(model.state_dict())
+
+
+def best_so_far(module: Any, x: Tensor) -> None:
+    module.mean[1:] += x.mean(0)[1:]
+
+
+def test_what_was_infinite_before_is_not_spoiled() -> None:
+    """A running maximum that has seen nothing yet is -inf."""
+    model = Averages(best_so_far)
+    model.mean[0] = -INF
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
+    statistics.remember()
+    model(torch.randn(8, 4))
+    after = model.mean.clone()
+    for found_inf in (True, torch.ones(())):
+        statistics.mend(found_inf)
+        assert torch.equal(model.mean, after)
 
 
 def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> None:

@@ -88,7 +88,8 @@ class Kept:
                 layer.reset_running_stats()
             return
         if self.tensor is not None and self.copy is not None:
-            self.tensor.copy_(self.copy)
+            if not overlaps(self.tensor):  # which nothing can have written into
+                self.tensor.copy_(self.copy)
         elif self.tensor is not None and _version(self.tensor) != self.version:
             return  # written into, and too large to have been kept
         if self.place.now() is not self.tensor:
@@ -252,6 +253,11 @@ def is_plain(tensor: Tensor) -> bool:
     if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return tensor.dtype.itemsize > 1 or not tensor.dtype.is_floating_point
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether several of its elements are one number in memory, as in an expanded tensor: PyTorch refuses writes."""
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
 def _is_small(place: Place) -> bool:

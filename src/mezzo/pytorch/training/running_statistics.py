@@ -33,6 +33,7 @@ from mezzo.pytorch.training.buffers_before import (
     Still,
     changed_of,
     is_plain,
+    overlaps,
     spoiled_by,
 )
 
@@ -102,7 +103,7 @@ class RunningStatistics:
             if not place.trains():
                 continue
             tensor = place.now()
-            if tensor is None or not is_plain(tensor):
+            if tensor is None or not is_plain(tensor) or (place.norm is None and overlaps(tensor)):
                 self._alone.append(Kept.of(place))
                 continue
             places, tensors = grouped.setdefault((tensor.device, tensor.dtype), ([], []))
