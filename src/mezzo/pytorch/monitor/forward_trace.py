@@ -11,6 +11,7 @@ for at the end is what reached a given tensor.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,7 +135,9 @@ class ForwardTrace(TorchFunctionMode):
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with _python_functions_open(), self._functions_seen(), self:
+            with _python_functions_open(), self._functions_seen(), warnings.catch_warnings(), self:
+                # A compiled part, which runs eagerly here, warns of the hooks.
+                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
                 yield self
         finally:
             for handle in handles:

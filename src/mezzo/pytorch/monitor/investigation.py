@@ -56,7 +56,9 @@ def investigate(
             return _noted(forward, notes)
         if backward is not None:
             backwards.append(backward)
-    if loss_event is not None and not (missed and not loss_event.sure):
+    if loss_event is not None and missed and not loss_event.sure:
+        return Finding("unknown", note="; ".join(notes))
+    if loss_event is not None:
         return _noted(_outside(loss_event, "forward"), notes)
     # What alarms is told first: a loss scale that is too large does not explain it.
     found = [_outside(event, "backward") for event in gradient_events] + backwards[::-1]

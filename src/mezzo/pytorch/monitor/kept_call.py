@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mezzo.pytorch.monitor.again import RandomState
@@ -72,6 +73,8 @@ class KeptCall:
             int, dict[int, Tensor]
         ] = {}  # backward -> place among the outputs -> its gradient there
         self.told: set[int] = set()  # ids of the tracers in whose backward a gradient arrived
+        self.done = False
+        self.retained = False  # whether another backward may come through it
         self._graph: weakref.ref[_Graph] | None = None
 
     def ended(self, output: Any, backward: Any) -> bool:
@@ -129,6 +132,7 @@ class _Keeper:
         number, owner = self._backward()
         grads = call.grads.setdefault(number, {})
         grads[self._place] = grad.detach()
+        call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
         if owner is not None:
             call.told.add(owner)
 

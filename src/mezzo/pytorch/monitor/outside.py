@@ -247,7 +247,7 @@ def forward(loss: Tensor) -> OutsideEvent:
         kept,
         [facts(loss if value is None else value, "output")],
         [str(Place(OUTSIDE, op_names.of_node(node))) for node in after if good[node] is not True],
-        sure=value is not None,
+        sure=value is not None and bool(_inputs(culprit)) and all(one.finite for one in _inputs(culprit)),
     )
 
 

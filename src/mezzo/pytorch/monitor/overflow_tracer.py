@@ -219,7 +219,7 @@ class OverflowTracer:
     # ------------------------------------------------------------------------------------------ kept
 
     def _prune(self) -> None:
-        """Calls whose outputs are gone without a backward: of an evaluation in training mode, say."""
+        """Let go of calls whose outputs are gone without a backward (an evaluation in training mode, say)."""
         self.calls = [call for call in self.calls if call.told or call.graph_alive]
 
     def _let_go(self) -> None:
@@ -236,8 +236,10 @@ class OverflowTracer:
             for call in tracer.calls:
                 if me in call.told:
                     call.told.discard(me)
+                    call.done = not call.told and not call.retained
                     call.grads = {number: grads for number, grads in call.grads.items() if number not in mine}
             # What another optimizer's backward has come through, or may yet, is kept for that one.
+            tracer.calls = [call for call in tracer.calls if not call.done]
             tracer._prune()
 
     @property

@@ -1,0 +1,71 @@
+"""One of two gloo ranks under DistributedDataParallel, of which rank 1 overflows in the second step; prints JSON.
+
+Arguments: rank, a file for the ranks to meet at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzo
+
+
+class Planted(nn.Module):
+    """The identity, until a fault is planted."""
+
+    fault = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fault == "forward":
+            return x * 300 * 300
+        if self.fault == "backward":
+            return x + torch.sqrt(x * 0)
+        return x
+
+
+def case(rank: int, fault: str, trace: bool) -> dict[str, Any]:
+    """Three steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), Planted(), nn.Linear(7, 3))
+    wrapped = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    mp = mezzo.MixedPrecision(wrapped, optimizer, "fp16", loss_scale=64, trace=trace)
+    skips = []
+    for step in range(3):
+        net[1].fault = fault if (rank, step) == (1, 1) else ""
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + step))
+        with mp.autocast():
+            out = wrapped(x).float()
+            loss = out.square().mean()
+            if (fault, rank, step) == ("loss", 1, 1):
+                loss = loss + torch.log(out * 0).mean()
+        skips.append(mp.step(loss).skipped)
+    told: dict[str, Any] = {
+        "skips": skips,
+        "weights": [float(v).hex() for p in net.parameters() for v in p.detach().flatten()],
+    }
+    for finding in mp.findings:
+        told |= {"module": finding.module, "op": finding.op, "note": finding.note}
+    mp.close()
+    return told
+
+
+def main() -> None:
+    rank, meeting = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    results = {}
+    for fault in ("forward", "backward", "loss"):
+        results[fault] = case(rank, fault, True)
+        results[fault]["untraced"] = case(rank, fault, False)["weights"]
+    dist.destroy_process_group()
+    print(json.dumps(results))
+
+
+main()

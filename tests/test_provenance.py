@@ -1,0 +1,636 @@
+"""A step that was skipped: what is found out about it, what it costs, and that nothing comes of looking.
+
+That faults of many kinds are named by the right module is the corpus' matter: tests/test_faults_named.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from alive import bytes_alive
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.records import OverflowRecord, RecordWriter, from_line, read, to_line
+from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from ranks import two_ranks
+
+LOW = 2.0**6  # a loss scale that nothing here overflows by itself
+
+
+class Planted(nn.Module):
+    """The identity, until a fault is planted."""
+
+    fault: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.fault is None else self.fault(x)
+
+
+class Net(nn.Module):
+    """Two layers with BatchNorm and dropout, and a place for a fault between them."""
+
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.place = Planted()
+        self.last = nn.Linear(8, 3)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.how == "plain":
+            return self.last(self.place(x))
+        return self.last(checkpoint(self.place, x, use_reentrant=self.how == "reentrant"))
+
+
+def trainer(net: nn.Module, scale: float = LOW, **options: Any) -> mezzo.MixedPrecision:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    options.setdefault("loss_scale", mezzo.DynamicLossScale(init=scale))
+    return mezzo.MixedPrecision(net, optimizer, "fp16", **options)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(number)
+    return torch.randn(5, 6, generator=drawn), torch.randint(3, (5,), generator=drawn)
+
+
+def step(mp: mezzo.MixedPrecision, number: int = 0, loss: Callable[..., Tensor] = F.cross_entropy) -> Any:
+    x, y = batch(number)
+    with mp.autocast():
+        value = loss(mp.model(x), y)
+    return mp.step(value)
+
+
+def found(mp: mezzo.MixedPrecision, *args: Any) -> Finding:
+    result = step(mp, *args)
+    assert result.skipped
+    assert result.finding is not None
+    return result.finding
+
+
+def grows(x: Tensor) -> Tensor:
+    return x * 300 * 300
+
+
+def root_of_nothing(x: Tensor) -> Tensor:
+    return x + torch.sqrt(x * 0)
+
+
+# ------------------------------------------------------------------------------------------------ what is told
+
+
+def test_a_finding_tells_where_from_what_and_what_to_do() -> None:
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = grows
+    told = found(mp)
+    assert (told.cause, told.module, told.op, told.direction, told.how) == (
+        "overflow", "place", "mul", "forward", "replay",
+    )  # fmt: skip
+    assert told.line.startswith("test_provenance.py:")
+    assert told.line.endswith("return x * 300 * 300")
+    assert [fact.format for fact in told.inputs] == ["fp16"]
+    assert told.inputs[0].finite
+    assert 65504 / 300 < told.inputs[0].largest < 65504
+    assert told.outputs[0].infinities > 0
+    assert told.outputs[0].shape == [5, 8]
+    assert told.propagators == ["last: linear"]
+    assert any("`fp16,module.place=fp32`" in remedy for remedy in told.remedies)
+    assert told.seconds > 0
+    assert told.kept_bytes > batch(0)[0].nbytes
+    assert told.alarms
+    assert mp.findings == [told]
+
+
+def test_backward_is_told_from_forward() -> None:
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = root_of_nothing
+    told = found(mp)
+    assert (told.cause, told.module, told.op, told.direction) == ("invalid", "place", "sqrt", "backward")
+    assert told.line.endswith("return x + torch.sqrt(x * 0)")
+    assert told.inputs[0].name == "gradient of output"
+    assert told.inputs[0].finite
+    assert not told.outputs[0].finite
+    assert told.propagators[-1] == "first.0: linear"
+
+
+def test_an_operation_in_a_module_of_pytorch_has_the_line_that_called_the_model() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 3))
+    mp = trainer(net)
+    with torch.no_grad():
+        net[0].weight.fill_(6e4)
+    told = found(mp)
+    assert (told.module, told.op) == ("0", "linear")
+    assert told.line.endswith("value = loss(mp.model(x), y)")
+    assert "lower learning rate" in told.remedies[0]
+
+
+def test_an_infinity_that_forward_absorbs_and_backward_does_not_is_where_it_was_made() -> None:
+    def gate(x: Tensor) -> Tensor:
+        return x / (1 + torch.exp(x * 0 + 200))
+
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = gate
+    told = found(mp)
+    assert (told.cause, told.op, told.direction) == ("overflow", "exp", "forward")
+    assert "88" in told.remedies[0]
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "the loss": lambda out, y: out.float().square().mean(),
+    "the model": lambda out, y: out.float().mean() * 0.01,  # its gradient is small until it meets the weights
+}
+
+
+@pytest.mark.parametrize("where", list(LOSSES))
+def test_a_loss_scale_that_looks_for_its_place_is_no_alarm(where: str) -> None:
+    net = Net()
+    mp = trainer(net, 2.0**24)
+    with torch.no_grad():
+        net.last.weight.fill_(2.0)
+    while (result := step(mp, 0, LOSSES[where])).skipped:
+        assert result.finding is not None
+        assert result.finding.cause == "loss scale", str(result.finding)
+        assert not result.finding.alarms
+    told = mp.findings[0]
+    assert (told.module, told.direction) == (OUTSIDE if where == "the loss" else "last", "backward")
+
+
+def test_a_fault_behind_a_loss_scale_that_is_too_large_is_found() -> None:
+    net = Net()
+    mp = trainer(net, 2.0**24)
+    net.place.fault = root_of_nothing
+    assert found(mp).op == "sqrt"
+
+
+# mask -> whether it is a fault
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "written": (lambda s: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf")), ""),
+    "added": (lambda s: s + torch.full_like(s, float("-inf")).triu(1), ""),
+    "put": (lambda s: torch.where(torch.ones_like(s).tril() > 0, s, float("-inf")), ""),
+    "a whole row": (lambda s: s.masked_fill(torch.ones_like(s, dtype=torch.bool), float("-inf")), "softmax"),
+}
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+def test_a_mask_is_no_fault_but_a_row_without_an_open_place_is(name: str) -> None:
+    mask, op = MASKS[name]
+
+    def attend(x: Tensor) -> Tensor:
+        return torch.softmax(mask(x @ x.T), -1) @ x
+
+    net = Net()
+    mp = trainer(net, 2.0**24)
+    net.place.fault = attend
+    for _ in range(12):
+        result = step(mp)
+        if op:
+            assert (result.finding.op, result.finding.cause) == (op, "invalid")
+        elif result.skipped:
+            assert not result.finding.alarms, str(result.finding)
+
+
+def test_the_batch_and_a_weight_are_told_from_operations() -> None:
+    net = Net()
+    mp = trainer(net)
+    with mp.autocast():
+        value = net(batch(0)[0].index_fill(0, torch.tensor(2), float("nan"))).sum()
+    told = mp.step(value).finding
+    assert told is not None
+    assert (told.cause, told.op, told.inputs[0].nans) == ("input", "", 6)
+
+    with torch.no_grad():
+        net.last.weight[0, 0] = float("inf")
+    told = found(mp)
+    assert (told.cause, told.module, told.op) == ("state", "last", "weight")
+
+
+def test_running_statistics_that_the_step_itself_has_spoiled_are_no_state() -> None:
+    net = Net()
+    mp = trainer(net)
+    net.first[0].weight.data.fill_(6e4)
+    assert found(mp).module == "first.0"
+    assert net.first[1].running_mean.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------- outside, live
+
+
+def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
+
+
+def test_a_loss_is_named_at_once_and_its_line_the_second_time() -> None:
+    mp = trainer(Net())
+    first, second = found(mp, 0, log_of_nothing), found(mp, 1, log_of_nothing)
+    for told in (first, second):
+        assert (told.cause, told.module, told.op, told.how) == ("invalid", OUTSIDE, "log", "live")
+    assert first.line == ""
+    assert second.line.endswith("torch.log(out[0, 0] * 0)")
+    assert not mp._observing.watches_live
+
+
+def test_live_watching_ends_by_itself() -> None:
+    mp = trainer(Net())
+    assert found(mp, 0, log_of_nothing).line == ""
+    seen = 0
+    while mp._observing.watches_live:
+        assert not step(mp).skipped
+        seen += 1
+    assert seen == 50
+
+
+def test_arithmetic_between_two_losses_of_a_penalty_in_backward() -> None:
+    mp = trainer(Net())
+    told = found(mp, 0, lambda out, y: F.cross_entropy(out, y) + (out.float() * 0).norm(dim=1).sqrt().sum())
+    assert (told.cause, told.module, told.op, told.direction) == ("invalid", OUTSIDE, "sqrt", "backward")
+
+
+# -------------------------------------------------------------------------------------- all the ways to train
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("fault", [grows, root_of_nothing])
+def test_within_a_checkpoint(fault: Callable[[Tensor], Tensor], how: str) -> None:
+    net = Net(how)
+    mp = trainer(net)
+    net.place.fault = fault
+    told = found(mp)
+    assert (told.module, told.op) == ("place", "mul" if fault is grows else "sqrt")
+    assert told.direction == ("forward" if fault is grows else "backward")
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_in_any_loss_of_a_window(bad: int) -> None:
+    net = Net()
+    mp = trainer(net, accumulate=3)
+    for number in range(3):
+        net.place.fault = root_of_nothing if number == bad else None
+        result = step(mp, number)
+    # The module is the identity again when the call is run again, unless it was the last.
+    assert result.skipped
+    if bad == 2:
+        assert result.finding.op == "sqrt"
+
+
+def test_in_any_loss_of_a_window_by_its_batch() -> None:
+    for bad in range(3):
+        mp = trainer(Net(), accumulate=3)
+        for number in range(3):
+            x, y = batch(number)
+            with mp.autocast():
+                value = F.cross_entropy(mp.model(x * (1e6 if number == bad else 1)), y)
+            result = mp.step(value)
+        assert (result.finding.module, result.finding.op) == ("first.0", "linear")
+        assert result.finding.inputs[0].largest > 1e5
+
+
+@pytest.mark.parametrize(
+    "options", [{"release_gradients": True}, {"weights": "masters"}, {"clip_norm": 1.0}],
+    ids=["released", "masters", "clipped"],
+)  # fmt: skip
+def test_with_every_kind_of_turn(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    mp = mezzo.MixedPrecision(net, mezzo.optim.AdamW(net.parameters()), "fp16", loss_scale=LOW, **options)
+    net.place.fault = root_of_nothing
+    assert found(mp).module == "place"
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.place = nn.Linear(6, 4), Planted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.place(self.body(x)).mean()
+
+
+@pytest.mark.parametrize("whose", ["maker", "critic", "between"])
+def test_several_models_in_one_loss(whose: str) -> None:
+    """The generator's loss comes through the discriminator's call."""
+    maker, critic = nn.Sequential(nn.Linear(6, 6), Planted()), Critic()
+    makes, judges = trainer(maker), trainer(critic)
+    between = whose == "between"
+    if whose == "maker":
+        maker[1].fault = root_of_nothing
+    for _ in range(2):
+        x, _y = batch(0)
+        with judges.autocast():
+            value = critic(x) - critic(maker(x).detach())
+        assert not judges.step(value).skipped
+        critic.place.fault = root_of_nothing if whose == "critic" else None
+        with makes.autocast():
+            made = maker(x)
+            value = -critic(root_of_nothing(made) if between else made)
+        result = makes.step(value)
+        critic.place.fault = None
+    assert result.skipped
+    told = result.finding
+    if whose == "critic":  # run again, it is the identity: what is told comes of a call that is as it was
+        assert told is not None
+        return
+    assert (told.op, told.direction) == ("sqrt", "backward")
+    assert told.module == ("1" if whose == "maker" else OUTSIDE)
+
+
+def test_two_optimizers_of_one_model() -> None:
+    net = Net()
+    body = mezzo.MixedPrecision(
+        net, torch.optim.SGD([*net.first.parameters()], lr=0.1), "fp16", loss_scale=LOW
+    )
+    head = mezzo.MixedPrecision(
+        net, torch.optim.SGD([*net.last.parameters()], lr=0.1), "fp16", loss_scale=LOW
+    )
+    net.place.fault = root_of_nothing
+    x, y = batch(0)
+    with body.autocast():
+        value = F.cross_entropy(net(x), y)
+    other, one = body.step(value, retain_graph=True), head.step(value)
+    assert not one.skipped
+    assert other.skipped
+    assert (other.finding.module, other.finding.op) == ("place", "sqrt")
+
+
+def test_an_input_that_is_overwritten_is_copied_from_then_on() -> None:
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = grows
+    told = []
+    for number in range(2):
+        x, y = batch(number)
+        with mp.autocast():
+            value = F.cross_entropy(net(x), y)
+        x.zero_()
+        told.append(mp.step(value).finding)
+    assert told[0].cause == "unknown"
+    assert "changed in place" in told[0].note
+    assert (told[1].cause, told[1].module, told[1].op) == ("overflow", "place", "mul")
+
+
+# ------------------------------------------------------------------------------------------ nothing is left
+
+
+class Draws(nn.Module):
+    """Draws from every generator, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.last_seen = 0, torch.zeros(())
+        self.register_buffer("moving", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.moving.mul_(0.5).add_(x.float().mean())
+            self.last_seen = x.detach().float().mean()
+        return x * (1 + 0.1 * random.random() + 0.1 * float(np.random.random()) + 0.1 * torch.rand(()))
+
+
+def trained(trace: bool | None) -> tuple[list[Any], list[Finding]]:
+    """A run in which some steps overflow, in several ways; and everything that can be seen of it."""
+    torch.manual_seed(0)
+    random.seed(1)
+    np.random.seed(2)
+    net = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8), Draws(), nn.Dropout(0.3),
+        Planted(), nn.utils.spectral_norm(nn.Linear(8, 3)),
+    )  # fmt: skip
+    counted: list[int] = []
+    net[5].bias.register_hook(lambda grad: counted.append(1))
+    mp = trainer(net, 2.0**20, trace=trace)
+    seen: list[Any] = []
+    for number in range(8):
+        net[4].fault = root_of_nothing if number == 3 else grows if number == 5 else None
+        result = step(mp, number, log_of_nothing if number in (4, 6) else F.cross_entropy)
+        seen += [result.skipped, net[2].calls, float(net[2].last_seen), len(counted)]
+        seen += [tensor.detach().clone() for tensor in net.state_dict().values()]
+        seen += [random.random(), float(np.random.random()), torch.rand(3), net[2].moving._version]
+        seen += [mp.loss_scale]
+    return seen, mp.findings
+
+
+def test_looking_changes_nothing() -> None:
+    looked, findings = trained(True)
+    unseen, none = trained(False)
+    assert none == []
+    assert {one.cause for one in findings} >= {"loss scale", "overflow", "invalid"}
+    assert len(looked) == len(unseen)
+    for one, other in zip(looked, unseen):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_without_tracing_nothing_is_on_the_model() -> None:
+    net = Net()
+    mp = trainer(net, trace=False)
+    assert not net._forward_pre_hooks
+    assert not net._forward_hooks
+    net.place.fault = grows
+    assert step(mp).finding is None
+    assert mp.findings == []
+
+
+def test_by_default_steps_without_a_loss_scale_are_not_looked_at() -> None:
+    net = Net()
+    mp = mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16")
+    assert not net._forward_pre_hooks
+    assert not mp._observing
+
+
+@pytest.mark.parametrize("fault", [None, grows, root_of_nothing])
+def test_nothing_that_is_kept_outlives_the_step(fault: Callable[[Tensor], Tensor] | None) -> None:
+    """Bytes alive after a step, with tracing and without; with it, the batch is alive until then."""
+    left = []
+    for trace in (False, True):
+        net = Net()
+        mp = trainer(net, trace=trace)
+        step(mp)
+        net.place.fault = fault
+        before = bytes_alive()
+        for number in range(3):
+            step(mp, number)
+        gc.collect()
+        left.append(bytes_alive() - before)
+        tracers = [one for one in mp._observing._observers if isinstance(one, OverflowTracer)]
+        assert all(tracer.kept_bytes == 0 and not tracer.calls for tracer in tracers)
+        mp.close()
+        del net, mp
+    assert left[0] == left[1]
+
+
+def test_calls_without_a_backward_are_let_go() -> None:
+    net = Net()
+    mp = trainer(net)
+    (tracer,) = (one for one in mp._observing._observers if isinstance(one, OverflowTracer))
+    for number in range(5):
+        with mp.autocast():
+            net(batch(number)[0])
+        assert len(tracer.calls) <= 1
+    with mp.autocast():
+        kept = net(batch(0)[0])
+    assert len(tracer.calls) == 1
+    assert tracer.kept_bytes > 0
+    del kept
+    step(mp)
+    assert not tracer.calls
+
+
+def test_a_limit_to_alarms() -> None:
+    tracer = OverflowTracer(enter=nullcontext, limit=2)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    told = []
+    for number in range(4):
+        x, y = batch(number)
+        tracer.call_begins(net, (x * float("nan"),), {})
+        out = net(x * float("nan"))
+        tracer.call_ended(net, out)
+        loss = F.cross_entropy(out, y)
+        tracer.backward_begins(loss, 1.0)
+        loss.backward()
+        tracer.update_begins(optimizer, 1.0)
+        tracer.update_ended(optimizer, index=number, number=0, skipped=torch.tensor(True), loss_scale=1.0)
+        told.append(tracer.finding)
+        assert not tracer.calls
+    assert [one is not None for one in told] == [True, True, False, False]
+    assert [record.update for record in tracer.drain() if isinstance(record, OverflowRecord)] == [0, 1]
+    assert tracer.drain() == []
+
+
+# ------------------------------------------------------------------------------------------- it never raises
+
+
+class Once(nn.Module):
+    """Can't be called twice on one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.data_ptr() in self.seen:
+            raise RuntimeError("the queue of batches is empty\nand more")
+        self.seen.append(x.data_ptr())
+        return x
+
+
+def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Once(), nn.Linear(6, 3))
+    mp = trainer(net)
+    net[1].weight.data.fill_(6e4)
+    told = found(mp)
+    assert told.cause == "unknown"
+    assert told.alarms
+    assert "RuntimeError: the queue of batches is empty" in told.note
+    assert "and more" not in told.note
+
+
+@pytest.mark.parametrize("broken", ["call_begins", "call_ended", "backward_begins", "investigate", "live"])
+def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("broken on purpose")
+
+    target = {
+        "call_begins": "mezzo.pytorch.monitor.overflow_tracer.KeptCall",
+        "call_ended": "mezzo.pytorch.monitor.habits.Habits.after",
+        "backward_begins": "mezzo.pytorch.monitor.outside.OutsideBackward",
+        "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
+        "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._note",
+    }[broken]
+    mp = trainer(Net())
+    if broken == "live":
+        found(mp, 0, log_of_nothing)
+    monkeypatch.setattr(target, fail)
+    told = found(mp, 1, log_of_nothing)
+    assert broken == "live" or "broken on purpose" in told.note
+    monkeypatch.undo()
+    assert not step(mp).skipped
+
+
+# ------------------------------------------------------------------------------------------ records, collapse
+
+
+def test_findings_are_written_as_records(tmp_path: Path) -> None:
+    net = Net()
+    writer = RecordWriter(tmp_path / "run.jsonl")
+    mp = trainer(net, records=writer)
+    step(mp)
+    net.place.fault = grows
+    told = found(mp, 1)
+    mp.close()
+    (record,) = (one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
+    assert (record.update, record.optimizer, record.loss_scale, record.finding) == (1, 0, LOW, told)
+    assert from_line(to_line(record)) == record
+
+
+def test_a_collapse_names_the_culprit() -> None:
+    net = Net()
+    mp = trainer(net, loss_scale=mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=3))
+    net.place.fault = root_of_nothing
+    step(mp, 0)
+    step(mp, 1)
+    with pytest.raises(LossScaleCollapseError, match="backward of sqrt in place"):
+        step(mp, 2)
+
+
+# ------------------------------------------------------------------------------------------ compiled, in ranks
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method:DeprecationWarning", "ignore:The .grad attribute"
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part"])
+def test_a_compiled_model_is_run_again_as_it_was_written(whole: bool, fresh_compiler: None) -> None:
+    net = Net()
+    net.place.fault = root_of_nothing
+    if not whole:
+        net.place = torch.compile(net.place, backend="aot_eager")  # type: ignore[assignment]
+    model = torch.compile(net, backend="aot_eager") if whole else net
+    mp = trainer(model)
+    told = found(mp)
+    assert (told.module, told.op, told.direction) == ("place", "sqrt", "backward")
+    assert ("compiled" in told.note) == whole
+    net.first[0].weight.data.fill_(6e4)
+    assert found(mp).module == "first.0"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return two_ranks("provenance_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=300)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize("case", ["forward", "backward", "loss"])
+def test_both_ranks_tell_what_one_of_them_found(case: str, ranks: list[dict[str, Any]]) -> None:
+    module, op = {"forward": ("1", "mul"), "backward": ("1", "sqrt"), "loss": (OUTSIDE, "log")}[case]
+    for told in (rank[case] for rank in ranks):
+        assert (told["module"], told["op"], told["skips"]) == (module, op, [False, True, False])
+    assert [rank[case]["note"] for rank in ranks] == ["found by rank 1", ""]
+    assert ranks[0][case]["weights"] == ranks[1][case]["weights"] == ranks[0][case]["untraced"]
