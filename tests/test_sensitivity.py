@@ -351,6 +351,9 @@ def test_settings_out_of_range_are_refused() -> None:
 def test_saved_time_that_noise_could_be_is_none() -> None:
     noisy = [[1.0, 0.9], [1.0, 1.2], [1.0, 0.8], [1.0, 1.1]]
     assert UnitFacts("a", "A", seconds=noisy).saved_seconds == 0.0
+    # A clear median, and a third of the pairs against it.
+    bursts = [[1.0, 1.5], [1.0, 1.51], [1.0, 1.49], [1.0, 1.5], [1.0, 0.9], [1.0, 0.5]]
+    assert UnitFacts("a", "A", seconds=bursts).saved_seconds == 0.0
     clear = [[1.0, 0.5], [1.0, 0.52], [1.0, 0.49], [1.0, 0.5]]
     assert UnitFacts("a", "A", seconds=clear, calls=3).saved_seconds == pytest.approx(1.5)
     assert UnitFacts("a", "A").saved_seconds == 0.0

@@ -149,6 +149,28 @@ def test_a_modules_own_time_is_without_that_of_the_modules_inside() -> None:
     assert tuned.fp32_seconds == pytest.approx(7e-3)
 
 
+def test_a_region_for_a_module_inside_another_takes_time() -> None:
+    """A child that must stay in FP32 takes the block around it along if its region costs more than that saves."""
+    units = (
+        unit("a", fp32=90.0, low=45.0),
+        unit("block.inner", change=1.0, calls=1),
+        unit("block", fp32=3.0, low=2.9, inner=["block.inner"]),
+    )
+    free = tune(measured(*units))
+    assert str(free.policy) == "bf16,module.block.inner=fp32"
+    dear = tune(measured(*units, region_seconds=0.5e-3))
+    assert str(dear.policy) == "bf16,module.block=fp32"
+
+
+@pytest.mark.parametrize("path", ["heads.a b", "heads.x=(1, 'y')[0]", "heads.#1"])
+def test_a_name_that_no_pattern_can_hold_is_matched_all_the_same(path: str, tmp_path: Path) -> None:
+    tuned = tune(measured(unit("a"), unit(path, change=1.0)))
+    assert tuned.policy.format_for_module(path) == "fp32"
+    file = tmp_path / "policy.toml"
+    file.write_text(tuned.to_toml())
+    assert policy(file) == tuned.policy
+
+
 def test_what_was_unseen_is_said() -> None:
     tuned = tune(measured(unit("a"), replace(unit("frozen"), unseen=True), notes=["a note"]))
     assert tuned.notes[0] == "a note"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -50,7 +51,7 @@ class Choice:
         kind: its class.
         format: what it runs in.
         reason: a sentence.
-        line: whether the policy has a line for it.
+        line: the pattern by which the policy names it; ``""`` where it has no line.
         saved_seconds: what lowering it alone saves in a step; negative if FP32 is faster.
         change: the expected change of the loss if it is lowered.
     """
@@ -59,7 +60,7 @@ class Choice:
     kind: str
     format: str
     reason: str
-    line: bool
+    line: str
     saved_seconds: float
     change: float
 
@@ -101,10 +102,10 @@ class Tuned:
         ]
         named_lines = [choice for choice in self.choices if choice.line]
         if named_lines:
-            reasons = {choice.module: choice.reason for choice in named_lines}
+            reasons = {choice.line: choice.reason for choice in named_lines}
             lines += ["", "[modules]"]
-            for path, fmt in self.policy.modules:
-                lines.append(f"{json.dumps(path)} = {json.dumps(fmt)}  # {_one_line(reasons[path])}")
+            for pattern, fmt in self.policy.modules:
+                lines.append(f"{json.dumps(pattern)} = {json.dumps(fmt)}  # {_one_line(reasons[pattern])}")
         return "\n".join(lines) + "\n"
 
     def _base_reason(self) -> str:
@@ -144,6 +145,7 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
     budget = (margin * loss) ** 2
     nodes = _nodes(measured)
     edges = [Edge(e.producer, e.consumer, e.seconds, expected_square(e.roundings)) for e in measured.edges]
+    edges += _regions(measured)
     graph = Graph(nodes, edges)
     if goal == "memory":
         alike = [replace(node, fp32_seconds=1.0, low_seconds=0.0) for node in nodes]
@@ -159,8 +161,8 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
         # What no line names, the model's own arithmetic included, runs in the policy's own format.
         base = "" not in graph.nodes or "" in found.lowered
         lines = lines_of({path: path in found.lowered for path in graph.nodes}, base)
-        modules = tuple((path, measured.format if low else "fp32") for path, low in lines.items())
-        policy = Policy(measured.format if base else "fp32", modules=modules)
+        modules = {_pattern(path): measured.format if low else "fp32" for path, low in lines.items()}
+        policy = Policy(measured.format if base else "fp32", modules=tuple(modules.items()))
     why = _Reasons(graph, found, budget, measured.format)
     choices = tuple(
         Choice(
@@ -168,7 +170,7 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
             unit.kind,
             measured.format if unit.path in found.lowered else "fp32",
             why.of(unit),
-            unit.path in lines,
+            _pattern(unit.path) if unit.path in lines else "",
             graph.nodes[unit.path].fp32_seconds - graph.nodes[unit.path].low_seconds,
             math.inf if unit.overflow or unit.failed else math.sqrt(graph.nodes[unit.path].error),
         )
@@ -232,17 +234,30 @@ def _nodes(measured: Sensitivities) -> list[Node]:
         saved = unit.saved_seconds
         saved = math.copysign(max(0.0, abs(saved) - casts), saved) if saved > 0.0 else saved
         own = max(0.0, low[unit.path] - math.fsum(low[path] for path in direct))
-        region = measured.region_seconds * unit.calls
         nodes.append(
             Node(
                 unit.path,
-                max(own + saved, 0.0) + region,
+                max(own + saved, 0.0),
                 own if own + saved >= 0.0 else -saved,
                 expected_square(unit.roundings),
                 range_rule(unit, measured.format),
             )
         )
     return nodes
+
+
+def _regions(measured: Sensitivities) -> list[Edge]:
+    """A module whose format is not that of the unit around it has a region of its own, which takes time."""
+    outer = {inner: unit.path for unit in measured.units for inner in unit.inner}
+    edges = []
+    for unit in measured.units:
+        pieces = unit.path.split(".") if unit.path else []
+        above = [".".join(pieces[:length]) for length in range(len(pieces), 0, -1)]
+        around = next((outer[path] for path in above if path in outer), None)
+        if around is not None and around != unit.path:
+            edges.append(Edge(around, unit.path, measured.region_seconds * unit.calls))
+    known = {unit.path for unit in measured.units}
+    return [edge for edge in edges if edge.producer in known]
 
 
 def _within(path: str, around: str) -> bool:
@@ -311,6 +326,11 @@ def _unseen(measured: Sensitivities) -> tuple[str, ...]:
         f"no gradient was seen at {', '.join(names[:5])}{more} (a frozen part, or a reentrant checkpoint): their "
         "errors could not be weighed",
     )
+
+
+def _pattern(path: str) -> str:
+    """A pattern for a path, which may hold what no pattern does: a `ModuleDict`'s keys are any text."""
+    return re.sub(r"""[\s,=()"'#\[\]]+""", "*", path)
 
 
 def _number(value: float) -> str:
