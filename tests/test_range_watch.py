@@ -455,6 +455,28 @@ def test_any_optimizer_and_any_model_where_none_is_named() -> None:
     assert watch.finding is None
 
 
+def test_parts_that_are_called_themselves_keep_their_paths_and_notes_go_where_they_are_wanted() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1))
+    other, optimizer = nn.Linear(1, 1), torch.optim.SGD(model.parameters())
+    notes: list[str] = []
+    watch = RangeWatch(model, None, every=1, kinds=("activation",), note=notes.append)
+    for index in range(2):
+        for part, x in (
+            (model[0], torch.ones(1, 2)),
+            (other, torch.ones(1, 1)),
+            (nn.Linear(1, 1), torch.ones(1, 1)),
+        ):
+            watch.call_begins(part, (x,), {})
+            watch.call_ended(part, part(x))
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+        assert [row.module for row in watch.rows] == ["0.0", "Linear", "Linear2"]
+    for index in range(2):
+        watch.update_begins(optimizer, 1.0)
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+    assert len(notes) == 1
+    assert notes == watch.notes
+
+
 def test_sparse_gradients_are_seen_by_their_values() -> None:
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
     mp = mezzo.MixedPrecision(model, torch.optim.SparseAdam(model.parameters()), "fp32", watch=1)

@@ -54,6 +54,11 @@ def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
     return found
 
 
+def path_of(part: nn.Module, model: nn.Module) -> str | None:
+    """The path of a module in a model; None if it is not in it."""
+    return next((path for path, module in _walk(model, "", set(), inside=True) if module is part), None)
+
+
 def joined(path: str, name: str) -> str:
     """The path of what is called so at a path; either may be empty."""
     return f"{path}.{name}" if path and name else path or name

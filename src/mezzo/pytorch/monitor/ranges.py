@@ -27,7 +27,7 @@ from mezzo.core.finding import Finding
 from mezzo.core.ranges import WHAT, RangeRow
 from mezzo.core.records import RangesRecord, Record
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
-from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, paths
+from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor.watched_outputs import WatchedOutputs
 from mezzo.pytorch.monitor.watched_parameters import WatchedParameters
 
@@ -57,6 +57,7 @@ class RangeWatch:
         first: index of the first that is watched.
         clock: seconds, for records.
         kinds: which of `WHAT` to look at.
+        note: told what could not be looked at, and why, once each; None: a warning says it.
 
     Attributes:
         notes: what could not be looked at, and why, once each.
@@ -75,6 +76,7 @@ class RangeWatch:
         first: int = 0,
         clock: Callable[[], float] = time.monotonic,
         kinds: Collection[str] = tuple(WHAT),
+        note: Callable[[str], None] | None = None,
     ) -> None:
         for name, value, least in (("watch", every, 1), ("first", first, 0)):
             if not isinstance(value, int) or value < least:
@@ -86,6 +88,7 @@ class RangeWatch:
         self.notes: list[str] = []
         self._optimizer = optimizer
         self._clock = clock
+        self._tell = note
         self._kinds = frozenset(kinds)
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
@@ -118,8 +121,10 @@ class RangeWatch:
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put hooks on the modules, if the update that comes is watched."""
+        if not self._armed() or _capturing():
+            return
         known = self._known(model)
-        if self._armed() and self._outputs.wanted and not _capturing():
+        if self._outputs.wanted:
             found = paths(model)
             if found.compiled:
                 self._note(_COMPILED.format(found.compiled[0] or "the model"))
@@ -215,13 +220,21 @@ class RangeWatch:
         for known in self._models:
             if known.model() is model:
                 return known
-        prefix = ""
-        if self._models:
-            name = type(model).__name__
-            again = sum(known.prefix.startswith(name) for known in self._models)
-            prefix = f"{name}{again + 1 if again else ''}"
-        self._models.append(_Known(ref(model), prefix))
+        self._models.append(_Known(ref(model), self._prefix(model)))
         return self._models[-1]
+
+    def _prefix(self, model: nn.Module) -> str:
+        """What the paths in a model begin with: its own path, if it is a part of one that is known already."""
+        for known in self._models:
+            whole = known.model()
+            path = None if whole is None else path_of(model, whole)
+            if path is not None:
+                return joined(known.prefix, path)
+        if not self._models:
+            return ""
+        name = type(model).__name__
+        again = sum(known.prefix.startswith(name) for known in self._models)
+        return f"{name}{again + 1 if again else ''}"
 
     def _watched(self, optimizer: Optimizer) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}
@@ -233,9 +246,13 @@ class RangeWatch:
         return WatchedParameters(optimizer, names, self._kinds)
 
     def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+        if text in self.notes:
+            return
+        self.notes.append(text)
+        if self._tell is None:
             warnings.warn(text, UserWarning, stacklevel=2)
+        else:
+            self._tell(text)
 
 
 class _Known(NamedTuple):
