@@ -67,6 +67,30 @@ class Overwrites(nn.Module):
         return out + x
 
 
+class Table(nn.Module):
+    """Adds rows of a table, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.rows((x[:, 0] > 0).long())
+        return out
+
+
+class Wide(nn.Module):
+    """Computes in FP64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 16).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x.double() + 1.0).float()
+        return out
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -123,6 +147,8 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "checkpoint": lambda: [Checkpointed(False)],
     "reentrant checkpoint": lambda: [Checkpointed(True)],
     "overwrites": lambda: [Overwrites()],
+    "sparse": lambda: [Table()],
+    "FP64": lambda: [Wide()],
     "refuses": lambda: [Refuses()],
 }
 
@@ -239,6 +265,14 @@ def test_what_16_bits_refuse_is_said_with_the_modules_own_words() -> None:
     units = probed(around(Refuses()))
     assert units["1"].failed == "RuntimeError: no 16 bits here"
     assert not units["0"].failed
+
+
+@pytest.mark.parametrize("name", ["attention", "sparse", "FP64", "statistics"])
+def test_what_16_bits_can_do_does_not_fail(name: str) -> None:
+    found = result(around(*MIDDLES[name]()))
+    assert {unit.path: unit.failed for unit in found.units if unit.failed} == {}
+    assert found.notes == []
+    assert all(unit.roundings and unit.seconds and unit.gradient_errors[-1] < 0.05 for unit in found.units)
 
 
 def test_an_input_that_is_written_to_is_copied_from_the_next_step_on() -> None:

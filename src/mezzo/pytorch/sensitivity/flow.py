@@ -129,6 +129,8 @@ class Flow(TorchDispatchMode):
 
     def _low_after(self, name: str, inputs: list[Tensor]) -> bool:
         rule = _rule(name, self._format)
+        if any(tensor.dtype is torch.float64 for tensor in inputs):
+            return False  # FP64 is left alone
         if rule is Rule.LOWER:
             return True
         if rule in (Rule.FP32, Rule.BANNED):

@@ -184,7 +184,8 @@ class Measurer:
             return mine.requires_grad_(grads_on and (weigh or tensor.requires_grad))
 
         args, kwargs, inputs = call.prepared(leaf)
-        params = [p for p in call.module.parameters() if p.requires_grad] if grads_on else []
+        learned = (p for p in call.module.parameters() if p.requires_grad and p.is_floating_point())
+        params = list(learned) if grads_on else []
         wanted = [t for t in [*inputs, *params] if t.requires_grad]
         seeds = [None if g is None else g * scale for g in call.gradients]
         with ExitStack() as stack:
@@ -205,7 +206,8 @@ class Measurer:
         by_id = dict(zip(map(id, wanted), found)) if found else {}
         # One by one for inputs and parameters, so that both runs' can be set against each other.
         every = [by_id.get(id(t)) for t in [*inputs, *params]]
-        unscaled = [None if g is None else g.float() / scale for g in every]
+        dense = [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in every]
+        unscaled = [None if g is None else g.float() / scale for g in dense]
         return _Run([y.detach() for y in outputs], unscaled, seconds)
 
     def _inner(self, call: KeptCall) -> tuple[tuple[str, str], ...]:
