@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mezzo.core.finding import TensorFacts
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place
+from mezzo.pytorch.monitor.events import Place
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 

@@ -13,7 +13,8 @@ from mezzo.core.finding import Finding
 from mezzo.pytorch.monitor import backward_trace, user_line
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.backward_trace import Backward
-from mezzo.pytorch.monitor.forward_trace import Event, ForwardTrace, Place, root
+from mezzo.pytorch.monitor.events import Event, Place, root
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.outside import OutsideEvent
 from mezzo.pytorch.monitor.tensor_facts import finite, tensors
@@ -104,7 +105,7 @@ def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | N
     with nothing_left(call.inner):
         _put(call)
         args, kwargs = call.arguments()
-        named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs)))]
+        named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
         with torch.enable_grad():
             output = _forward(call, trace, args, kwargs)

@@ -59,7 +59,7 @@ class KeptCall:
         ]
         # A graph that led here must not live longer for it: its tensors are held without.
         held = mapped((args, kwargs), _held)
-        self._given = list(tensors(held))
+        self._given = list(tensors(held, objects=True))
         self._arguments = mapped(held, _copy) if copies else held
         self._versions = [_version(leaf) for leaf in self._given]
         self.random = random

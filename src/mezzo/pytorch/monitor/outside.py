@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.core.finding import OUTSIDE, TensorFacts
 from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.backward_trace import SUM
-from mezzo.pytorch.monitor.forward_trace import Event, Place, root
+from mezzo.pytorch.monitor.events import Event, Place, root
 from mezzo.pytorch.monitor.kept_call import OF_CALL
 from mezzo.pytorch.monitor.node_values import cause_of_slope, result, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite

@@ -27,7 +27,8 @@ from mezzo.core.remedies import remedies
 from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor import outside, user_line
 from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
+from mezzo.pytorch.monitor.events import root
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.habits import Habits, unwrapped
 from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
@@ -75,6 +76,7 @@ class OverflowTracer:
         enter: makes the region in which a kept call is run again.
         clock: seconds since the run's start, for records.
         waits: look also where the host must wait for the device to learn of a skip.
+        model: whose modules' paths are told, where parts of it are called and never the whole.
         limit: how many findings that alarm are made; later skips are not looked into, and nothing is kept for them.
     """
 
@@ -85,8 +87,9 @@ class OverflowTracer:
         clock: Callable[[], float] = time.monotonic,
         waits: bool = False,
         limit: int = 20,
+        model: nn.Module | None = None,
     ) -> None:
-        self._enter = enter
+        self._enter, self._model = enter, model
         self.calls: list[KeptCall] = []
         self._clock, self._waits, self._left = clock, waits, limit
         self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
@@ -263,7 +266,8 @@ class OverflowTracer:
         Compiled parts run eagerly inside.
         """
         self._to_watch -= 1
-        models = dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
+        models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
+        models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
         self._live = trace = ForwardTrace(models, outer=OUTSIDE, lenient=True)
         with eager(), trace.watching():
             yield

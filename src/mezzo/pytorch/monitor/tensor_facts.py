@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.core.finding import TensorFacts
 from mezzo.pytorch.dtypes import name_of
@@ -72,15 +72,27 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or in lists, tuples, dicts and objects with fields, in order."""
+def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:
+    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses, in order.
+
+    Args:
+        value: anything.
+        depth: how far into it.
+        objects: look into the attributes of other objects, too.
+    """
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors(item, depth - 1)
+            yield from tensors(item, depth - 1, objects=objects)
     elif depth and isinstance(value, dict):
         for item in value.values():
-            yield from tensors(item, depth - 1)
-    elif depth and hasattr(value, "__dict__") and hasattr(value, "__dataclass_fields__"):
-        yield from tensors(vars(value), depth - 1)
+            yield from tensors(item, depth - 1, objects=objects)
+    elif depth and _looked_into(value, objects):
+        yield from tensors(vars(value), depth - 1, objects=objects)
+
+
+def _looked_into(value: Any, objects: bool) -> bool:
+    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return objects or hasattr(value, "__dataclass_fields__")

@@ -56,7 +56,7 @@ def observers_for(
         observers.append(LargestGradient())
     first = next(model.parameters())
     if trace or (trace is None and scales and turns.reading_is_free(first)):  # type: ignore[attr-defined]
-        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace)))
+        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
     return observers
 
 
