@@ -63,6 +63,9 @@ def main() -> int:
             console.print(f"false alarm: {clean.name}: {alarm}", markup=False)
         if not clean.skips:
             console.print(f"never overflowed: {clean.name}", markup=False)
+    for trial in score.trials:
+        if not trial.mends:
+            console.print(f"remedy that does not mend: {trial.name}: {trial.policy}", markup=False)
     console.print(f"{seconds:.0f} s")
     record = {"machine": describe(), "seconds": round(seconds, 1), **score.to_json()}
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ def test_a_fault_is_named(row: Fault) -> None:
 @pytest.mark.parametrize("row", marked(CLEAN, FAST_CLEAN))
 def test_a_clean_run_raises_no_alarm(row: Clean) -> None:
     graded = grade_of_clean(row)
+    assert graded.skips
     assert graded.quiet, [str(alarm) for alarm in graded.alarms]
     assert graded.silent == 0
 

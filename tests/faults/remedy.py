@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from contextlib import suppress
 
 import mezzo
@@ -34,5 +35,9 @@ def mends(row: Fault, part: str, policy: str) -> bool:
         policy: in place of the row's.
     """
     scale = None if "loss_scale=" in policy else row.scale
-    turns = of_fault(row, precision=policy, scale=scale, trace=False)
-    return not any(turn.result.skipped for turn in turns if turn.part == part)
+    precision = defaultdict(lambda: row.precision, {part: policy})
+    turns = of_fault(row, precision=precision, scale=scale, trace=False)
+    try:
+        return not any(turn.result.skipped for turn in turns if turn.part == part)
+    except UsageError:  # a policy that this model refuses
+        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +33,22 @@ class Turn:
     result: Any
 
 
-def owners(trainee: Trainee, precision: str, scale: Any, **options: Any) -> dict[str, Any]:
+def owners(
+    trainee: Trainee, precision: str | Mapping[str, str], scale: Any, **options: Any
+) -> dict[str, Any]:
     """A MixedPrecision for each part of a trainee.
 
     Args:
         trainee: what is trained.
-        precision: the policy.
+        precision: the policy, or that of each part.
         scale: a loss scale, the first value of a dynamic one, or None for the policy's own.
         options: of MixedPrecision.
     """
     if isinstance(scale, float):
         scale = DynamicLossScale(init=scale)
+    of = dict.fromkeys(trainee.optimizers, precision) if isinstance(precision, str) else precision
     return {
-        part: mezzo.MixedPrecision(trainee.models[part], optimizer, precision, loss_scale=scale, **options)
+        part: mezzo.MixedPrecision(trainee.models[part], optimizer, of[part], loss_scale=scale, **options)
         for part, optimizer in trainee.optimizers.items()
     }
 

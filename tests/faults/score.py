@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from faults.clean import CLEAN, Clean, of_clean
+from faults.remedy import mends, policies
 from faults.rows import FAULTS, Expected, Fault
 from faults.runs import acting, of_fault
 from faults.scripted import can_be_one, launched
@@ -111,8 +112,8 @@ class CleanGrade:
 
     @property
     def quiet(self) -> bool:
-        """It overflowed, and no alarm was raised."""
-        return self.skips > 0 and not self.alarms
+        """No alarm was raised."""
+        return not self.alarms
 
 
 def grade(
@@ -170,6 +171,8 @@ def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
     found = [r.finding for r in launched(row, folder) if isinstance(r, OverflowRecord) and r.finding.alarms]
     grades = []
     for expected in row.all_expected:
+        if expected.in_script is not None:
+            expected = replace(expected, module=expected.in_script)
         each = [grade(row, expected, finding, True, None) for finding in found]
         each = each or [grade(row, expected, None, False, None)]
         grades.append(max(each, key=lambda g: (g.named, g.module, g.cause, g.line)))
@@ -185,6 +188,29 @@ def grade_of_clean_script(row: Clean, folder: Path) -> CleanGrade:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """A policy that a finding's remedies name, put into force.
+
+    Args:
+        name: of the row.
+        policy: the policy.
+        mends: whether the step is taken under it.
+    """
+
+    name: str
+    policy: str
+    mends: bool
+
+
+def trials_of(row: Fault, graded: FaultGrade) -> list[Trial]:
+    """Try each policy that the remedies of a fault's finding name."""
+    if graded.found is None:
+        return []
+    part = graded.expected.part
+    return [Trial(row.name, policy, mends(row, part, policy)) for policy in policies(graded.found)]
+
+
+@dataclass(frozen=True)
 class Score:
     """All grades: of loops with `MixedPrecision`, and of plain scripts."""
 
@@ -192,6 +218,7 @@ class Score:
     clean: list[CleanGrade]
     scripts: list[FaultGrade] = field(default_factory=list)
     clean_scripts: list[CleanGrade] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
 
     @property
     def perfect(self) -> bool:
@@ -221,6 +248,10 @@ class Score:
         ]
         rows["as plain scripts: named"] = [sum(g.named for g in scripts), len(scripts)]
         rows["as plain scripts: clean runs without an alarm"] = [sum(g.quiet for g in quiet), len(quiet)]
+        rows["policies that remedies name: the step is taken under them"] = [
+            sum(t.mends for t in self.trials),
+            len(self.trials),
+        ]
         return rows
 
     def by_family(self) -> dict[str, list[int]]:
@@ -243,6 +274,7 @@ class Score:
             "clean": [{**asdict(g), "quiet": g.quiet} for g in self.clean],
             "scripts": [{**asdict(g), "named": g.named} for g in self.scripts],
             "clean_scripts": [{**asdict(g), "quiet": g.quiet} for g in self.clean_scripts],
+            "trials": [asdict(t) for t in self.trials],
         }
 
 
@@ -253,11 +285,13 @@ def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean]
         folder: for scripts and records.
         faults, clean: which rows.
     """
+    graded = [(row, g) for row in faults for g in grades_of(row)]
     return Score(
-        [g for row in faults for g in grades_of(row)],
+        [g for _, g in graded],
         [grade_of_clean(row) for row in clean],
         [g for row in faults if can_be_one(row) for g in grades_of_script(row, folder)],
         [grade_of_clean_script(row, folder) for row in clean if can_be_one(row)],
+        [trial for row, g in graded for trial in trials_of(row, g)],
     )
 
 

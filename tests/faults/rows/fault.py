@@ -24,6 +24,7 @@ class Expected:
         line: part of the code of the user's line; "" where the operation is inside of a module of torch.
         part: whose step, in a training of several.
         also: another path that says the same.
+        in_script: the path in a plain script, where another module is the one that is called.
     """
 
     module: str
@@ -33,6 +34,7 @@ class Expected:
     line: str = ""
     part: str = "main"
     also: str = ""
+    in_script: str | None = None
 
 
 @dataclass(frozen=True)
