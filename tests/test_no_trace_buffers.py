@@ -425,6 +425,71 @@ def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> N
         assert is_finite([model[0].mean, model[1].mean])
 
 
+def adversaries(accumulate: int = 1) -> tuple[nn.Module, nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    maker = nn.Linear(4, 4)
+    judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Averages(in_place), nn.Linear(4, 1))
+    making, judging = (
+        mezzo.MixedPrecision(
+            each,
+            torch.optim.AdamW(each.parameters(), fused=True),
+            "fp16",
+            loss_scale=128,
+            trace=False,
+            accumulate=losses,
+        )
+        for each, losses in ((maker, accumulate), (judge, 1))
+    )
+    return maker, judge, making, judging
+
+
+def judged(judge: nn.Module, region: Any, made: Callable[[], Tensor], factor: float = 1.0) -> Tensor:
+    with region.autocast():
+        return judge(made() * factor).float().square().mean()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_generator_s_skipped_step_leaves_no_trace_in_its_discriminator(run: str, decides: str) -> None:
+    """The generator's loss comes through the discriminator, in the generator's region alone."""
+
+    def end(run: str) -> dict[str, Any]:
+        maker, judge, making, judging = adversaries()
+        good = 0
+        for event in run:
+            noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(good))
+            if event == "g":
+                assert judging.step(judged(judge, judging, lambda: maker(noise))).moved  # noqa: B023
+            factor = INF if event == "b" else 1.0
+            result = making.step(judged(judge, making, lambda: maker(noise), factor))  # noqa: B023
+            assert result.skipped == (event == "b")
+            good += event == "g"
+        making.close()
+        judging.close()
+        return {"judge": judge.state_dict(), "maker": maker.state_dict()}
+
+    assert same(end(run), end(run.replace("b", "")))
+
+
+def test_what_the_other_network_did_itself_meanwhile_stays() -> None:
+    """A window of two losses of the generator, between which the discriminator takes a step of its own."""
+    maker, judge, making, judging = adversaries(accumulate=2)
+    noise = torch.randn(8, 4)
+    for _ in range(4):
+        making.step(judged(judge, making, lambda: maker(noise)))
+    making.step(judged(judge, making, lambda: maker(noise)))
+    assert judging.step(judged(judge, judging, lambda: maker(noise).detach())).moved
+    bad = judged(judge, making, lambda: maker(noise)) * INF
+    after = {name: buffer.clone() for name, buffer in judge.named_buffers()}
+    assert making.step(bad).skipped
+    assert same(dict(judge.named_buffers()), after)
+
+    # What is no longer finite goes back as far as it must.
+    making.step(judged(judge, making, lambda: maker(noise)))
+    assert judging.step(judged(judge, judging, lambda: maker(noise).detach())).moved
+    assert making.step(judged(judge, making, lambda: maker(noise), INF)).skipped
+    assert is_finite(dict(judge.named_buffers()))
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_open_window_s_copies_are_saved_and_loaded(steps: int) -> None:
     """`MixedPrecision.state_dict` in the middle of a window: the copies are of its start."""

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -173,7 +173,13 @@ class MixedPrecision:
         self._unchecked = 0
         self._findings: deque[Finding] = deque(maxlen=100)
         self._window = Window(accumulate)
-        self._statistics = RunningStatistics(model)
+        me = ref(self)
+        self._statistics = RunningStatistics(
+            model,
+            lambda: [
+                (mp.model, mp._journal.updates) for mp in _ALIVE if mp is not me() and mp.model is not model
+            ],
+        )
         self._overrides: ModuleOverrides | None = None
         self._trial: auto.TimedTrial | None = None
         self._decision: TrialDecision | None = None

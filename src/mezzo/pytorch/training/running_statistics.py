@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,10 +59,17 @@ class RunningStatistics:
     Args:
         model: held weakly. Its buffers are looked for at the first `remember`, in the learning steps, and after each
             skip.
+        others: the other networks in training, each with a number that changes with its updates: a generator's loss
+            comes through the discriminator, whose statistics are then part of the generator's step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, others: Callable[[], Iterable[tuple[nn.Module, int]]] = tuple
+    ) -> None:
         self._model = weakref.ref(model)
+        self._others = others
+        self._of_others: weakref.WeakKeyDictionary[nn.Module, RunningStatistics] = weakref.WeakKeyDictionary()
+        self._lent: list[tuple[RunningStatistics, int]] = []
         self._moving: list[Place] = []
         self._learning: list[Place] = []
         self._still = Still()
@@ -84,7 +92,9 @@ class RunningStatistics:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._has_norm
-        return self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules
+        if self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules:
+            return True
+        return any(statistics._has_buffers for statistics in self._neighbours())
 
     @property
     def remembers(self) -> bool:
@@ -112,6 +122,10 @@ class RunningStatistics:
         self._groups = [Group(places, tensors) for places, tensors in grouped.values()]
         self._still.refresh()
         self._histories = self._histories_now()
+        neighbours = self._neighbours()
+        for statistics in neighbours:
+            statistics.remember()
+        self._lent = list(neighbours.items())
 
     @torch.no_grad()
     def restore(self, found_inf: Tensor | bool) -> None:
@@ -124,7 +138,9 @@ class RunningStatistics:
         if not self._began:
             return
         groups, alone, histories = self._groups, self._alone, self._histories
+        lent, self._lent = self._lent, []
         self.forget()
+        self._give_back(lent, found_inf)
         late = self._still.touched()
         if isinstance(found_inf, Tensor) and (alone or late):
             found_inf = bool(found_inf)
@@ -162,8 +178,31 @@ class RunningStatistics:
                 if kept.copy is not None and spoiled_by(kept.copy, kept.place.now()):
                     kept.put_back()
 
+    def _neighbours(self) -> dict[RunningStatistics, int]:
+        """A view of our own of each other network: its own copies may be of another moment."""
+        found: dict[RunningStatistics, int] = {}
+        for model, updates in self._others():
+            statistics = self._of_others.get(model)
+            if statistics is None:
+                statistics = self._of_others[model] = RunningStatistics(model)
+            found[statistics] = updates
+        return found
+
+    def _give_back(self, lent: list[tuple[RunningStatistics, int]], found_inf: Tensor | bool) -> None:
+        """Undo what the step did to the other networks; of one that took a step of its own meanwhile, the damage."""
+        now = self._neighbours() if lent and found_inf is not False else {}
+        for statistics, updates in lent:
+            if now.get(statistics, updates) == updates:
+                statistics.restore(found_inf)
+            else:
+                statistics.mend(found_inf)
+                statistics.forget()
+
     def forget(self) -> None:
         """Drop the copies."""
+        for statistics, _ in self._lent:
+            statistics.forget()
+        self._lent = []
         self._groups, self._alone, self._histories, self._began = [], [], None, False
 
     def state(self) -> dict[str, Tensor]:
