@@ -88,6 +88,9 @@ class Preparation:
             return False
         first = not session.device_type
         session.resolve(next(iter(own)).device.type)
+        for part in module.modules():
+            if isinstance(part, nn.parallel.DistributedDataParallel):
+                session.wrappers.update(dict.fromkeys(map(id, part.parameters()), weakref.ref(part)))
         emulated = not leaves_autocast_off(session.policy, session.device_type)
         exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
         if first and exact and switch_off_tf32():

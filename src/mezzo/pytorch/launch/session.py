@@ -40,6 +40,7 @@ class Session:
         lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
         stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
         companions: who looks at the training steps.
+        wrappers: id of a parameter -> (weakly) the data parallelism that adds its gradients over a process group.
     """
 
     request: RunRequest
@@ -62,6 +63,7 @@ class Session:
     reruns: int = 0
     compiled: bool = False
     companions: Companions = field(init=False)
+    wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.companions = Companions(self)

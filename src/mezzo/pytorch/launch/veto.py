@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.launch.quiet import quiet
 
 if TYPE_CHECKING:
@@ -120,6 +121,16 @@ class Veto:
                     self._stale.discard(id(parameter))
                 else:
                     bad = True
+        return self._agreed(bad, parameters)
+
+    def _agreed(self, bad: bool, parameters: list[Tensor]) -> bool:
+        """Whether any rank found a gradient that is not finite: each has looked at its own, before they were added."""
+        wrappers = self._session.wrappers
+        for wrapper in dict.fromkeys(wrappers[id(p)] for p in parameters if id(p) in wrappers):
+            module = wrapper()
+            if module is not None:
+                found = torch.full((), float(bad), device=parameters[0].device)
+                bad = bool(agreed_largest(found, module.process_group))
         return bad
 
 

@@ -1,0 +1,76 @@
+"""`mezzo run` on two ranks of data parallelism: one overflows, and both skip, look into it and stay equal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.core.records import OverflowRecord, RangesRecord, UpdateRecord, read
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.gain = 1.0
+
+    def forward(self, x):
+        x = self.one(x)
+        x = x.mul(self.gain)
+        return self.two(x)
+
+net = Net()
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator().manual_seed(rank)
+x, y = torch.randn(16, 4, generator=generator), torch.randint(0, 2, (16,), generator=generator)
+for step in range(4):
+    net.gain = 1e6 if (step, rank) == (2, 1) else 1.0
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+print(*(p.double().sum().item().hex() for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("policy", ["fp16", "fp16,loss_scale=statistical"])
+def test_all_ranks_skip_a_step_or_none_does(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = ["-m", "mezzo", "run", "--precision", policy, "--watch=1", "script.py", str(tmp_path / "meeting")]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [one.communicate(timeout=150) for one in running]
+    assert [one.returncode for one in running] == [0, 0], told
+    assert told[0][0] == told[1][0]
+    assert "nan" not in told[0][0]
+    for name in ("run.jsonl", "run-rank1.jsonl"):
+        records = list(read(tmp_path / "mezzo-run" / "runs" / name))
+        assert [r.skipped for r in records if isinstance(r, UpdateRecord)] == [False, False, True, False]
+        (found,) = [r for r in records if isinstance(r, OverflowRecord)]
+        assert (found.update, found.finding.op, found.finding.cause) == (2, "mul", "overflow")
+        assert sum(isinstance(r, RangesRecord) for r in records) == 4
+    assert (tmp_path / "mezzo-run" / "report.html").exists()
