@@ -93,8 +93,8 @@ TOLD: dict[str, tuple[Finding, list[str], list[str]]] = {
     ),
     "1e-8 in fp16": (
         finding("invalid", "div"),
-        ["2**-24", "eps to the denominator", "`fp16,op.div=fp32`"],
-        [],
+        ["2**-24", "eps to the denominator", "`fp16,module.blocks.1.mlp=fp32`"],
+        ["op.div"],
     ),
     "1e-8 in FP32": (
         finding("invalid", "div", inputs=[fact("fp32")], outputs=[fact("fp32", nans=1)]),

@@ -65,7 +65,8 @@ def _of_invalid(finding: Finding) -> list[str]:
             "keep what goes in away from where the operation, or its slope, has no finite value: clamp it"
         )
     if low is not None:
-        found += _in_fp32(finding, low)
+        # Not the op alone: a number that was rounded to 0 before it is 0 in FP32 too.
+        found += [one for one in _in_fp32(finding, low) if ",op." not in one]
     return found
 
 
