@@ -76,7 +76,29 @@ def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[
     data = json.loads(out)
     assert data == json.loads((here / "there" / "calibration.json").read_text())
     assert (data["recommendation"]["format"], data["recommendation"]["constant"]) == ("bf16", 2.0**14)
-    assert data["check"] == {"steps": 20, "skipped": 0, "loss_finite": True, "findings": [], "holds": True}
+    expected = {"steps": 20, "skipped": 0, "loss_finite": True, "scale": 1.0, "alarms": False, "findings": []}
+    assert data["check"] == {**expected, "holds": True}
+
+
+@pytest.mark.parametrize(("steps", "fits", "start"), [(5, 2.0**15, 2.0**15), (1, 2.0**15, 2.0**15)])
+def test_a_scale_that_is_too_large_is_lowered_and_tried_again(
+    here: Path, capsys: pytest.CaptureFixture[str], steps: int, fits: float, start: float
+) -> None:
+    words = ["calibrate", script(here, fits=fits), "--precision", "fp16", "--steps", str(steps), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recommendation"]["start"], found["recommendation"]["constant"]) == (start, start)
+    assert found["check"]["holds"]
+    assert "steps overflowed: the scale is what it then was, 2^15" in found["recommendation"]["notes"][0]
+    written = policy(here / "mezzo-calibrate-train" / "policy.toml")
+    assert str(written) == f"fp16,loss_scale=dynamic(init={start:.0f})" == found["recommendation"]["policy"]
+
+
+def test_it_is_not_tried_for_ever(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", script(here, fits=1.0), "--precision", "fp16", "--steps", "2"]
+    assert main(words) == 1
+    assert "2 of 2 steps skipped" in capsys.readouterr().out
+    assert len((here / "train.asked").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from launching import launcher
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.monitor.largest_gradient import LargestGradient
@@ -109,6 +110,61 @@ def test_accumulated_losses_count_as_they_are_in_the_graph() -> None:
                 loss = factor * net(torch.ones(1)).sum()
             mp.step(loss)
     assert told.largest == [2.5]  # S / 2 times 5 is what fp16 held
+
+
+def test_what_is_clipped_or_released_counts_as_it_came() -> None:
+    net = Alone(8.0)
+    looks = LargestGradient()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.register_forward_pre_hook(lambda model, args: looks.call_begins(model, args, {}))
+    loss = 3.0 * net(torch.ones(1)).sum()
+    looks.backward_begins(loss, 16.0)
+    handle = net.weight.register_hook(
+        lambda grad: grad / 16.0
+    )  # what unscales in a launched script, after ours here
+    (loss * 16.0).backward()
+    handle.remove()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    looks.update_begins(optimizer, 16.0 * torch.ones(()))
+    looks.update_ended(optimizer, index=0, number=0, skipped=False, loss_scale=16.0)
+    assert float(looks.largest) == 24.0
+    assert net.weight._backward_hooks == {}
+    net = network()
+    mp = mezzo.MixedPrecision(
+        net,
+        torch.optim.AdamW(net.parameters(), lr=0.1),
+        "fp16",
+        weights="masters",
+        release_gradients=True,
+        loss_scale=StatisticalLossScale(init=2.0**10),
+    )
+    truth = by_hand(network(), 0)
+    with Told(mp) as told:
+        run(mp)
+    assert told.largest == pytest.approx([max(truth)], rel=2e-2)
+
+
+LAUNCHED = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = net(torch.full((2, 4), 16.0)).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        optimizer.step()
+"""
+
+
+def test_in_a_launched_script_that_clips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = launcher(tmp_path, capsys)(LAUNCHED, policy="fp16,loss_scale=statistical(init=8,warm_up=2)")
+    scales = [update.loss_scale for update in ran.of("update")]
+    assert scales[:2] == [8.0, 8.0]
+    assert set(scales[2:]) == {2.0**10}  # 65504 over the weight's 32, which clipping hides from the optimizer
 
 
 def test_it_is_told_at_an_interval_after_a_dense_start() -> None:

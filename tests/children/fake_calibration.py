@@ -1,8 +1,9 @@
 """Stands in for `python -m mezzo.pytorch.launch` in a calibration: writes what its script, a JSON object, asks for.
 
 All optional: ``largest`` 0.25 the largest gradient of the watched run; ``activation`` 1.0 what module "b" returns;
-``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``nan`` true: its
-losses are NaN; ``crash`` "fp32" or "recommended": that run fails; ``ranges`` false: none are seen; ``say`` a note.
+``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``fits`` 32768: it
+skips its steps while its scale is larger; ``nan`` true: its losses are NaN; ``crash`` "fp32" or "recommended": that run
+fails; ``ranges`` false: none are seen; ``say`` a note.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from mezzo.core import records
 from mezzo.core.finding import Finding
+from mezzo.core.policy import policy
 from mezzo.core.ranges import Histogram, RangeRow
 
 
@@ -30,14 +32,17 @@ def main() -> int:
     writer = records.RecordWriter(path)
     machine = {"native_formats": asked.get("native", ["bf16"])}
     writer.write(records.RunStarted(request["target"], [], request["policy"], 0, False, machine, "now"))
+    scale = 1.0 if watched else policy(request["policy"]).make_loss_scale().scale
     for i in range(request["stop_after"]):
         loss = float("nan") if asked.get("nan") and not watched else 1.0
-        skipped = not watched and i < asked.get("skips", 0)
+        large = not watched and scale > asked.get("fits", scale)
+        skipped = not watched and (large or i < asked.get("skips", 0))
         writer.write(records.LossRecord(i, loss, float(i)))
-        writer.write(records.UpdateRecord(i, 0, not skipped, skipped, 1.0, float(i)))
+        writer.write(records.UpdateRecord(i, 0, not skipped, skipped, scale, float(i)))
         if skipped:
-            finding = Finding("overflow", "b", "mul")
-            writer.write(records.OverflowRecord(i, 0, float(i), 1.0, finding))
+            finding = Finding("loss scale" if large else "overflow", "b", "mul")
+            writer.write(records.OverflowRecord(i, 0, float(i), scale, finding))
+            scale /= 2
         if request["watch"] and asked.get("ranges", True):
             rows = [
                 RangeRow("a", "activation", "fp32", histogram(1.0)),

@@ -31,7 +31,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import RangesRecord
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.core.statistical_scale import ROOM, StatisticalLossScale
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -115,6 +115,17 @@ class Recommendation:
         """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
         shares = self.gradients.shares("fp16", _exponent(scale))
         return 0.0 if shares is None else shares.underflow
+
+    def lowered(self, scale: float, why: str) -> Recommendation:
+        """The same with loss scales of at most this much, and a note that says why."""
+        start = min(self.start, scale)
+        return replace(
+            self,
+            start=start,
+            constant=min(self.constant, scale),
+            policy=_policy(self.format, start, self.kept),
+            notes=[why, *self.notes],
+        )
 
     def to_json(self) -> str:
         """All of it, histograms included."""
@@ -275,7 +286,7 @@ def _start(mean: float, deviation: float | None, largest: float, constant: float
     """The statistical machine's formula, but never so large that a gradient which was seen overflows."""
     machine, bounds = StatisticalLossScale(), DynamicLossScale()
     fits = StaticLossScale.from_largest(largest, "fp16", 0).scale
-    scale = constant if deviation is None else 2.0 ** math.floor(16 - (mean + machine.sigmas * deviation))
+    scale = constant if deviation is None else 2.0 ** math.floor(ROOM - (mean + machine.sigmas * deviation))
     return max(bounds.floor, min(scale, fits, bounds.ceiling))
 
 

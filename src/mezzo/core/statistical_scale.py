@@ -3,7 +3,7 @@
 The largest gradient of a step, L, is about log-normal over the steps of a run. With the mean and the
 standard deviation of log2(L), the S that overflows fp16 in one step of a thousand is known without trying it::
 
-    S = 2 ** floor(16 - (mean + 3.09 * deviation))      # 2^16: where fp16 overflows; 3.09: the normal's 0.1 %
+    S = 2 ** floor(log2(65504) - (mean + 3.09 * deviation))      # fp16's largest number; the normal's 0.1 %
 
 `DynamicLossScale` finds the same place from above, by an overflow each time, and when gradients shrink it follows by
 one power of two in thousands of steps; this one follows without an overflow (a sudden jump takes it a few windows,
@@ -25,8 +25,8 @@ from mezzo.core.scale_numbers import check_whole, checked_scale, collapsed, fl32
 if TYPE_CHECKING:
     from mezzo.core.loss_scale import Observation
 
-OVERFLOWS_AT = 16.0
-"""log2 of where fp16 overflows, rounded up from log2(65520) = 15.9997."""
+ROOM = fl32(math.log2(65504.0))
+"""log2 of fp16's largest number. Not 16: gradients that are one power of two in each step would then overflow."""
 
 LOG2 = (fl32(0.43872571), fl32(-0.23905811), fl32(0.08213059))
 """log2(1 + t) for t in [0, 1) is ``t + t * (1 - t) * (LOG2[0] + t * (LOG2[1] + t * LOG2[2]))`` to within 1.2e-4.
@@ -51,7 +51,7 @@ class StatisticalLossScale:
             mean      = mean + weight * delta
             variance  = (1 - weight) * (variance + weight * (delta * delta))
             if seen >= warm_up:
-                fitted = clamp(2 ** floor(16 - (mean + sigmas * sqrt(variance))), floor, ceiling)
+                fitted = clamp(2 ** floor(ROOM - (mean + sigmas * sqrt(variance))), floor, ceiling)
         stuck      = (stuck + 1) * bad * (scale <= floor)      # the scale that this step had
         good_steps = (good_steps + 1) * (1 - bad)
         limit      = max(scale / 2, floor) if bad else min(limit * 2, ceiling) every `recovery` good steps
@@ -89,7 +89,7 @@ class StatisticalLossScale:
     >>> state = StatisticalLossScale(warm_up=3)
     >>> for largest in (0.01, 0.02, 0.04):  # 2^-6.64, 2^-5.64, 2^-4.64: mean -5.64, deviation 0.82
     ...     state = state.next(Observation(found_inf=False, largest=largest))
-    >>> state.scale == 2.0 ** 19  # 16 + 5.64 - 3.09 * 0.82 = 19.1
+    >>> state.scale == 2.0 ** 19  # 16.0 + 5.64 - 3.09 * 0.82 = 19.1
     True
     """
 
@@ -189,7 +189,7 @@ class StatisticalLossScale:
         found: dict[str, Any] = {"seen": seen, "mean": mean, "variance": variance}
         if seen >= self.warm_up:
             top = fl32(mean + fl32(self.sigmas * fl32(math.sqrt(variance))))
-            exponent = max(-126.0, min(126.0, math.floor(fl32(OVERFLOWS_AT - top))))
+            exponent = max(-126.0, min(126.0, math.floor(fl32(ROOM - top))))
             found["fitted"] = max(self.floor, min(2.0**exponent, self.ceiling))
         return found
 

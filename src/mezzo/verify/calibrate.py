@@ -21,6 +21,7 @@ import mezzo
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
+from mezzo.core.scale_numbers import power_text
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
@@ -30,6 +31,9 @@ from mezzo.verify.progress import Silent, Watcher
 POLICY, RESULT = "policy.toml", "calibration.json"
 WATCHED, CHECKED = "fp32-0", "recommended-0"
 """Names of the two runs."""
+
+TRIALS = 3
+"""How often a recommendation is tried, at most."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,16 @@ class Check:
         steps: updates that were made or skipped.
         skipped: those that were skipped.
         loss_finite: whether every loss was.
+        scale: the loss scale after it.
+        alarms: whether a step was skipped for another reason than the loss scale.
         findings: what was found out about the skips.
     """
 
     steps: int
     skipped: int
     loss_finite: bool
+    scale: float = 1.0
+    alarms: bool = False
     findings: list[str] = field(default_factory=list)
 
     @property
@@ -124,7 +132,10 @@ def calibrate_script(
     watcher: Watcher | None = None,
     command: Sequence[str] = LAUNCH,
 ) -> Calibrated:
-    """Run the script twice, recommend, and write it down; what an earlier calibration wrote there is replaced.
+    """Run the script, recommend, try it, and write it down; what an earlier calibration wrote there is replaced.
+
+    Where a trial shows that the loss scale was too large, the recommendation takes the scale that the trial ended with,
+    and is tried again.
 
     Args:
         request: what is calibrated.
@@ -147,9 +158,21 @@ def calibrate_script(
             policy = folder / POLICY
             write_whole(policy, found.to_toml())
             check = None
-            if request.check:
-                tried = _run(request, folder, CHECKED, str(policy.resolve()), told, (2, runs), command)
+            for attempt in range(TRIALS if request.check else 0):
+                if check is not None:
+                    why = (
+                        f"from {power_text(found.start)}, {check.skipped} of {check.steps} steps overflowed: the scale "
+                        f"is what it then was, {power_text(check.scale)}. A gradient was larger than what was seen: "
+                        "one that the script clipped before the step, or a part of one that cancels"
+                    )
+                    found = found.lowered(check.scale, why)
+                    write_whole(policy, found.to_toml())
+                    forget_run(folder, CHECKED)
+                count = (2 + attempt, max(2 + attempt, runs))
+                tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
                 check = _checked(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
+                if check.holds or check.alarms or not check.loss_finite:
+                    break
             done = Calibrated(found, check)
             write_whole(folder / RESULT, done.to_json(request))
     except OSError as error:
@@ -221,14 +244,13 @@ def _run(
 
 
 def _checked(run: FinishedRun, written: Any) -> Check:
-    findings = [
-        f"step {record.update}: {record.finding}"
-        for record in written
-        if isinstance(record, records.OverflowRecord)
-    ]
+    overflows = [record for record in written if isinstance(record, records.OverflowRecord)]
+    last = run.updates[-1] if run.updates else None
     return Check(
         steps=len(run.updates),
         skipped=sum(update.skipped for update in run.updates),
         loss_finite=all(math.isfinite(record.loss) for record in run.losses),
-        findings=findings,
+        scale=1.0 if last is None else last.loss_scale * (0.5 if last.skipped else 1.0),
+        alarms=any(record.finding.alarms for record in overflows),
+        findings=[f"step {record.update}: {record.finding}" for record in overflows],
     )

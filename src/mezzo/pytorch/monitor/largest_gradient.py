@@ -3,12 +3,14 @@
 It looks at the gradients of what modules return and at those of parameters. The latter are the larger ones where the
 loss is a mean over a large batch: each sample's part of the gradient shrinks with the batch, and their sum over it, the
 weight's gradient, does not (docs/monitoring.md has figures). In the updates that are looked at, hooks are on the
-modules' outputs; in all others there is none. Nothing is read on the host.
+modules' outputs and on the parameters (`.grad` would be too late: a script may have clipped it); in all others there is
+none. Nothing is read on the host.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,8 +34,7 @@ DENSE = 20
 class LargestGradient:
     """Takes the largest magnitude over the gradients of all module outputs and parameters; a `StepObserver`.
 
-    What is compiled into one graph is seen at its outputs and its parameters. Gradients that are released within
-    backward are not seen, those of outputs are.
+    What is compiled into one graph is seen at its outputs and its parameters.
 
     Args:
         every: updates from one that is looked at to the next.
@@ -50,13 +51,18 @@ class LargestGradient:
         self._updates = 0
         self._outputs = WatchedOutputs({GRADIENT})
         self._seen = _LargestMagnitude()
-        self._of_weights: Tensor | None = None
+        self._of_weights = _LargestMagnitude()
+        self._handles: dict[int, Any] = {}
+        self._models: list[nn.Module] = []
+        self._unscaled = False
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hooks on the modules, if the update that comes is looked at."""
         if self._looks() and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             self._outputs.rows = self._seen
             self._outputs.call_begins(model, paths(model))
+            if not any(model is one for one in self._models):
+                self._models.append(model)
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """What the model itself returned."""
@@ -65,18 +71,23 @@ class LargestGradient:
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """From here gradients count."""
         self._outputs.backward_begins()
+        for model in self._models:
+            for param in model.parameters():
+                if param.requires_grad and id(param) not in self._handles:
+                    self._handles[id(param)] = param.register_hook(self._hook())
+
+    def _hook(self) -> Callable[[Tensor], None]:
+        seen = self._of_weights
+
+        def hook(gradient: Tensor) -> None:
+            seen.add("", "", gradient)
+
+        return hook
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """Until here; and the parameters' gradients, which are complete."""
+        """Until here. A scale of 1 says that gradients were unscaled before they came to any hook of a parameter."""
         self._outputs.backward_ended()
-        if self._looks():
-            of_weights = _LargestMagnitude()
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        of_weights.add("", "", param.grad)
-            scale = torch.as_tensor(scale, dtype=torch.float32)
-            self._of_weights = of_weights.largest(scale.device) / scale
+        self._unscaled = not isinstance(scale, Tensor) and scale == 1.0
 
     def update_ended(
         self,
@@ -89,22 +100,25 @@ class LargestGradient:
     ) -> None:
         """The largest of all, over the loss scale; all hooks go."""
         looked = self._looks()
-        self._outputs.end()
         self._updates += 1
         self.largest = None
         if looked:
             scale = torch.as_tensor(loss_scale, dtype=torch.float32)
             # The seed was S / accumulate: with `accumulate`, what the graph held is that much smaller.
-            largest = self._seen.largest(scale.device) / scale
-            if self._of_weights is not None:
-                largest = torch.maximum(largest, self._of_weights.to(largest.device))
+            of_outputs = self._seen.largest(scale.device) / scale
+            of_weights = self._of_weights.largest(scale.device)
+            largest = torch.maximum(of_outputs, of_weights if self._unscaled else of_weights / scale)
             self.largest = distributed.agreed_largest(largest)
-        self._seen, self._of_weights = _LargestMagnitude(), None
+        self.step_dropped()
 
     def step_dropped(self) -> None:
         """Nothing of the step counts."""
         self._outputs.end()
-        self._seen, self._of_weights = _LargestMagnitude(), None
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._models.clear()
+        self._seen, self._of_weights, self._unscaled = _LargestMagnitude(), _LargestMagnitude(), False
 
     @property
     def finding(self) -> Finding | None:

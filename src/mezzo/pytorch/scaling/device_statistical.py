@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.core.loss_scale import Observation
-from mezzo.core.statistical_scale import LOG2, OVERFLOWS_AT, SMALLEST_SEEN, StatisticalLossScale
+from mezzo.core.statistical_scale import LOG2, ROOM, SMALLEST_SEEN, StatisticalLossScale
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class DeviceStatisticalLossScale:
         mean = self.mean + weight * delta
         variance = (1.0 - weight) * (self.variance + weight * (delta * delta))
         top = mean + variance.sqrt() * pure.sigmas
-        exponent = (
-            (OVERFLOWS_AT - top).floor().clamp(-126.0, 126.0).nan_to_num()
-        )  # NaN where nothing was told
+        exponent = (ROOM - top).floor().clamp(-126.0, 126.0).nan_to_num()  # NaN where nothing was told
         fitted = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32).clamp(pure.floor, pure.ceiling)
         return replace(
             self,
