@@ -71,6 +71,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "clip_norm": ({"clip_norm": 0.0}, UsageError, "clip_norm is 0.0"),
     "clip_value": ({"clip_value": NAN}, UsageError, "clip_value is nan"),
     "accumulate": ({"accumulate": 0}, UsageError, "accumulate is 0"),
+    "watch": ({"watch": -1, "weights": "split"}, UsageError, "watch is -1"),
+    "watch, in parts": ({"watch": 0.5}, UsageError, "watch is 0.5"),
     "accumulate float": ({"accumulate": 2.0}, UsageError, "accumulate is 2.0"),
     "scheduler": ({"scheduler": 3}, UsageError, "has no step"),
     "ema": ({"ema": 3}, UsageError, "update_parameters"),

@@ -216,7 +216,7 @@ def _strict(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return value if set(map(type, value)) == {int} else [_strict(item) for item in value]
     return value
 
 

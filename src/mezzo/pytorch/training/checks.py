@@ -59,7 +59,9 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
         )
 
 
-def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: int) -> None:
+def numbers(
+    *, clip_norm: float | None, clip_value: float | None, accumulate: int, watch: bool | int = False
+) -> None:
     """Check the numbers' ranges.
 
     Raises:
@@ -74,6 +76,10 @@ def numbers(*, clip_norm: float | None, clip_value: float | None, accumulate: in
             )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
+    if not isinstance(watch, int) or watch < 0:
+        raise UsageError(
+            f"MixedPrecision: watch is {watch!r}; give True, or the number of updates from one that is watched to the next"
+        )
 
 
 def release(clip_value: float | None) -> None:

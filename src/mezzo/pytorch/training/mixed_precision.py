@@ -148,7 +148,7 @@ class MixedPrecision:
         records: RecordWriter | None = None,
     ) -> None:
         checks.model_and_optimizer(model, optimizer, _ALIVE)
-        checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate)
+        checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch)
         checks.scheduler(scheduler)
         if release_gradients:
             checks.release(clip_value)
