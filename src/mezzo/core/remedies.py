@@ -153,7 +153,17 @@ def _in_fp32(finding: Finding, low: str) -> list[str]:
         found.append(f"{finding.op} in FP32: `{low},op.{finding.op}=fp32`")
     if finding.module and _is_policy(f"{low},module.{finding.module}=fp32"):
         found.append(f"this module in FP32: `{low},module.{finding.module}=fp32`")
+        after = next((path for path in _readers(finding) if _is_policy(f"{low},module.{path}=fp32")), None)
+        if after is not None:
+            both = f"{low},module.{finding.module}=fp32,module.{after}=fp32"
+            found.append(f"this module and the one that reads it in FP32: `{both}`")
     return found
+
+
+def _readers(finding: Finding) -> list[str]:
+    """Paths of the modules that passed on what this one made."""
+    paths = [one.partition(": ")[0] for one in finding.propagators]
+    return [path for path in paths if path not in (finding.module, OUTSIDE, "the model")]
 
 
 def _is_policy(text: str) -> bool:

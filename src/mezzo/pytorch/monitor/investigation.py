@@ -27,8 +27,8 @@ def investigate(
     scales: Mapping[int, float],
     loss_event: OutsideEvent | None,
     gradient_events: Sequence[OutsideEvent],
-) -> Finding:
-    """Where the first value that isn't finite came from.
+) -> tuple[Finding, KeptCall | None]:
+    """Where the first value that isn't finite came from, and the call in which it was, if in one.
 
     Args:
         calls: those that a gradient of the step came to, in order.
@@ -37,7 +37,7 @@ def investigate(
         gradient_events: of gradients that ceased to be finite outside of the calls.
     """
     notes: list[str] = []
-    backwards: list[Finding] = []
+    backwards: list[tuple[Finding, KeptCall | None]] = []
     missed = False
     for call in calls:
         why_not = _cannot(call)
@@ -54,18 +54,22 @@ def investigate(
             notes.append(f"a call could not be run again: {told(error)}")
             continue
         if forward is not None:
-            return _noted(forward, notes)
+            return _noted(forward, notes), call
         if backward is not None:
-            backwards.append(backward)
+            backwards.append((backward, call))
     if loss_event is not None and missed and not loss_event.sure:
-        return Finding("unknown", note="; ".join(notes))
+        return Finding("unknown", note="; ".join(notes)), None
     if loss_event is not None:
-        return _noted(_outside(loss_event, "forward"), notes)
+        return _noted(_outside(loss_event, "forward"), notes), None
     # What alarms is told first: a loss scale that is too large does not explain it.
-    found = [_outside(event, "backward") for event in gradient_events] + backwards[::-1]
+    outside: list[tuple[Finding, KeptCall | None]] = [
+        (_outside(event, "backward"), None) for event in gradient_events
+    ]
+    found = outside + backwards[::-1]
     if found:
-        return _noted(next((one for one in found if one.alarms), found[0]), notes)
-    return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite")
+        finding, place = next((pair for pair in found if pair[0].alarms), found[0])
+        return _noted(finding, notes), place
+    return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite"), None
 
 
 def told(error: Exception) -> str:
@@ -103,7 +107,7 @@ def _outside(event: OutsideEvent, direction: str) -> Finding:
 def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | None, Finding | None]:
     """What its forward produced, or else what its backward did."""
     with nothing_left(call.inner):
-        _put(call)
+        call.put_back()
         args, kwargs = call.arguments()
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
@@ -131,16 +135,6 @@ def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | N
 def _forward(call: KeptCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with call.enter(), trace.watching():
         return call.inner(*args, **kwargs)
-
-
-def _put(call: KeptCall) -> None:
-    """Let the model be as it was when the call began."""
-    call.random.put_back()
-    with torch.no_grad():
-        for buffer, copy in call.buffers:
-            buffer.copy_(copy)
-    for module, name, value in call.attributes:
-        module.__dict__[name] = value
 
 
 def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:

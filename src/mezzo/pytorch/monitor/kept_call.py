@@ -105,6 +105,15 @@ class KeptCall:
         """Whether an argument has been written in place since."""
         return any(_version(leaf) != version for leaf, version in zip(self._given, self._versions))
 
+    def put_back(self) -> None:
+        """Let random numbers and what the call changes of its model be as they were when it began."""
+        self.random.put_back()
+        with torch.no_grad():
+            for buffer, copy in self.buffers:
+                buffer.copy_(copy)
+        for module, name, value in self.attributes:
+            module.__dict__[name] = value
+
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
         args, kwargs = mapped(self._arguments, _off_graph)

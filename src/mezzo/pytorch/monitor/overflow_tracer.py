@@ -33,6 +33,7 @@ from mezzo.pytorch.monitor.habits import Habits, unwrapped
 from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite
+from mezzo.pytorch.monitor.trial import that_mend
 
 WATCHED = 50
 """Regions that are watched live at most, for one overflow that was not explained."""
@@ -280,19 +281,20 @@ class OverflowTracer:
             calls = [call for tracer in _ALL for call in tracer.calls if id(self) in call.told]
             kept = sum(call.nbytes for call in calls)
             self._learn(calls)
-            finding = investigate(
+            scales = {number: float(scale) for number, scale in self._scales.items()}
+            finding, call = investigate(
                 sorted(calls, key=lambda call: call.number),
-                {number: float(scale) for number, scale in self._scales.items()},
+                scales,
                 self._loss_event,
                 [watch.event for watch in self._outside.values() if watch.event is not None],
             )
+            finding = replace(finding, remedies=that_mend(remedies(finding), finding, call, scales))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
             self._trouble += "; " * bool(self._trouble) + self._why_unknown()
         note = "; ".join(filter(None, (finding.note, self._trouble)))
-        finding = replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
-        return replace(finding, remedies=remedies(finding))
+        return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
     def _learn(self, calls: Sequence[KeptCall]) -> None:
         """What backward showed of the calls, and what was written of their arguments since."""
