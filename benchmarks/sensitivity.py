@@ -156,7 +156,7 @@ def row(name: str, fmt: str, steps: int, sets: int, checks: int) -> dict[str, An
         lowered = {path: draw.random() < 0.5 for path in units}
         if not any(lowered.values()):
             continue
-        base = lowered.get("", False)
+        base = lowered.get("", True)  # as `mezzo tune` writes it
         modules = tuple((p, fmt if low else "fp32") for p, low in lines_of(lowered, base).items())
         changed = losses(model, Policy(fmt if base else "fp32", modules=modules), others)
         actual = math.sqrt(float(np.mean(np.square(np.subtract(changed, exact)))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import subprocess
@@ -172,6 +173,15 @@ def test_auto_is_what_the_machine_is_good_at(
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
     assert main(["tune", name, "--no-compare"]) == 0
     assert "no fast 16-bit format" in capsys.readouterr().err
+
+
+def test_every_option_is_on_the_page() -> None:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    page = (Path(__file__).parent.parent / "docs" / "tune.md").read_text()
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    assert "--budget" in names
+    assert [name for name in names if name not in page and name not in ("--help", "--demo")] == []
 
 
 def real(place: Path, *words: str) -> tuple[int, str]:
