@@ -30,7 +30,8 @@ from faults.models import (
     transformer,
     two_heads,
 )
-from faults.runs import Around, Turn, owners, plainly, turns
+from faults.plants import stateful
+from faults.runs import Around, Turn, owners, plainly, seed, turns
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -64,7 +65,7 @@ def of_clean(
     **options: Any,
 ) -> Iterator[Turn]:
     """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
-    torch.manual_seed(8)
+    seed(8)
     trainee = run.make()
     if run.plant is not None:
         run.plant(trainee)
@@ -271,6 +272,12 @@ CLEAN: list[Clean] = [
     Clean("a learned uncertainty", "perceptron", others.weighed),
     Clean("a criterion with weights of its own", "perceptron", others.with_a_criterion),
     Clean("two models of one graph", "perceptron", others.two_losses),
+    Clean("a generator of its own", "perceptron", partial(stack, tail=stateful.OwnGenerator)),
+    Clean("NumPy's generator", "perceptron", partial(stack, tail=stateful.NumpyRandom)),
+    Clean("a count of calls", "CNN", partial(cnn, tail=stateful.Counts)),
+    Clean("vmap", "perceptron", partial(stack, tail=stateful.PerSample)),
+    Clean("writes in place", "CNN", partial(cnn, middle=stateful.InPlaceChain)),
+    Clean("hooks of the script's own", "recurrent", partial(recurrent, tail=stateful.HookedBackward)),
     Clean("an output of -inf on purpose", "CNN", partial(cnn, end=plants.MasksLogits), plant=_allowed_labels),
     Clean("an autoencoder", "CNN", autoencoder),
     Clean("a draw around a mean", "CNN", partial(autoencoder, plants.Reparameterises)),

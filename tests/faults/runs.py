@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,13 @@ class Turn:
     number: int
     part: str
     result: Any
+
+
+def seed(number: int) -> None:
+    """Seed every generator that a model may draw from."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
 
 
 def owners(
@@ -76,12 +85,19 @@ def turns(trainee: Trainee, mps: dict[str, Any], steps: range, around: Around = 
 
 def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
     """All that a training holds, copied: parameters, buffers, carried states, optimizers, scales, generator."""
-    held: dict[str, Any] = {"generator": torch.get_rng_state()}
+    held: dict[str, Any] = {"generator": torch.get_rng_state(), "python": random.getstate()}
+    held["numpy"] = torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64))  # type: ignore[index]
     for name, model in (*trainee.models.items(), *trainee.kept.items()):
         for path, module in model.named_modules():
             for key, value in module.__dict__.items():
                 if isinstance(value, Tensor):
                     held[f"{name} {path}.{key}"] = value.clone()
+                elif isinstance(value, torch.Generator):
+                    held[f"{name} {path}.{key}"] = value.get_state()
+                elif isinstance(value, int):
+                    held[f"{name} {path}.{key}"] = value
+                elif isinstance(value, list):
+                    held[f"{name} {path}.{key}"] = len(value)
         for key, value in model.state_dict().items():
             held[f"{name} {key}"] = value.clone()
     for part, optimizer in trainee.optimizers.items():
@@ -120,7 +136,7 @@ def of_fault(
         ended: called with the training and its parts' MixedPrecisions once the last step is over.
         options: in place of the row's.
     """
-    torch.manual_seed(7)
+    seed(7)
     trainee = fault.make()
     mps = owners(trainee, **{**options_of(fault), **options})
     try:

@@ -9,12 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from faults.clean import CLEAN, Clean
 from faults.models import Trainee
 from faults.rows import FAULTS, PLANTED, Fault
-from faults.runs import acting
+from faults.runs import acting, seed
 from mezzo.core import records
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
@@ -41,7 +39,7 @@ def _steps(trainee: Trainee, numbers: range) -> Iterator[None]:
 def train(name: str) -> None:
     """What the script does: a fault's good steps and those in which it acts, or a clean run's steps."""
     row: Any = next(row for row in (*FAULTS, *CLEAN) if row.name == name)
-    torch.manual_seed(7)
+    seed(7)
     trainee = row.make()
     if isinstance(row, Clean):
         if row.plant is not None:

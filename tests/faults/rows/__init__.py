@@ -3,7 +3,7 @@
 Each row is a truth about the code of `faults.plants` and `faults.models`, checked without any tracer by `plain.py`.
 """
 
-from faults.rows import afterwards, harder, held, no_result, outside, slopes, too_large
+from faults.rows import afterwards, harder, held, no_result, outside, slopes, stateful, too_large
 from faults.rows.fault import PLANTED, Expected, Fault
 
 FAULTS: list[Fault] = [
@@ -14,6 +14,7 @@ FAULTS: list[Fault] = [
     *outside.ROWS,
     *harder.ROWS,
     *afterwards.ROWS,
+    *stateful.ROWS,
 ]
 
 __all__ = ["FAULTS", "PLANTED", "Expected", "Fault"]
