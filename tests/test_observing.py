@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.finding import Finding
-from mezzo.core.records import LossRecord, Record
+from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
 
@@ -147,10 +150,32 @@ def test_a_call_that_raises_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_close_takes_the_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, mp, told = trained(monkeypatch)
     mp.close()
+    told.heard.clear()
     model(X)
     assert told.heard == []
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_one_that_is_dropped_is_gone_with_its_hooks(observed: bool, tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    writer = RecordWriter(tmp_path / "run.jsonl")
+    options: dict[str, Any] = {"watch": 1, "trace": True} if observed else {}
+    mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", records=writer, **options)
+    mp.step(loss_of(mp, model))
+    gone = weakref.ref(mp)
+    gc.disable()  # no cycle holds it
+    try:
+        del mp
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    writer.close()
+    kinds = [record.kind for record in read(tmp_path / "run.jsonl")]
+    assert kinds == ["loss", "update"] + ["ranges"] * observed
 
 
 def test_nobody_looks_no_hook() -> None:

@@ -78,7 +78,7 @@ def numbers(
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
     if not isinstance(watch, int) or watch < 0:
         raise UsageError(
-            f"MixedPrecision: watch is {watch!r}; give True, or the number of updates from one that is watched to the next"
+            f"MixedPrecision: watch is {watch!r}; give True, or the updates from one that is watched to the next"
         )
 
 

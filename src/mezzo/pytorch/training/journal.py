@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from weakref import finalize
 
 from torch import Tensor
@@ -28,13 +29,13 @@ class Journal:
         self.losses = 0
         self.updates = 0
         self._writer = writer
-        self._started = time.monotonic()
+        # Seconds since the run began, as records have them; whoever holds the clock does not hold the journal.
+        self.now = partial(_since, time.monotonic())
         self._kept: list[_Entry] = []
         self._sources: list[Callable[[], list[Record]]] = []
         if writer is not None:
-            finalize(
-                self, _write, writer, self._kept, self._sources
-            )  # whoever forgets close() has the records all the same
+            # Whoever forgets close() has the records all the same.
+            finalize(self, _write, writer, self._kept, self._sources)
 
     def loss(self, value: Tensor) -> None:
         """A loss was handed in: 0-dim, detached."""
@@ -59,9 +60,9 @@ class Journal:
         """Write what this gives, whenever there is something to write."""
         self._sources.append(source)
 
-    def now(self) -> float:
-        """Seconds since the run began, as records have them."""
-        return time.monotonic() - self._started
+
+def _since(start: float) -> float:
+    return time.monotonic() - start
 
 
 def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], list[Record]]]) -> None:

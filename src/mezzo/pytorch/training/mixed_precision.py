@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -202,12 +203,14 @@ class MixedPrecision:
                 watch=watch,
                 trace=trace,
                 scales=self._machine is not None,
-                enter=lambda: self._regions[self.precision],
+                enter=partial(_region_of, ref(self)),
                 clock=self._journal.now,
                 follows=isinstance(self._machine, DeviceStatisticalLossScale),
             ),
         )
         self._journal.also(self._observing.drain)
+        self._stop_observing = finalize(self, self._observing.undo)
+        self._stop_observing.atexit = False
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
@@ -512,6 +515,12 @@ class MixedPrecision:
         """
         _ALIVE.discard(self)
         self._journal.flush()
-        self._observing.undo()
+        self._stop_observing()
         self._remove_overrides()
         self._let_go()
+
+
+def _region_of(alive: ref[MixedPrecision]) -> AbstractContextManager[Any]:
+    """The region of a training that is alive, whom its observers must not keep so."""
+    mp = alive()
+    return nullcontext() if mp is None else mp._regions[mp.precision]
