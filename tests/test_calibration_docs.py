@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -45,3 +46,14 @@ def test_its_numbers_are_those_of_the_code() -> None:
     for name in ("warm_up", "window", "recovery"):
         assert f"`{name}`" in text
         assert f"({getattr(machine, name)})" in text
+
+
+def test_its_table_is_the_benchmarks() -> None:
+    found = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "loss_scales.json").read_text())
+    for name, row in found["trainings"].items():
+        low, high = row["largest_log2"]
+        cells = [
+            f"{row['scales'][kind]['skipped']}, {row['scales'][kind]['unused_bits_mean']:.1f}"
+            for kind in ("constant", "dynamic", "statistical")
+        ]
+        assert f"| {name} | 2^{low:.1f} to 2^{high:.1f} | {' | '.join(cells)} |" in section()

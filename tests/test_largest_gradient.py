@@ -73,7 +73,7 @@ class Alone(nn.Module):
         return x + self.weight * self.factor
 
 
-@pytest.mark.parametrize(("factor", "largest"), [(8.0, 24.0), (0.125, 3.0)])
+@pytest.mark.parametrize(("factor", "largest"), [(8.0, 24.0), (-8.0, 24.0), (0.125, 3.0)])
 def test_outputs_and_parameters_count(factor: float, largest: float) -> None:
     net = Alone(factor)
     mp = mezzo.MixedPrecision(
