@@ -19,6 +19,8 @@ from mezzo.core import sensitivity
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts, expected_square
+from mezzo.pytorch.launch.request import RunRequest
+from mezzo.pytorch.launch.runner import run
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.sensitivity.probe import Probe
 from mezzo.pytorch.sensitivity.settings import Settings
@@ -167,6 +169,30 @@ def test_nothing_changes(name: str, fmt: str) -> None:
         assert torch.equal(mine, theirs)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.modules())
     assert all("forward" not in vars(module) for module in watched.modules())
+
+
+@pytest.mark.parametrize(
+    "training",
+    ["accumulation", "gradient_penalty", "two_optimizers", "shared_parameters", "reentrant_checkpointing"],
+)
+def test_a_launched_script_computes_what_it_computes_unwatched(
+    training: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each loss and each weight that the script prints, to the last bit; and something was measured."""
+    script = str(Path(__file__).parent / "scripts" / "trainings.py")
+    place = tmp_path / "sensitivity.json"
+    Settings("fp16", 2).write(place)
+
+    def printed(results: Path | None) -> str:
+        request = RunRequest(script, ("--only", training), policy="fp32", summary=False, sensitivity=results)
+        assert run(request) == 0
+        return capsys.readouterr().out
+
+    assert printed(place) == printed(None)
+    found = Sensitivities.from_json(place.read_text())
+    assert len(found.losses) == 2
+    assert sum(bool(unit.roundings) for unit in found.units) >= 2
+    assert {unit.failed for unit in found.units} == {""}
 
 
 def test_units_are_the_modules_that_round_themselves() -> None:

@@ -32,10 +32,12 @@ from mezzo.pytorch.sensitivity.kept import KeptCall, finite, largest
 from mezzo.pytorch.sensitivity.kept_state import KeptState
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PAIRS = 5
+PAIRS = 4
 """Timed pairs of a call in one step, ..."""
-SECONDS = 0.25
-"""... or fewer, once they have taken this long."""
+SECONDS = 0.1
+"""... or fewer, but one, once they have taken this long."""
+CAST_TIMES = 7
+"""Casts that are timed; the median counts."""
 LEAST_EXPONENT = -24
 """The smallest loss scale that is tried, as a power of two."""
 _BACKOFF = 4
@@ -84,6 +86,7 @@ class Measurer:
         self._dtype = DTYPES[format]
         self._device = device
         self._clock = clock
+        self._fp32_first = False
 
     def measure(self, call: KeptCall, exponent: int = 0) -> Measured:
         """One call, with the gradients that reached its outputs.
@@ -137,7 +140,7 @@ class Measurer:
         """The time of casting so many FP32 numbers down and as many gradients up, the median of a few."""
         wide = torch.ones(elements, device=self._device)
         times = []
-        for _ in range(PAIRS + 1):
+        for _ in range(CAST_TIMES + 1):
             start = self._now()
             wide.to(self._dtype).to(torch.float32)
             times.append(self._now() - start)
@@ -157,9 +160,10 @@ class Measurer:
         """Pairs of seconds, FP32 and lowered, by turns the one first and the other."""
         pairs: list[list[float]] = []
         start = self._clock()
-        while len(pairs) < PAIRS and (len(pairs) < 2 or self._clock() - start < SECONDS):
+        while not pairs or (len(pairs) < PAIRS and self._clock() - start < SECONDS):
             pair = [0.0, 0.0]
-            for low in (False, True) if len(pairs) % 2 == 0 else (True, False):
+            self._fp32_first = not self._fp32_first
+            for low in (False, True) if self._fp32_first else (True, False):
                 pair[low] = self._run(call, state, low=low, weigh=False, exponent=exponent).seconds
             pairs.append(pair)
         return pairs
