@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mezzo.core.finding import TensorFacts
+from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.events import Place
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 
 SUM = "sum of gradients"
-HOOK = "gradient hook"
-"""What is no operation: several gradients of one tensor added up, and a function of the script's own on a gradient."""
+"""What is no operation: several gradients of one tensor added up."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Watch:
             self._describe(node, going, coming)
         elif node not in self._sent:
             several = self._senders[node] > 1
-            self.found.produced = Place(place.module, SUM if several else HOOK, place.line)
+            self.found.produced = Place(place.module, SUM if several else op_names.HOOK, place.line)
             self.found.cause = "overflow" if several else "invalid"
             self.found.outputs = [facts(g, "sum of gradients") for g in coming if g is not None][:3]
 

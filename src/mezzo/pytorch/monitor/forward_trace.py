@@ -22,13 +22,14 @@ import torch._tensor
 import torch.functional
 import torch.nn.functional
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from mezzo.core.finding import OUTSIDE
 from mezzo.pytorch.monitor import op_names, user_line
 from mezzo.pytorch.monitor.events import Event, Place, cause_of, writes_infinity
-from mezzo.pytorch.monitor.tensor_facts import facts, finite, only_minus_infinity, tensors, values
+from mezzo.pytorch.monitor.tensor_facts import bare, facts, finite, only_minus_infinity, tensors, values
 
 _UNDEFINED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
@@ -74,6 +75,7 @@ class ForwardTrace(TorchFunctionMode):
         self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
         self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
+        self._held: list[Tensor] = []
         self._count = 0
         self._running = False
         self.paused = False
@@ -113,7 +115,8 @@ class ForwardTrace(TorchFunctionMode):
                     self.claim(tensor, None)
             out = before.__func__(cls, *args, **kwargs)
             with torch._C.DisableTorchFunction():
-                place = self._place(cls.__name__)
+                by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
+                place = self._place(op_names.HOOK if by_hook else cls.__name__)
                 for tensor in tensors(out):
                     self.claim(tensor, place)
             return out
@@ -155,7 +158,7 @@ class ForwardTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        ins = list(tensors((args, kwargs)))
+        ins = [bare(tensor) for tensor in tensors((args, kwargs))]
         for tensor in ins:
             self.claim(tensor, None)
         versions = [_version(tensor) for tensor in ins]
@@ -165,7 +168,9 @@ class ForwardTrace(TorchFunctionMode):
         finally:
             self._running = False
         try:
-            self._ran(func, args, kwargs, ins, versions, list(tensors(out)))
+            with _beneath_transforms() as transformed:
+                outs = [bare(tensor) for tensor in tensors(out)]
+                self._ran(func, args, kwargs, ins, versions, outs, transformed=transformed)
         except Exception as error:
             if not self.lenient:
                 raise
@@ -173,7 +178,15 @@ class ForwardTrace(TorchFunctionMode):
         return out
 
     def _ran(
-        self, func: Any, args: Any, kwargs: Any, ins: list[Tensor], versions: list[int], outs: list[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        ins: list[Tensor],
+        versions: list[int],
+        outs: list[Tensor],
+        *,
+        transformed: bool,
     ) -> None:
         """An operation has run: note what isn't finite of it, and the nodes that it made."""
         written = [tensor for tensor, version in zip(ins, versions) if _version(tensor) != version]
@@ -189,7 +202,10 @@ class ForwardTrace(TorchFunctionMode):
             self._events.pop(id(tensor), None)
         if bad:
             place = self._place(name)
-            self._note(place, func, args, kwargs, ins, {id(tensor) for tensor in written}, bad)
+            rerun = not written and not transformed
+            self._note(place, func, args, kwargs, ins, {id(tensor) for tensor in written}, bad, rerun=rerun)
+        if transformed:  # nobody else holds what is under a transform's wrappers
+            self._held += bad
         if any(tensor.requires_grad for tensor in outs):
             place = place or self._place(name)
             if name in op_names.POLES:
@@ -213,6 +229,8 @@ class ForwardTrace(TorchFunctionMode):
         ins: list[Tensor],
         written: set[int],
         bad: list[Tensor],
+        *,
+        rerun: bool,
     ) -> None:
         parents: list[Event] = []
         for tensor in ins:
@@ -233,7 +251,7 @@ class ForwardTrace(TorchFunctionMode):
             ):
                 kind = "meant"
             else:
-                kind = cause_of(place.op, func, args, kwargs, bad, rerun=not written)
+                kind = cause_of(place.op, func, args, kwargs, bad, rerun=rerun)
         event = Event(place, self._count, kind, parents)
         self._count += 1
         place.event = event
@@ -307,6 +325,16 @@ class ForwardTrace(TorchFunctionMode):
 
 def _unwrapped(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+@contextmanager
+def _beneath_transforms() -> Iterator[bool]:
+    """Outside of the transforms of `torch.func` that are in force; whether there are any."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield False
+        return
+    with temporarily_clear_interpreter_stack():
+        yield True
 
 
 def _version(tensor: Tensor) -> int:

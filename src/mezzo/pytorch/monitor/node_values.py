@@ -112,6 +112,8 @@ def cause_of_slope(
         outputs: the gradients that it made.
         zeros: whether there was a 0 in what went in or came out, for a node that doesn't say what it saved.
     """
+    if op == op_names.HOOK:
+        return "invalid"
     if op in op_names.POLES:
         pole = has_pole(node)
         if pole is not None:

@@ -12,11 +12,19 @@ from mezzo.core.finding import TensorFacts
 from mezzo.pytorch.dtypes import name_of
 
 
+def bare(tensor: Tensor) -> Tensor:
+    """The tensor under the wrappers of `torch.func`'s transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def values(tensor: Tensor) -> Tensor | None:
     """The numbers of a floating or complex tensor, detached; None where there are none to look at."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
-    tensor = tensor.detach()
+    tensor = bare(tensor).detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout is not torch.strided:
