@@ -226,6 +226,29 @@ def test_no_hook_is_left_and_none_is_there_where_nobody_looks() -> None:
     assert not trained(DynamicLossScale())._observing
 
 
+@pytest.mark.parametrize("method", [False, True])
+def test_a_compiled_model_is_seen_from_outside_and_not_compiled_again(method: bool) -> None:
+    truth = by_hand(network(), 0)
+    net = network()
+    model: Any = net
+    if method:
+        net.compile(backend="eager")
+    else:
+        model = torch.compile(net, backend="eager")
+    mp = mezzo.MixedPrecision(
+        model,
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        "fp16",
+        loss_scale=StatisticalLossScale(),
+        trace=False,
+    )
+    with torch._dynamo.config.patch(error_on_recompile=True), Told(mp) as told:
+        for _ in range(22):
+            run(mp, 0)
+    assert told.largest[:20] == pytest.approx([truth[1]] * 20, rel=2e-2)
+    assert told.largest[20:] == [None, None]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_are_seen(reentrant: bool) -> None:
     class Net(nn.Module):

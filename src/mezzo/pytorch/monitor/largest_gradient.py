@@ -37,6 +37,8 @@ class LargestGradient:
     What is compiled into one graph is seen at its outputs and its parameters.
 
     Args:
+        model: whose parameters are looked at, its calls seen or not (those of `Module.compile()` are not); None: of any
+            model that is called.
         every: updates from one that is looked at to the next.
         dense: updates at the start that are all looked at.
 
@@ -45,7 +47,7 @@ class LargestGradient:
             same on all ranks. Not finite where a gradient was not, 0 where none was seen. None: nobody looked.
     """
 
-    def __init__(self, *, every: int = EVERY, dense: int = DENSE) -> None:
+    def __init__(self, model: nn.Module | None = None, *, every: int = EVERY, dense: int = DENSE) -> None:
         self.largest: Tensor | None = None
         self._every, self._dense = every, dense
         self._updates = 0
@@ -53,6 +55,7 @@ class LargestGradient:
         self._seen = _LargestMagnitude()
         self._of_weights = _LargestMagnitude()
         self._handles: dict[int, Any] = {}
+        self._model = model
         self._models: list[nn.Module] = []
         self._unscaled = False
 
@@ -71,7 +74,9 @@ class LargestGradient:
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """From here gradients count."""
         self._outputs.backward_begins()
-        for model in self._models:
+        if not self._looks():
+            return
+        for model in self._models if self._model is None else [self._model]:
             for param in model.parameters():
                 if param.requires_grad and id(param) not in self._handles:
                     self._handles[id(param)] = param.register_hook(self._hook())

@@ -53,7 +53,7 @@ def observers_for(
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
     if follows:
-        observers.append(LargestGradient())
+        observers.append(LargestGradient(model))
     first = next(model.parameters())
     if trace or (trace is None and scales and turns.reading_is_free(first)):  # type: ignore[attr-defined]
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
