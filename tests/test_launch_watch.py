@@ -266,8 +266,10 @@ def test_the_model_may_be_called_by_those_who_look(
         def update_ended(self, optimizer: Any, **how: Any) -> None:
             out = self.model(torch.ones(2, 4))
             assert out.dtype is torch.float32  # the plain model, in no region
-            gradients = torch.autograd.grad(out.sum(), list(self.model.parameters()))
-            assert all(bool((g.abs() < 100).all()) for g in gradients)  # unscaled
+            seeds: list[Any] = []
+            out.register_hook(seeds.append)
+            torch.autograd.grad(out.sum(), list(self.model.parameters()))
+            assert seeds[0].eq(1).all()  # and no loss scale
             before = [p.grad.clone() for p in self.model.parameters()]
             self.model(torch.ones(2, 4)).sum().backward()
             for p, grad in zip(self.model.parameters(), before):
@@ -310,6 +312,27 @@ def test_nobody_is_asked_for_who_is_not_wanted(launch: Any, monkeypatch: pytest.
         assert ran.status == 0
         assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
         assert ran.notes == ""
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_the_observed_step_is_none_of_theirs(launch: Any, policy: str) -> None:
+    """What they compute is not taken for the script's."""
+    plain = launch(TRAIN, policy=policy, trace=False, observe=True)
+    ran = launch(TRAIN, policy=policy, watch=1, observe=True)
+    assert ran.of("ops") == plain.of("ops")
+    (before, after) = (one.of("memory")[0].peak_bytes for one in (plain, ran))
+    assert abs(after - before) < 2000  # the first script's own tensors are still there
+    assert [r.update for r in ran.of("ranges")] == [0, 1, 3]
+
+
+def test_steps_are_looked_into_though_none_could_be_observed(launch: Any) -> None:
+    source = TRAIN.replace("range(4)", "range(9)").replace(
+        "    loss.backward", "    (loss * (1 if step < 2 else 1e9)).backward"
+    )
+    ran = launch(source, policy="fp16", observe=True)
+    assert [u.index for u in ran.of("update") if u.skipped] == list(range(2, 9))
+    assert [o.update for o in ran.of("overflow")] == list(range(3, 9))
+    assert "no step was observed" in ran.notes
 
 
 def test_a_stop_cannot_be_caught_for_long(launch: Any) -> None:

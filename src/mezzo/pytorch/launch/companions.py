@@ -8,7 +8,8 @@
 | `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
 
 Not told: calls inside a compiled function, which nothing of ours sees; a step with a closure, which calls and runs
-backward as often as it likes; threads other than the first that was met; a script without an optimizer.
+backward as often as it likes; the step whose memory and formats are observed, which their own work would change;
+threads other than the first that was met; a script without an optimizer.
 
 While one of them is told it may call the model and run backward itself. That is none of the script's doing: `busy` says
 so to whoever patched those functions.
@@ -85,7 +86,7 @@ class Companions:
         self._watchers: list[StepObserver] = []
         self._tracer: StepObserver | None = None
         self._thread = 0
-        self._closures = 0
+        self._pauses = 0
         self._calls = 0
         self.busy = False
 
@@ -108,7 +109,7 @@ class Companions:
         session = self._session
         if not (self._wanted or (session.scaling and (self._traces or self._follows))):
             return False
-        if self.busy or self._closures or session.left_alone is not None:
+        if self._pauses or session.left_alone is not None:
             return False
         return self._thread in (0, threading.get_ident())
 
@@ -180,12 +181,18 @@ class Companions:
         """A step with a closure begins: nobody is told of what it does."""
         if self.listening and self._thread:
             self._session.journal.note("steps with a closure are not watched, and not looked into")
-            self._tell("step_dropped")
-        self._closures += 1
+        self.pause()
 
-    def closure_ended(self) -> None:
-        """The step with a closure is over."""
-        self._closures -= 1
+    @quiet
+    def pause(self) -> None:
+        """From here on nobody is told of anything, and what was begun is dropped."""
+        if not self._pauses:
+            self._tell("step_dropped")
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """As it was before `pause`."""
+        self._pauses -= 1
 
     @quiet
     def finish(self) -> list[Record]:

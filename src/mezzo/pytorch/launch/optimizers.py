@@ -117,7 +117,7 @@ class Steps:
             try:
                 return self._step_with_closure(step, optimizer, closure, args, kwargs)
             finally:
-                session.companions.closure_ended()
+                session.companions.resume()
         session.companions.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
         if session.scaling and self._veto.forbids(optimizer):

@@ -38,8 +38,10 @@ class StepWatch:
             if optimizer == self._optimizer:
                 self._stop(keep=moved)
                 self._wanted = not moved
-                if not moved:
-                    self._start(optimizer)
+                if (
+                    not moved
+                ):  # the next is told to those who look into skipped steps, and the one after it is observed
+                    self._moved[optimizer] = _FIRST - 1
             return
         if moved:
             self._moved[optimizer] = self._moved.get(optimizer, 0) + 1
@@ -61,6 +63,7 @@ class StepWatch:
 
         self._optimizer = optimizer
         session = self._session
+        session.companions.pause()  # what they compute is none of the step's
         self._ops = OpObserver(session.policy, session.device_type or "cpu")
         self._ops.enter()
         self._memory = PeakTensorBytes(session.device_type or "cpu")
@@ -70,6 +73,7 @@ class StepWatch:
         memory, self._memory = self._memory.stop(), None
         ops, self._ops = self._ops, None
         ops.exit()
+        self._session.companions.resume()
         if keep:
             if ops.note:
                 self._session.journal.note(ops.note)
