@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import json
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import mezzo.cli.tune as verb
 from mezzo.cli.main import main
 from mezzo.core.policy import policy
-from mezzo.verify.tune.tune import tune_script
+from mezzo.core.sensitivity import Sensitivities
+from mezzo.core.tuning import tune
+from mezzo.verify.tune.table import show
+from mezzo.verify.tune.tune import Outcome, tune_script
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_tune.py"))
 PLANTED = Path(__file__).parent / "scripts" / "planted.py"
@@ -173,6 +178,17 @@ def test_auto_is_what_the_machine_is_good_at(
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
     assert main(["tune", name, "--no-compare"]) == 0
     assert "no fast 16-bit format" in capsys.readouterr().err
+
+
+def test_on_a_terminal_it_is_a_table_that_takes_no_text_for_markup() -> None:
+    failed = unit("odd", failed="RuntimeError: [torch.FloatTensor [32, 16]] [/red]", seconds=[])
+    data = {"format": "bf16", "edges": [], "losses": [2.0], "units": [unit("a"), failed]}
+    tuned = tune(Sensitivities.from_json(json.dumps(data)))
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system=None)
+    show(console, Outcome(tuned, Path("policy.toml"), None, "bf16", "policy.toml"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "it fails in bf16: RuntimeError: [torch.FloatTensor [32, 16]] [/red]" in text
+    assert "│ a " in text
 
 
 def test_every_option_is_on_the_page() -> None:

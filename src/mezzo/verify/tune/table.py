@@ -25,7 +25,7 @@ def show(console: Console, outcome: Outcome) -> None:
         ):
             table.add_column(name, justify=justify)  # type: ignore[arg-type]
         for choice in tuned.choices:
-            table.add_row(*_cells(choice), style="bold" if choice.line else "")
+            table.add_row(*map(Text, _cells(choice)), style="bold" if choice.line else "")
         console.print(table)
     else:
         for choice in tuned.choices:
