@@ -142,6 +142,12 @@ def test_the_modules_kept(rows: list[RangeRow], kept: dict[str, str]) -> None:
     assert not recommend(steps(FINE, rows), native={"bf16"}).policy.count("module")
 
 
+def test_the_model_itself_is_named_so() -> None:
+    found = recommend(steps(FINE, [activation("", 1e6)]), native={"fp16"})
+    assert "the model: returned up to 1e+06" in dict(found.rows())["keep in fp32"]
+    assert "module" not in found.policy
+
+
 def test_the_largest_gradient_is_named() -> None:
     found = recommend(steps(FINE), native={"fp16"})
     assert str(found.gradient) == "weight gradient of a.weight, largest 0.25"
@@ -194,6 +200,7 @@ NOTES: list[tuple[list[RangeRow], str]] = [
     ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
     ([activation("b", math.nan)], "in FP32 itself 1 numbers of the activation of b"),
     ([activation("", 1e6)], "no policy can name ''"),
+    ([gradient("b", 1e10)], "activation gradient of b, largest 1e+10: it overflows fp16 under every scale"),
 ]
 
 

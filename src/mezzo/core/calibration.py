@@ -186,7 +186,7 @@ class Recommendation:
         for kept in self.kept:
             scaled = kept.evidence.what in GRADIENTS
             found += [
-                ("keep in fp32", f"{kept.module}: {kept.why}"),
+                ("keep in fp32", f"{kept.module or 'the model'}: {kept.why}"),
                 ("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)),
             ]
         if not self.kept:
@@ -244,6 +244,11 @@ def recommend(
     kept = _kept(tensors, start, headroom_bits)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept, len(records))
+    if source.histogram.overflows("fp16", _exponent(start)):
+        notes.insert(
+            0,
+            f"{source}: it overflows fp16 under every scale that a dynamic one takes. Train in bf16 or fp32",
+        )
     everything = Histogram()
     for one in gradients:
         everything = everything.plus(one.histogram)

@@ -196,7 +196,10 @@ def recommendation_of(
         return recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
     except UsageError as error:
         notes = " ".join(run.ended.notes) if run.ended else ""
-        raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
+        raise ScriptError(
+            f"{request.target}: {error}. Ranges are seen in the steps of a torch optimizer, over models that the "
+            f"script calls outside of compiled functions. {notes}".rstrip()
+        ) from error
 
 
 def _run(
