@@ -97,8 +97,9 @@ class Finding:
     def __str__(self) -> str:
         if self.cause == "unknown":
             return f"{CAUSES['unknown']}{': ' + self.note if self.note else ''}"
-        where = f"{self.op or 'an operation'} in {self.module or 'the model'}"
-        if self.module == OUTSIDE:
-            where = f"{self.op or 'an operation'} outside the model"
         line = f" ({self.line})" if self.line else ""
-        return f"{self.direction} of {where}{line}: {CAUSES[self.cause]}"
+        if not self.op:  # a tensor that was there
+            names = ", ".join(facts.name for facts in self.inputs)
+            return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
+        where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
+        return f"{self.direction} of {self.op} {where}{line}: {CAUSES[self.cause]}"
