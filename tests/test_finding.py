@@ -24,7 +24,7 @@ SAID: dict[str, tuple[Finding, str]] = {
     ),
     "an input": (Finding("input", inputs=[FACTS]), f"input 0: {CAUSES['input']}"),
     "a parameter": (
-        Finding("state", "head", inputs=[TensorFacts("weight", [2], "fp32", 0.0, 0.0, 0, 1, 0)]),
+        Finding("state", "head", "weight", inputs=[TensorFacts("weight", [2], "fp32", 0.0, 0.0, 0, 1, 0)]),
         f"weight of head: {CAUSES['state']}",
     ),
     "nothing": (Finding("unknown", note="a call raised"), f"{CAUSES['unknown']}: a call raised"),

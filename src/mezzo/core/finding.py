@@ -98,8 +98,8 @@ class Finding:
         if self.cause == "unknown":
             return f"{CAUSES['unknown']}{': ' + self.note if self.note else ''}"
         line = f" ({self.line})" if self.line else ""
-        if not self.op:  # a tensor that was there
+        if self.cause in ("input", "state"):  # a tensor that was there
             names = ", ".join(facts.name for facts in self.inputs)
             return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.direction} of {self.op} {where}{line}: {CAUSES[self.cause]}"
+        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {CAUSES[self.cause]}"
