@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from faults.clean import CLEAN, Clean, of_clean
-from faults.marks import FAST, FAST_CLEAN, marked
+from faults.marks import ALARMS, CHANGED, FAST, FAST_CLEAN, NOT_MENDED, NOT_NAMED, marked
 from faults.rows import FAULTS, Fault
 from faults.runs import everything, of_fault
-from faults.score import grade_of_clean, grades_of, missed
+from faults.score import grade_of_clean, grades_of, missed, trials_of
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("row", marked(FAULTS, FAST))
+@pytest.mark.parametrize("row", marked(FAULTS, FAST, NOT_NAMED))
 def test_a_fault_is_named(row: Fault) -> None:
     for graded in grades_of(row):
         assert graded.skipped
@@ -31,7 +31,7 @@ def test_a_fault_is_named(row: Fault) -> None:
         assert graded.line, missed(graded)
 
 
-@pytest.mark.parametrize("row", marked(CLEAN, FAST_CLEAN))
+@pytest.mark.parametrize("row", marked(CLEAN, FAST_CLEAN, ALARMS))
 def test_a_clean_run_raises_no_alarm(row: Clean) -> None:
     graded = grade_of_clean(row)
     assert graded.skips
@@ -49,7 +49,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
-@pytest.mark.parametrize("row", marked([*FAULTS, *CLEAN], [*FAST, *FAST_CLEAN]))
+@pytest.mark.parametrize("row", marked([*FAULTS, *CLEAN], [*FAST, *FAST_CLEAN], CHANGED))
 def test_tracing_changes_nothing(row: Fault | Clean) -> None:
     """Parameters, buffers, carried states, moments, loss scales and the generator: as without it, bit by bit."""
     ends: list[dict[str, Any]] = []
@@ -58,3 +58,20 @@ def test_tracing_changes_nothing(row: Fault | Clean) -> None:
         for _ in run(row, ended=lambda *training: ends.append(everything(*training)), trace=trace):
             pass
     _same(*ends)
+
+
+OVERFLOWS = [row for row in FAULTS if any(e.cause == "overflow" for e in row.all_expected)]
+
+
+@pytest.mark.parametrize("row", marked(OVERFLOWS, [FAST[0]], NOT_MENDED))
+def test_a_policy_that_a_remedy_names_mends(row: Fault) -> None:
+    """The same steps are taken, with the policy in force from the first step on."""
+    for graded in grades_of(row):
+        for trial in trials_of(row, graded):
+            assert trial.mends, trial.policy
+
+
+def test_an_overflow_that_fp32_holds_has_a_policy_for_remedy() -> None:
+    row = next(row for row in FAULTS if row.name == FAST[0])
+    (graded,) = grades_of(row)
+    assert [trial.policy for trial in trials_of(row, graded) if trial.mends]

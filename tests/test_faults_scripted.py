@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from faults.clean import CLEAN, Clean
-from faults.marks import marked
+from faults.marks import NOT_NAMED_IN_SCRIPTS, marked
 from faults.rows import FAULTS, Fault
 from faults.score import grade_of_clean_script, grades_of_script, missed
 from faults.scripted import can_be_one
@@ -27,7 +27,9 @@ def one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("row", marked([row for row in FAULTS if can_be_one(row)], FAST))
+@pytest.mark.parametrize(
+    "row", marked([row for row in FAULTS if can_be_one(row)], FAST, NOT_NAMED_IN_SCRIPTS)
+)
 def test_a_script_s_fault_is_named(row: Fault, tmp_path: Path) -> None:
     """Module and direction; the operation as well, but where it takes a second look as it happens."""
     for graded in grades_of_script(row, tmp_path):

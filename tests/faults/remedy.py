@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 
 import mezzo
@@ -11,7 +12,9 @@ from faults.rows import Fault
 from faults.runs import of_fault
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.finding import Finding
+from mezzo.core.loss_scale import DynamicLossScale
 
+_FLOOR = DynamicLossScale().floor
 _QUOTED = re.compile(r"`([^`]+)`")
 
 
@@ -27,15 +30,21 @@ def policies(finding: Finding) -> list[str]:
 
 
 def mends(row: Fault, part: str, policy: str) -> bool:
-    """Whether a fault's steps are taken, and none skipped, under another policy.
+    """Whether a fault's steps are taken under another policy, at the row's loss scale or at the smallest there is.
+
+    The smallest because forward may be mended, and its gradients then be what a dynamic loss scale has to come down to.
 
     Args:
         row: the fault.
         part: whose steps.
         policy: in place of the row's.
     """
-    scale = None if "loss_scale=" in policy else row.scale
     precision = defaultdict(lambda: row.precision, {part: policy})
+    scales = [None] if "loss_scale=" in policy else [row.scale, _FLOOR]
+    return any(_taken(row, part, precision, scale) for scale in scales)
+
+
+def _taken(row: Fault, part: str, precision: Mapping[str, str], scale: float | None) -> bool:
     turns = of_fault(row, precision=precision, scale=scale, trace=False)
     try:
         return not any(turn.result.skipped for turn in turns if turn.part == part)

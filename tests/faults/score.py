@@ -194,7 +194,7 @@ class Trial:
     Args:
         name: of the row.
         policy: the policy.
-        mends: whether the step is taken under it.
+        mends: whether the step is taken under it, at some loss scale.
     """
 
     name: str
