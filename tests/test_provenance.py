@@ -395,15 +395,26 @@ class Draws(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.last_seen = 0, torch.zeros(())
+        self.calls, self.last_seen, self.seen = 0, torch.zeros(()), [0.0]
+        self.drawn = torch.Generator().manual_seed(3), np.random.default_rng(4), random.Random(5)
+        self.torchs, self.numpys, self.pythons = self.drawn
         self.register_buffer("moving", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        self.seen.append(
+            float(torch.rand((), generator=self.torchs)) + self.numpys.random() + self.pythons.random()
+        )
         with torch.no_grad():
             self.moving.mul_(0.5).add_(x.float().mean())
             self.last_seen = x.detach().float().mean()
-        return x * (1 + 0.1 * random.random() + 0.1 * float(np.random.random()) + 0.1 * torch.rand(()))
+        return x * (
+            1
+            + 0.1 * self.seen[-1]
+            + 0.1 * random.random()
+            + 0.1 * float(np.random.random())
+            + 0.1 * torch.rand(())
+        )
 
 
 def trained(trace: bool | None) -> tuple[list[Any], list[Finding]]:
@@ -422,7 +433,7 @@ def trained(trace: bool | None) -> tuple[list[Any], list[Finding]]:
     for number in range(8):
         net[4].fault = root_of_nothing if number == 3 else grows if number == 5 else None
         result = step(mp, number, log_of_nothing if number in (4, 6) else F.cross_entropy)
-        seen += [result.skipped, net[2].calls, float(net[2].last_seen), len(counted)]
+        seen += [*net[2].seen, result.skipped, net[2].calls, float(net[2].last_seen), len(counted)]
         seen += [tensor.detach().clone() for tensor in net.state_dict().values()]
         seen += [random.random(), float(np.random.random()), torch.rand(3), net[2].moving._version]
         seen += [mp.loss_scale]
@@ -520,23 +531,23 @@ def test_a_limit_to_alarms() -> None:
 
 
 class Once(nn.Module):
-    """Can't be called twice on one batch."""
+    """Can be called twice in all."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[int] = []
+        self.queue = iter([1, 2])  # what an iterator has given can't be put back
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.data_ptr() in self.seen:
-            raise RuntimeError("the queue of batches is empty\nand more")
-        self.seen.append(x.data_ptr())
-        return x
+        for one in self.queue:
+            return x * one
+        raise RuntimeError("the queue of batches is empty\nand more")
 
 
 def test_a_model_that_can_not_be_called_again_is_told_of_and_training_goes_on() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Once(), nn.Linear(6, 3))
     mp = trainer(net)
+    assert not step(mp).skipped
     net[1].weight.data.fill_(6e4)
     told = found(mp)
     assert told.cause == "unknown"
@@ -578,6 +589,7 @@ def test_findings_are_written_as_records(tmp_path: Path) -> None:
     net.place.fault = grows
     told = found(mp, 1)
     mp.close()
+    writer.close()
     (record,) = (one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
     assert (record.update, record.optimizer, record.loss_scale, record.finding) == (1, 0, LOW, told)
     assert from_line(to_line(record)) == record

@@ -1,7 +1,7 @@
 """Running a model's call again with nothing left behind: random numbers, buffers, attributes, hooks on leaves.
 
 What is put back: the random state of PyTorch (of the CPU and the model's devices), of `random` and of NumPy; every
-buffer, with its version; numbers and tensors that are attributes of modules. Compiled parts run eagerly, and reentrant
+buffer, with its version; what modules keep in attributes (`own_state`). Compiled parts run eagerly, and reentrant
 checkpoints as plain calls, because their backward can't be asked for single gradients.
 """
 
@@ -19,7 +19,8 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-_PLAIN = (int, float, bool, type(None), Tensor)
+from mezzo.pytorch.monitor.own_state import changeable, copied, put_back
+
 _now = threading.local()
 
 
@@ -94,8 +95,10 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
     """Run a model inside, and find everything as it was before afterwards."""
     state = RandomState.now(devices_of(model))
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes = [(module, _attributes(module)) for module in model.modules()]
-    held = [dict(module._buffers) for module, _ in attributes]
+    modules = list(model.modules())
+    held = [dict(module._buffers) for module in modules]
+    dicts = [dict(module.__dict__) for module in modules]
+    own = [{name: (value, copied(value)) for name, value in changeable(module)} for module in modules]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
     before = running_again()
     _now.again = True
@@ -110,21 +113,19 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
         _now.again = before
         for leaf, hooks in leaves:
             leaf._backward_hooks = hooks
-        for (module, kept), own in zip(attributes, held):
-            module._buffers.update(own)
-            for name in [name for name in _attributes(module) if name not in kept]:
+        for module, buffered, there, kept in zip(modules, held, dicts, own):
+            module._buffers.update(buffered)
+            for name in [name for name in module.__dict__ if name not in there]:
                 del module.__dict__[name]
-            module.__dict__.update({name: value for name, value in kept.items()})
+            module.__dict__.update(there)
+            for name, (was, copy) in kept.items():
+                put_back(module, name, was, copy)
         with torch.no_grad():
             for buffer, version, copy in buffers:
                 if buffer._version != version:
                     buffer.copy_(copy)
                     torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         state.put_back()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, _PLAIN)}
 
 
 def within_compiled() -> bool:

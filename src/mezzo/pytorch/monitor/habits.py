@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.monitor.again import RandomState, devices_of
 from mezzo.pytorch.monitor.kept_call import KeptCall
+from mezzo.pytorch.monitor.own_state import changeable, copied, same
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -56,11 +57,11 @@ class Habits:
         """Keep with a call what it may change."""
         call.buffers = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
         if self._calls == 0:
-            self._attributes = [(module, name) for module in self._modules for name, _ in _changeable(module)]
+            self._attributes = [(module, name) for module in self._modules for name, _ in changeable(module)]
         for module, name in self._attributes:
             if name in module.__dict__:
                 value: Any = module.__dict__[name]
-                call.attributes.append((module, name, value.detach() if isinstance(value, Tensor) else value))
+                call.attributes.append((module, name, value, copied(value)))
         self._versions = [buffer._version for buffer in self._buffers]
 
     def after(self, call: KeptCall) -> None:
@@ -74,28 +75,13 @@ class Habits:
             call.buffers = [
                 (buffer, copy) for buffer, copy in call.buffers if any(buffer is m for m in moved)
             ]
-        if self._calls < 2:
-            before = {(id(module), name): value for module, name, value in call.attributes}
+            before = {(id(module), name): (was, copy) for module, name, was, copy in call.attributes}
             self._attributes = [
                 (module, name)
                 for module in self._modules
-                for name, value in _changeable(module)
-                if not _same(before.get((id(module), name)), value)
-            ] or []
+                for name, value in changeable(module)
+                if not same(*before.get((id(module), name), (None, None)), value)
+            ]
+            changed = {(id(module), name) for module, name in self._attributes}
+            call.attributes = [one for one in call.attributes if (id(one[0]), one[1]) in changed]
         self._calls += 1
-
-
-def _changeable(module: nn.Module) -> list[tuple[str, Any]]:
-    return [
-        (name, value)
-        for name, value in module.__dict__.items()
-        if isinstance(value, (int, float, Tensor))
-        and not isinstance(value, nn.Parameter)
-        and name != "training"
-    ]
-
-
-def _same(before: Any, now: Any) -> bool:
-    if isinstance(now, Tensor):
-        return isinstance(before, Tensor) and before.data_ptr() == now.data_ptr()
-    return bool(before == now)

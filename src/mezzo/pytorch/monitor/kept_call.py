@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.pytorch.monitor.again import RandomState
+from mezzo.pytorch.monitor.own_state import put_back
 from mezzo.pytorch.monitor.tensor_facts import mapped, tensors
 from mezzo.pytorch.monitor.user_line import Line
 
@@ -64,7 +65,7 @@ class KeptCall:
         self._versions = [_version(leaf) for leaf in self._given]
         self.random = random
         self.buffers: list[tuple[Tensor, Tensor]] = []
-        self.attributes: list[tuple[nn.Module, str, Any]] = []
+        self.attributes: list[tuple[nn.Module, str, Any, Any]] = []
         self.outputs: list[int] = []
         self.unscaled: dict[
             int, dict[int, Tensor]
@@ -111,8 +112,8 @@ class KeptCall:
         with torch.no_grad():
             for buffer, copy in self.buffers:
                 buffer.copy_(copy)
-        for module, name, value in self.attributes:
-            module.__dict__[name] = value
+        for module, name, was, copy in self.attributes:
+            put_back(module, name, was, copy)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
