@@ -1,0 +1,208 @@
+"""Modules whose forward pass in training changes their buffers: each normalisation, and every way in which
+modules in the wild write: in place, through `.data`, with `out=`, and by putting another tensor there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from bad_steps import INF
+
+
+class Averages(nn.Module):
+    """What VQ layers, EMA normalisers and centred losses do: an average of what was seen, moved by each forward."""
+
+    def __init__(
+        self, write: Callable[[nn.Module, Tensor], None], *, persistent: bool = True, **buffers: Any
+    ) -> None:
+        super().__init__()
+        self._write = write
+        self.register_buffer("mean", torch.zeros(4), persistent=persistent)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self._write(self, x.detach().float())
+        return x - self.mean
+
+
+def in_place(module: Any, x: Tensor) -> None:
+    module.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+def through_data(module: Any, x: Tensor) -> None:
+    module.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+def lerp_foreach(module: Any, x: Tensor) -> None:
+    torch._foreach_lerp_([module.mean], [x.mean(0)], 0.1)
+
+
+def with_out(module: Any, x: Tensor) -> None:
+    torch.add(module.mean * 0.9, x.mean(0), alpha=0.1, out=module.mean)
+
+
+def replaced(module: Any, x: Tensor) -> None:
+    module.mean = module.mean * 0.9 + x.mean(0) * 0.1
+
+
+def written_then_replaced(module: Any, x: Tensor) -> None:
+    module.mean.mul_(0.5)
+    module.mean = module.mean + x.mean(0)
+
+
+def counted(module: Any, x: Tensor) -> None:
+    module.count += 1
+    module.mean += (x.mean(0) - module.mean) / module.count
+
+
+def counter_replaced(module: Any, x: Tensor) -> None:
+    module.count = module.count + 1
+    in_place(module, x / module.count)
+
+
+def codebook(module: Any, x: Tensor) -> None:
+    """k-means of a VQ layer: data-dependent init, cluster sizes, sums, codes; all through `.data`."""
+    if not module.ready:
+        module.codes.data.copy_(x[:3])
+        module.sums.data.copy_(x[:3])
+        module.ready.data.copy_(torch.tensor(True))
+    nearest = torch.cdist(x, module.codes).argmin(1)
+    taken = nn.functional.one_hot(nearest, 3).float()
+    module.sizes.data.mul_(0.9).add_(taken.sum(0), alpha=0.1)
+    module.sums.data.mul_(0.9).add_(taken.t() @ x, alpha=0.1)
+    module.codes.data.copy_(module.sums / module.sizes.clamp(min=0.1)[:, None])
+
+
+def queue(module: Any, x: Tensor) -> None:
+    """The memory bank of a contrastive loss, with its pointer."""
+    at = int(module.pointer)
+    module.bank[at] = x.mean(0)
+    module.pointer[()] = (at + 1) % len(module.bank)
+
+
+def last_seen(module: Any, x: Tensor) -> None:
+    """A buffer that is None until there is something to remember."""
+    module.mean = x.mean(0) if module.last is None else module.last * 0.5
+    module.last = x.mean(0)
+
+
+def expanded(module: Any, x: Tensor) -> None:
+    """Several elements of it are one number in memory, which can't be written to."""
+    module.mean = (module.mean[0] * 0.9 + x.mean() * 0.1).expand(4)
+
+
+def grows(module: Any, x: Tensor) -> None:
+    module.seen = torch.cat([module.seen, x.mean()[None]])
+    module.mean.fill_(module.seen.sum())
+
+
+def bf16(module: Any, x: Tensor) -> None:
+    module.low.mul_(0.5).add_(x.mean(0).bfloat16())
+
+
+def eight_bits(module: Any, x: Tensor) -> None:
+    module.low.copy_((x.mean(0)).to(module.low.dtype))
+
+
+def late(module: Any, x: Tensor) -> None:
+    """Warm-up: the average begins to move in the fourth forward."""
+    module.count += 1
+    if module.count > 3:
+        in_place(module, x)
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape)
+
+
+F8 = torch.float8_e4m3fn
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: Averages(in_place),
+    "not persistent": lambda: Averages(in_place, persistent=False),
+    "through .data": lambda: Averages(through_data),
+    "foreach": lambda: Averages(lerp_foreach),
+    "out=": lambda: Averages(with_out),
+    "replaced": lambda: Averages(replaced),
+    "written, then replaced": lambda: Averages(written_then_replaced),
+    "counted": lambda: Averages(counted, count=torch.zeros((), dtype=torch.long)),
+    "counter replaced": lambda: Averages(counter_replaced, count=torch.zeros(())),
+    "codebook": lambda: Averages(
+        codebook, codes=zeros(3, 4), sums=zeros(3, 4), sizes=zeros(3), ready=torch.tensor(False)
+    ),
+    "queue": lambda: Averages(queue, bank=zeros(5, 4), pointer=torch.zeros((), dtype=torch.long)),
+    "None at first": lambda: Averages(last_seen, last=None),
+    "expanded": lambda: Averages(expanded),
+    "grows": lambda: Averages(grows, seen=zeros(1)),
+    "bf16": lambda: Averages(bf16, low=torch.zeros(4, dtype=torch.bfloat16)),
+    "fp8": lambda: Averages(eight_bits, low=torch.zeros(4).to(F8)),
+    "FP64": lambda: Averages(in_place, wide=torch.zeros(3, dtype=torch.float64)),
+    "late": lambda: Averages(late, count=torch.zeros((), dtype=torch.long)),
+    "beside a mask of -inf": lambda: Averages(in_place, mask=torch.full((4, 4), -INF).triu(1)),
+    "beside expanded positions": lambda: Averages(in_place, positions=torch.arange(1).expand(4)),
+}
+
+
+def image(dims: int) -> nn.Module:
+    """From [16, 4] to a picture of so many dimensions, with 4 channels."""
+    return nn.Unflatten(1, (4, *[1] * dims)) if dims else nn.Identity()
+
+
+def spread(dims: int) -> nn.Module:
+    return nn.Sequential(image(dims), nn.Upsample(scale_factor=2))
+
+
+class Old:
+    """Normalisations of weights in the form of a hook, which newer PyTorch calls deprecated."""
+
+    @staticmethod
+    def weight_norm() -> nn.Module:
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            layer: nn.Module = nn.utils.weight_norm(nn.Linear(4, 4))
+        return layer
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "BatchNorm1d, cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
+    "BatchNorm1d, not affine": lambda: nn.BatchNorm1d(4, affine=False),
+    "BatchNorm1d, no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    "BatchNorm2d": lambda: nn.Sequential(image(2), nn.BatchNorm2d(4), nn.Flatten()),
+    "BatchNorm3d": lambda: nn.Sequential(image(3), nn.BatchNorm3d(4), nn.Flatten()),
+    "SyncBatchNorm": lambda: nn.Sequential(image(2), nn.SyncBatchNorm(4), nn.Flatten()),
+    "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(affine=False),
+    "LazyBatchNorm2d": lambda: nn.Sequential(image(2), nn.LazyBatchNorm2d(affine=False), nn.Flatten()),
+    "LazyBatchNorm3d": lambda: nn.Sequential(image(3), nn.LazyBatchNorm3d(affine=False), nn.Flatten()),
+    "InstanceNorm1d": lambda: nn.Sequential(
+        spread(1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.MaxPool1d(2), nn.Flatten()
+    ),
+    "InstanceNorm2d": lambda: nn.Sequential(
+        spread(2), nn.InstanceNorm2d(4, track_running_stats=True), nn.MaxPool2d(2), nn.Flatten()
+    ),
+    "InstanceNorm3d": lambda: nn.Sequential(
+        spread(3), nn.InstanceNorm3d(4, track_running_stats=True), nn.MaxPool3d(2), nn.Flatten()
+    ),
+    "LazyInstanceNorm1d": lambda: nn.Sequential(
+        spread(1),
+        nn.LazyInstanceNorm1d(affine=False, track_running_stats=True),
+        nn.MaxPool1d(2),
+        nn.Flatten(),
+    ),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "RMSNorm": lambda: nn.RMSNorm(4),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "LocalResponseNorm": lambda: nn.Sequential(image(1), nn.LocalResponseNorm(2), nn.Flatten()),
+    "spectral_norm, hook": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "weight_norm, hook": Old.weight_norm,
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
+}

@@ -1,0 +1,221 @@
+"""RunningStatistics by itself: what is copied, what that costs, what is learned, saved and mended."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bad_steps import INF, is_finite, same
+from mezzo.pytorch.training.buffers_before import SMALL
+from mezzo.pytorch.training.running_statistics import RunningStatistics
+from moving_buffers import Averages, in_place, replaced, zeros
+
+
+class Ops(TorchDispatchMode):
+    """The ops that ran, and the bytes of what copies of each shape took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.copied: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.names.append(name)
+        if name in ("clone", "cat", "copy_", "_to_copy"):
+            source = args[0][0] if name == "cat" else args[0]
+            self.copied.append(tuple(source.shape))
+        return func(*args, **(kwargs or {}))
+
+
+def steps_of(statistics: RunningStatistics, forward: Callable[[], Any], number: int) -> None:
+    for _ in range(number):
+        statistics.remember()
+        forward()
+        statistics.restore(False)
+
+
+def test_what_holds_still_is_not_copied_any_more() -> None:
+    model = nn.Sequential(Averages(in_place, mask=zeros(7, 7), large=zeros(SMALL)), nn.BatchNorm1d(4))
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
+    with Ops() as ops:
+        statistics.remember()
+        statistics.restore(False)
+    assert (7, 7) not in ops.copied
+    assert (SMALL,) not in ops.copied
+    assert ops.names.count("cat") == 2  # FP32 and the counter of BatchNorm
+    kept = {each.place.name: each.copy is not None for each in statistics._still._kept}
+    assert kept == {"mask": True, "large": False}
+
+
+def test_a_model_whose_buffers_hold_still_costs_no_op_at_all() -> None:
+    model = nn.Sequential(*[Averages(lambda module, x: None, mask=zeros(3, 3)) for _ in range(5)])
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
+    with Ops() as ops:
+        steps_of(statistics, lambda: None, 3)
+    assert [name for name in ops.names if name not in ("detach",)] == []
+
+
+@pytest.mark.parametrize("layers", [1, 20])
+def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning(layers: int) -> None:
+    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(layers)])
+    statistics = RunningStatistics(model)
+    with Ops() as ops:
+        statistics.remember()
+        statistics.restore(False)
+    assert [name for name in ops.names if name not in ("view", "_unsafe_view", "reshape")] == ["cat", "cat"]
+
+
+def test_a_layer_in_evaluation_mode_is_not_copied() -> None:
+    model = nn.BatchNorm1d(4).eval()
+    statistics = RunningStatistics(model)
+    with Ops() as ops:
+        statistics.remember()
+    assert ops.names == []
+
+
+def test_after_the_learning_steps_a_skip_that_only_the_device_knows_of_is_not_waited_for() -> None:
+    model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), Averages(replaced), nn.BatchNorm1d(4))
+    statistics = RunningStatistics(model)
+    forward = lambda: model(torch.randn(8, 4))  # noqa: E731
+    steps_of(statistics, forward, 2)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.remember()
+    forward()
+    with Ops() as ops:
+        statistics.restore(torch.ones(()))
+    assert "_local_scalar_dense" not in ops.names
+    assert same(dict(model.named_buffers()), before)
+    statistics.remember()
+    forward()
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.restore(torch.zeros(()))
+    assert same(dict(model.named_buffers()), after)
+    assert not same(after, before)
+
+
+@pytest.mark.parametrize("size", [4, SMALL])
+def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
+    """A checkpoint that is loaded, a mask that the loop replaces: no forward pass did that."""
+    module = Averages(lambda module, x: None, mask=zeros(size), other=zeros(size))
+    statistics = RunningStatistics(module)
+    forward = lambda: module(torch.randn(8, 4))  # noqa: E731
+    steps_of(statistics, forward, 3)
+    module.mask.fill_(5.0)
+    module.other = torch.full((size,), 7.0)
+    statistics.remember()
+    forward()
+    statistics.restore(True)
+    assert module.mask.eq(5.0).all()
+    assert module.other.eq(7.0).all()
+
+
+def test_a_large_buffer_that_is_replaced_late_is_put_back_without_a_copy() -> None:
+    module = Averages(lambda module, x: None, large=zeros(SMALL))
+    statistics = RunningStatistics(module)
+    steps_of(statistics, lambda: module(torch.randn(8, 4)), 3)
+    before = module.large
+    statistics.remember()
+    module.large = torch.ones(SMALL)
+    statistics.restore(True)
+    assert module.large is before
+    assert before.eq(0).all()
+
+
+def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
+    model.append(nn.BatchNorm1d(4))
+    statistics.remember()
+    statistics.restore(True)
+    statistics.remember()
+    model(torch.full((8, 4), math.nan))
+    statistics.restore(True)
+    assert is_finite(model.state_dict())
+
+
+def best_so_far(module: Any, x: Tensor) -> None:
+    module.mean[1:] += x.mean(0)[1:]
+
+
+def test_what_was_infinite_before_is_not_spoiled() -> None:
+    """A running maximum that has seen nothing yet is -inf."""
+    model = Averages(best_so_far)
+    model.mean[0] = -INF
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
+    statistics.remember()
+    model(torch.randn(8, 4))
+    after = model.mean.clone()
+    for found_inf in (True, torch.ones(())):
+        statistics.mend(found_inf)
+        assert torch.equal(model.mean, after)
+
+
+def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> None:
+    """A mask of -inf is no spoiled statistic."""
+    model = nn.Sequential(Averages(in_place, mask=torch.full((2, 2), -INF)), Averages(replaced))
+    for steps in (0, 3):
+        statistics = RunningStatistics(model)
+        steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
+        statistics.remember()
+        model(torch.randn(8, 4))
+        good = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        statistics.mend(True)
+        statistics.mend(torch.ones(()))
+        assert same(dict(model.named_buffers()), good)
+        model(torch.full((8, 4), INF))
+        statistics.mend(torch.zeros(()))
+        assert not is_finite(model[0].mean)
+        statistics.mend(torch.ones(()))
+        assert is_finite([model[0].mean, model[1].mean])
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_open_window_s_copies_are_saved_and_loaded(steps: int) -> None:
+    """`MixedPrecision.state_dict` in the middle of a window: the copies are of its start."""
+
+    def made() -> tuple[nn.Module, RunningStatistics]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), nn.BatchNorm1d(4), Averages(replaced))
+        return model, RunningStatistics(model)
+
+    model, statistics = made()
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    statistics.remember()
+    model(torch.randn(8, 4))
+    state = statistics.state()
+    assert all(isinstance(value, Tensor) for value in state.values())
+
+    again, other = made()
+    again.load_state_dict(model.state_dict())
+    other.load(state)
+    again(torch.full((8, 4), INF))
+    other.restore(True)
+    assert same(dict(again.named_buffers()), before)
+
+    other.load({"0.mean": torch.zeros(5)})  # of another model
+    assert not other.remembers
+    other.load([torch.zeros(3)])  # as an older Mezzo wrote them
+    assert not other.remembers
+
+
+def test_it_holds_no_model_alive() -> None:
+    model = nn.BatchNorm1d(4)
+    statistics = RunningStatistics(model)
+    statistics.remember()
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None
+    statistics.restore(True)
