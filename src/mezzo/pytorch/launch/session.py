@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import MezzoError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation
+from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.pytorch.launch.companions import Companions
 from mezzo.pytorch.launch.journal import Journal
@@ -143,7 +143,7 @@ class Session:
         It halves until 1, whatever the machine's own factor; a dynamic machine learns of it.
         """
         self.reruns += 1
-        if isinstance(self.scale, DynamicLossScale) and self.scale.scale > 1.0:
+        if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
             self.observe(found_inf=True)
         return max(1.0, scale * 0.5)
 
