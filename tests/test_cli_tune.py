@@ -40,7 +40,7 @@ def unit(path: str, change: float = 1e-4, saves: float = 1e-3, **more: Any) -> d
     return {
         "path": path,
         "kind": "Linear",
-        "seconds": [[2e-3, 2e-3 - saves]] * 3,
+        "seconds": [[2e-3, 2e-3 - saves]] * 6,
         "roundings": [{"signed": 0.0, "squares": change**2, "absolute": change}],
         **more,
     }

@@ -416,7 +416,14 @@ def test_saved_time_that_noise_could_be_is_none() -> None:
     assert UnitFacts("a", "A", seconds=bursts).saved_seconds == 0.0
     clear = [[1.0, 0.5], [1.0, 0.52], [1.0, 0.49], [1.0, 0.5]]
     assert UnitFacts("a", "A", seconds=clear, calls=3).saved_seconds == pytest.approx(1.5)
+    assert UnitFacts("a", "A", seconds=clear[:2]).saved_seconds == 0.0  # two pairs agree by chance
     assert UnitFacts("a", "A").saved_seconds == 0.0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_there_are_enough_pairs_however_few_the_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mezzo.pytorch.sensitivity.measure.SECONDS", 0.0)
+    assert {len(unit.seconds) for unit in result(around(), steps=steps).units} == {6}
 
 
 def test_the_examples_hold() -> None:

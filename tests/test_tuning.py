@@ -22,7 +22,7 @@ def unit(path: str, change: float = 1e-4, fp32: float = 2.0, low: float = 1.0, *
     return UnitFacts(
         path,
         "Linear",
-        seconds=[[fp32 / 1e3, low / 1e3]] * 3,
+        seconds=[[fp32 / 1e3, low / 1e3]] * 6,
         roundings=[Rounding(0.0, change**2, change)],
         **more,
     )

@@ -35,7 +35,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PAIRS = 4
 """Timed pairs of a call in one step, ..."""
 SECONDS = 0.1
-"""... or fewer, but one, once they have taken this long."""
+"""... or fewer, once they have taken this long."""
+ENOUGH_PAIRS = 6
+"""Of all steps together; with fewer no difference could be called one (`UnitFacts.saved_seconds`)."""
 CAST_TIMES = 7
 """Casts that are timed; the median counts."""
 LEAST_EXPONENT = -24
@@ -76,16 +78,22 @@ class Measurer:
     Args:
         format: the lower format, ``bf16`` or ``fp16``.
         device: of the model.
+        steps: in which each call will be measured.
         clock: seconds.
     """
 
     def __init__(
-        self, format: str, device: torch.device, clock: Callable[[], float] = time.perf_counter
+        self,
+        format: str,
+        device: torch.device,
+        steps: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._format = format
         self._dtype = DTYPES[format]
         self._device = device
         self._clock = clock
+        self._least = -(-ENOUGH_PAIRS // steps)
         self._fp32_first = False
 
     def measure(self, call: KeptCall, exponent: int = 0) -> Measured:
@@ -160,7 +168,7 @@ class Measurer:
         """Pairs of seconds, FP32 and lowered, by turns the one first and the other."""
         pairs: list[list[float]] = []
         start = self._clock()
-        while not pairs or (len(pairs) < PAIRS and self._clock() - start < SECONDS):
+        while len(pairs) < self._least or (len(pairs) < PAIRS and self._clock() - start < SECONDS):
             pair = [0.0, 0.0]
             self._fp32_first = not self._fp32_first
             for low in (False, True) if self._fp32_first else (True, False):

@@ -160,7 +160,7 @@ class Probe:
         self._paths = {module: path for path, module in model.named_modules()}
         self._parameters = {id(p) for p in model.parameters()}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._measurer = Measurer(self._settings.format, self._device)
+        self._measurer = Measurer(self._settings.format, self._device, self._settings.steps)
         if any(
             "_orig_mod" in path or each._compiled_call_impl is not None for each, path in self._paths.items()
         ):
