@@ -13,11 +13,13 @@ import mezzo
 PUBLIC = {
     "DynamicLossScale",
     "GradScaler",
+    "LossScaleCollapseError",
     "MixedPrecision",
     "NoLossScale",
     "Policy",
     "StaticLossScale",
     "StatisticalLossScale",
+    "TensorBoardWriter",
     "autocast",
     "calibrate",
     "explain",

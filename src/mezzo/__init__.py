@@ -23,6 +23,8 @@ _PUBLIC = {
     "StaticLossScale": ("mezzo.core.loss_scale", "StaticLossScale"),
     "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
+    "LossScaleCollapseError": ("mezzo.core.errors", "LossScaleCollapseError"),
+    "TensorBoardWriter": ("mezzo.pytorch.monitor.tensorboard", "TensorBoardWriter"),
     "StatisticalLossScale": ("mezzo.core.statistical_scale", "StatisticalLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "calibrate": ("mezzo.pytorch.calibrate", "calibrate"),
@@ -39,11 +41,13 @@ _PUBLIC = {
 __all__ = [
     "DynamicLossScale",
     "GradScaler",
+    "LossScaleCollapseError",
     "MixedPrecision",
     "NoLossScale",
     "Policy",
     "StaticLossScale",
     "StatisticalLossScale",
+    "TensorBoardWriter",
     "autocast",
     "calibrate",
     "explain",
@@ -61,12 +65,14 @@ __all__ = [
 if TYPE_CHECKING:
     from mezzo import nn, optim
     from mezzo.core import formats
+    from mezzo.core.errors import LossScaleCollapseError
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
     from mezzo.core.statistical_scale import StatisticalLossScale
     from mezzo.pytorch.batch_size.find import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
+    from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
     from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.region.autocast import autocast
     from mezzo.pytorch.scaling.scaler import GradScaler
