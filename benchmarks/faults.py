@@ -61,8 +61,6 @@ def main() -> int:
     for clean in (*score.clean, *score.clean_scripts):
         for alarm in clean.alarms:
             console.print(f"false alarm: {clean.name}: {alarm}", markup=False)
-        if not clean.skips:
-            console.print(f"never overflowed: {clean.name}", markup=False)
     for trial in score.trials:
         if not trial.mends:
             console.print(f"remedy that does not mend: {trial.name}: {trial.policy}", markup=False)

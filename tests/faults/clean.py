@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random as python_random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -106,7 +108,13 @@ class AtScaleOne:
     def __call__(self, part: str, mp: Any, compute: Callable[[], Tensor]) -> Tensor:
         buffers = [(held, held.clone()) for held in mp.model.buffers()]
         carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Carried)]
-        random = torch.get_rng_state()
+        random = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
+        own_generators = [
+            (held, held.get_state())
+            for module in mp.model.modules()
+            for held in vars(module).values()
+            if isinstance(held, torch.Generator)
+        ]
         with mp.autocast():
             loss = compute()
         own = [p for group in mp.optimizer.param_groups for p in group["params"]]
@@ -120,7 +128,11 @@ class AtScaleOne:
         )
         for p, grad in zip(params, before):
             p.grad = grad
-        torch.set_rng_state(random)
+        torch.set_rng_state(random[0])
+        python_random.setstate(random[1])
+        np.random.set_state(random[2])
+        for generator, drawn in own_generators:
+            generator.set_state(drawn)
         with torch.no_grad():
             for held, value in buffers:
                 held.copy_(value)

@@ -210,6 +210,13 @@ def trials_of(row: Fault, graded: FaultGrade) -> list[Trial]:
     return [Trial(row.name, policy, mends(row, part, policy)) for policy in policies(graded.found)]
 
 
+def _short(g: FaultGrade) -> dict[str, Any]:
+    told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
+    found = None if g.found is None else {name: getattr(g.found, name) for name in told}
+    right = {name: getattr(g, name) for name in ("named", "cause", "line")}
+    return {"name": g.name, "family": g.family, "right": right, "found": found}
+
+
 @dataclass(frozen=True)
 class Score:
     """All grades: of loops with `MixedPrecision`, and of plain scripts."""
@@ -270,10 +277,12 @@ class Score:
         return {
             "counts": self.counts(),
             "by_family": self.by_family(),
-            "faults": [{**asdict(g), "named": g.named} for g in self.faults],
-            "clean": [{**asdict(g), "quiet": g.quiet} for g in self.clean],
-            "scripts": [{**asdict(g), "named": g.named} for g in self.scripts],
-            "clean_scripts": [{**asdict(g), "quiet": g.quiet} for g in self.clean_scripts],
+            "faults": [_short(g) for g in self.faults],
+            "clean": [{"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in self.clean],
+            "scripts": [_short(g) for g in self.scripts],
+            "clean_scripts": [
+                {"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in self.clean_scripts
+            ],
             "trials": [asdict(t) for t in self.trials],
         }
 
