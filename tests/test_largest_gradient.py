@@ -25,14 +25,14 @@ class Told:
 
     def __init__(self, mp: Any) -> None:
         self.largest: list[float | None] = []
-        original = type(mp._machine).next
+        original = type(mp._in_force.machine).next
 
         def following(machine: Any, found: Tensor, largest: Tensor | None = None) -> Any:
             self.largest.append(None if largest is None else float(largest))
             return original(machine, found, largest)
 
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(type(mp._machine), "next", following)
+        self.patch.setattr(type(mp._in_force.machine), "next", following)
 
     def __enter__(self) -> Told:
         return self
@@ -179,7 +179,7 @@ def test_the_scale_follows_it_in_training() -> None:
     mp = trained(StatisticalLossScale(), clip_norm=1.0)
     for seed in range(12):
         assert run(mp, seed).moved
-    pure = mp._machine.on_host()
+    pure = mp._in_force.machine.on_host()
     assert pure.seen == 12
     largest = max(by_hand(network(), 0))
     assert abs(pure.mean - math.log2(largest)) < 3
@@ -190,9 +190,9 @@ def test_the_scale_follows_it_in_training() -> None:
 def test_a_step_that_overflows_backs_off_and_tells_nothing() -> None:
     mp = trained(StatisticalLossScale(init=2.0**12))
     assert run(mp).moved
-    before = mp._machine.on_host()
+    before = mp._in_force.machine.on_host()
     assert not run(mp, factor=math.inf).moved
-    after = mp._machine.on_host()
+    after = mp._in_force.machine.on_host()
     assert (after.seen, after.mean, after.scale) == (1, before.mean, 2.0**11)
 
 
@@ -298,7 +298,7 @@ def test_saved_and_loaded() -> None:
     state = mp.state_dict()
     other = trained(StatisticalLossScale())
     other.load_state_dict(state)
-    assert other._machine.on_host() == mp._machine.on_host()
+    assert other._in_force.machine.on_host() == mp._in_force.machine.on_host()
 
 
 def planted(grad: Tensor) -> Tensor:

@@ -278,9 +278,6 @@ def test_bad_arguments(name: str) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(error, match=words):
         RangeWatch(model, torch.optim.SGD(model.parameters()), **options)
-    if name == "interval of -1":
-        with pytest.raises(error, match=words):
-            mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "fp32", watch=-1)
 
 
 def test_nothing_is_lost_of_a_histogram_that_is_read_through_json() -> None:

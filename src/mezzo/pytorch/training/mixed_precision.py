@@ -12,12 +12,10 @@ it knows nothing of more than one process.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize, ref
 
@@ -29,21 +27,18 @@ from torch.optim import Optimizer
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError
 from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale, StaticLossScale
-from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
-from mezzo.core.trial import PrecisionTrial, TrialDecision
-from mezzo.pytorch import auto
-from mezzo.pytorch.region.autocast import Region, autocast
-from mezzo.pytorch.region.fp8_layers import introduce
-from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
+from mezzo.core.trial import TrialDecision
+from mezzo.pytorch.region.autocast import Region
 from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
 from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
 from mezzo.pytorch.training import checks, turns, weight_modes
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
+from mezzo.pytorch.training.in_force import InForce
 from mezzo.pytorch.training.journal import Journal
 from mezzo.pytorch.training.observing import Observing, observers_for
 from mezzo.pytorch.training.optimizer_backward import OptimizerBackward
@@ -155,9 +150,8 @@ class MixedPrecision:
             checks.release(clip_value)
             if accumulate == 1:
                 GradientRelease.check_model(model)
-        self._device = next(model.parameters()).device
-        self._device_type = device_type or self._device.type
-        asked, why = weight_modes.chosen(policy_of(precision), weights, state, self._device_type)
+        device_type = device_type or next(model.parameters()).device.type
+        asked, why = weight_modes.chosen(policy_of(precision), weights, state, device_type)
         asked, why = weight_modes.formats_agree(optimizer, asked, why)
         self.model = model
         self.clip_norm = clip_norm
@@ -166,12 +160,7 @@ class MixedPrecision:
         self.scheduler = scheduler
         low = asked.params != "fp32" or weight_modes.has_16_bit(optimizer)
         self._average = checks.averager(ema, low=low)
-        self._asked = asked
-        self._asked_scale = (
-            StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
-        )
         self._journal = Journal(records)
-        self._unchecked = 0
         self._findings: deque[Finding] = deque(maxlen=100)
         self._window = Window(accumulate)
         me = ref(self)
@@ -181,19 +170,12 @@ class MixedPrecision:
                 (mp.model, mp._journal.updates) for mp in _ALIVE if mp is not me() and mp.model is not model
             ],
         )
-        self._overrides: ModuleOverrides | None = None
-        self._trial: auto.TimedTrial | None = None
-        self._decision: TrialDecision | None = None
-        resolved, reason = auto.resolve(asked, self._device_type)
-        if asked.compute == "auto" and resolved.compute != "fp32":
-            self._trial = auto.TimedTrial(PrecisionTrial(resolved.compute), self._device_type)
-        else:
-            self._decision = TrialDecision(resolved.compute, math.nan, why or reason)
-        self._adopt(resolved)
+        given = StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
+        self._in_force = InForce(model, asked, device_type, given, why)
         try:
-            self._train(optimizer, resolved, release_gradients)
+            self._train(optimizer, self._in_force.policy, release_gradients)
         except BaseException:
-            self._remove_overrides()
+            self._in_force.end()
             raise
         self._observing = Observing(
             model,
@@ -202,10 +184,10 @@ class MixedPrecision:
                 optimizer,
                 watch=watch,
                 trace=trace,
-                scales=self._machine is not None,
-                enter=partial(_region_of, ref(self)),
+                scales=self._in_force.machine is not None,
+                enter=self._in_force.region,
                 clock=self._journal.now,
-                follows=isinstance(self._machine, DeviceStatisticalLossScale),
+                follows=isinstance(self._in_force.machine, DeviceStatisticalLossScale),
             ),
         )
         self._journal.also(self._observing.drain)
@@ -244,40 +226,20 @@ class MixedPrecision:
             if mp is not self:
                 yield from gradients.parameters(mp.optimizer)
 
-    def _adopt(self, policy: Policy) -> None:
-        """Put a policy without `auto` into force, with its loss scale at its first state."""
-        policy = introduce(policy, self.model)
-        self._policy = policy
-        self._regions = {
-            name: autocast(chosen, self._device_type)
-            for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
-        }
-        self._machine: DeviceLossScale | None = None
-        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
-        self._machine = on_device(scale, self._device)
-        self._remove_overrides()
-        if policy.modules:
-            self._overrides = apply_module_overrides(self.model, policy, self._device_type)
-
-    def _remove_overrides(self) -> None:
-        if self._overrides is not None:
-            self._overrides.remove()
-            self._overrides = None
-
     @property
     def policy(self) -> Policy:
         """The policy, with `auto` replaced by the format that is on trial or was decided on."""
-        return self._policy
+        return self._in_force.policy
 
     @property
     def precision(self) -> str:
         """The compute format of the next step."""
-        return self._trial.precision if self._trial is not None else self._policy.compute
+        return self._in_force.precision
 
     @property
     def decision(self) -> TrialDecision | None:
         """Which precision and why; None while `auto` still times the first steps."""
-        return self._decision
+        return self._in_force.decision
 
     @property
     def findings(self) -> list[Finding]:
@@ -292,38 +254,32 @@ class MixedPrecision:
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step, 1.0 without one. Waits for the device."""
-        machine = self._scaling()
+        machine = self._in_force.scaling
         return 1.0 if machine is None else float(machine.scale)
-
-    def _scaling(self) -> DeviceLossScale | None:
-        # The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
-        return None if self._trial is not None and self._trial.precision == "fp32" else self._machine
 
     def autocast(self) -> AbstractContextManager[Region]:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
         """
-        plain = self._machine is None or not self._statistics.watches
-        if self._trial is None and plain:
-            if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
-                return autocast(self._policy, self._device_type)
-            if self._observing.watches_live:
-                return self._watched_region()
-            return self._regions[self._policy.compute]
-        return self._watched_region()
+        force = self._in_force
+        if force.trial is not None or (force.machine is not None and self._statistics.watches):
+            return self._watched_region()
+        if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
+            return self._watched_region()
+        return force.region()
 
     @contextmanager
     def _watched_region(self) -> Iterator[Region]:
         """The region; entering it begins a trial's clock, and copies running statistics."""
         training = self.model.training and torch.is_grad_enabled()
-        if training and self._trial is not None:
-            self._trial.start()
-        if training and not self._statistics.remembers and self._scaling() is not None:
+        if training and self._in_force.trial is not None:
+            self._in_force.trial.start()
+        if training and not self._statistics.remembers and self._in_force.scaling is not None:
             self._statistics.remember()
         watched: AbstractContextManager[Any] = nullcontext()
         if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
             watched = self._observing.live()
-        with self._regions[self.precision] as region, watched:
+        with self._in_force.region() as region, watched:
             yield region
 
     @_disable_dynamo
@@ -350,7 +306,7 @@ class MixedPrecision:
         """
         checks.loss(loss)
         window = self._window
-        scaling = self._scaling()
+        scaling = self._in_force.scaling
         window.begin(loss, None if scaling is None else scaling.scale)
         outcome: Outcome | None = None
         if self._observing:
@@ -375,8 +331,8 @@ class MixedPrecision:
         value = loss.detach()
         self._journal.loss(value)
         if window.seen < self.accumulate:
-            if self._trial is not None:
-                self._trial.pause()
+            if self._in_force.trial is not None:
+                self._in_force.trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(value, outcome)
@@ -441,21 +397,17 @@ class MixedPrecision:
             weight_overflow_tensor=self._weight_overflow(),
             finding=finding,
         )
-        machine = self._scaling()
-        if machine is not None and found is not None:
-            self._machine = machine = machine.next(found, self._observing.largest)
+        machine = self._in_force.observe(found, self._observing.largest)
         self._journal.update(result)
-        self._try_on(result)
-        self._unchecked += 1
-        if machine is not None and (skipped is True or self._unchecked >= machine.pure.patience):
-            self._unchecked = 0
-            try:
-                machine.check()
-            except LossScaleCollapseError as collapse:
-                self._journal.flush()
-                if self._findings:
-                    raise collapse.named(self._findings[-1]) from collapse
-                raise
+        if self._in_force.trial is not None:
+            self._in_force.finish(counts=result.moved)
+        try:
+            self._in_force.check(machine, skipped)
+        except LossScaleCollapseError as collapse:
+            self._journal.flush()
+            if self._findings:
+                raise collapse.named(self._findings[-1]) from collapse
+            raise
         return result
 
     def _clear_gradients(self) -> None:
@@ -471,19 +423,6 @@ class MixedPrecision:
         if self._fused is None or self._stored_as == "fp32":
             return None
         return self._fused.weight_overflow.clone()
-
-    def _try_on(self, result: StepResult) -> None:
-        """Let the trial hear of the step, and settle once it knows."""
-        if self._trial is None:
-            return
-        self._trial.finish(counts=result.moved)
-        if self._trial.decision is not None:
-            self._settle(self._trial.decision)
-
-    def _settle(self, decision: TrialDecision) -> None:
-        self._trial, self._decision = None, decision
-        if decision.precision != self._policy.compute:
-            self._adopt(self._asked.resolved(decision.precision))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that isn't the model's, the optimizer's, the scheduler's or the average's: save those
@@ -516,11 +455,5 @@ class MixedPrecision:
         _ALIVE.discard(self)
         self._journal.flush()
         self._stop_observing()
-        self._remove_overrides()
+        self._in_force.end()
         self._let_go()
-
-
-def _region_of(alive: ref[MixedPrecision]) -> AbstractContextManager[Any]:
-    """The region of a training that is alive, whom its observers must not keep so."""
-    mp = alive()
-    return nullcontext() if mp is None else mp._regions[mp.precision]

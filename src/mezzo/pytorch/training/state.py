@@ -12,7 +12,6 @@ from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.trial import TrialDecision
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling import state as scaler_state
-from mezzo.pytorch.scaling.device_scale import on_device
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
@@ -29,7 +28,8 @@ _ANEW: dict[str, dict[str, float]] = {
 
 def save(mp: MixedPrecision) -> dict[str, Any]:
     """The state as plain values and tensors."""
-    window, decision, machine = mp._window, mp._decision, mp._machine
+    window, force = mp._window, mp._in_force
+    decision, machine = force.decision, force.machine
     saved_window = None
     if window.seen:
         saved_window = {
@@ -40,7 +40,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         }
     return {
         "schema": SCHEMA,
-        "policy": str(mp._policy),
+        "policy": str(mp.policy),
         "weights": mp._stored_as,
         "decision": None if decision is None else [decision.precision, decision.speedup, decision.reason],
         "loss_scale": None if machine is None else machine.on_host().state_dict(),
@@ -54,7 +54,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
 
 def _fp8_histories(mp: MixedPrecision) -> dict[str, dict[str, torch.Tensor]]:
     """What delayed scales of fp8 factors come from, for each parameter that has been multiplied in fp8."""
-    if not mp._policy.fp8_scaling.history or "fp8" not in mp._policy.computed:
+    if not mp.policy.fp8_scaling.history or "fp8" not in mp.policy.computed:
         return {}
     from mezzo.pytorch.kernels.fp8.history import history_state
 
@@ -98,13 +98,13 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         from mezzo.pytorch.kernels.fp8.history import load_history_state
 
         load_history_state(mp.model.named_parameters(), state["fp8"])  # raises before anything is changed
-    if mp._asked.compute == "auto" and state["decision"] is not None:
-        mp._settle(TrialDecision(*state["decision"]))
-    machine = mp._machine
+    if mp._in_force.asked.compute == "auto" and state["decision"] is not None:
+        mp._in_force.settle(TrialDecision(*state["decision"]))
+    machine = mp._in_force.machine
     if machine is not None and state["loss_scale"] is not None:
         saved = from_state_dict(anew_if_collapsed(state["loss_scale"]))
         if type(saved) is type(machine.pure):
-            mp._machine = on_device(saved, mp._device)
+            mp._in_force.set_scale(saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
     mp._window.seen, mp._window.scale = 0, None
     mp._statistics.forget()
@@ -112,7 +112,9 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
     if window is not None:
         mp._window.seen = window["seen"]
         if window["scale"] is not None:
-            mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._device)
+            mp._window.scale = torch.full(
+                (), window["scale"], dtype=torch.float32, device=mp._in_force.device
+            )
         for param, grad in zip(params, window["gradients"]):
             mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
         mp._statistics.load(window["statistics"])
@@ -132,14 +134,14 @@ def anew_if_collapsed(scale: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:
-    machine = mp._machine
+    machine = mp._in_force.machine
     if machine is None or not isinstance(machine.pure, DynamicLossScale):
         warnings.warn(
-            f"precision {mp._policy} has no dynamic loss scale, so the GradScaler's state is not used",
+            f"precision {mp.policy} has no dynamic loss scale, so the GradScaler's state is not used",
             stacklevel=4,
         )
         return
-    mp._machine = on_device(scaler_state.from_state(state, machine.pure), mp._device)
+    mp._in_force.set_scale(scaler_state.from_state(state, machine.pure))
 
 
 def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:

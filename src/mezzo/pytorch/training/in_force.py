@@ -1,0 +1,143 @@
+"""InForce: what of a policy is in force in a training now: its region, its loss scale, its overrides of modules.
+
+It changes twice at most: under `auto` the first steps are timed in FP32 and in the candidate by turns, and the faster
+one stays.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.core.loss_scale import LossScale
+from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.trial import PrecisionTrial, TrialDecision
+from mezzo.pytorch import auto
+from mezzo.pytorch.region.autocast import Region, autocast
+from mezzo.pytorch.region.fp8_layers import introduce
+from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
+from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
+
+
+class InForce:
+    """The policy of one training, put into force.
+
+    Args:
+        model: whose modules the policy may name.
+        asked: the policy, perhaps with `auto`.
+        device_type: of the region.
+        loss_scale: in place of the policy's.
+        why: what is told of a choice that was made before.
+
+    Attributes:
+        policy: the policy, with `auto` replaced by the format that is on trial or was decided on.
+        decision: which precision and why; None while a trial runs.
+        device: of the loss scale: that of the model's first parameter.
+        trial: of `auto`, while it runs.
+        machine: the loss scale on its device; None without one.
+    """
+
+    def __init__(
+        self, model: nn.Module, asked: Policy, device_type: str, loss_scale: LossScale | None, why: str
+    ) -> None:
+        self.asked = asked
+        self._model = model
+        self.device = next(model.parameters()).device
+        self._device_type = device_type
+        self._asked_scale = loss_scale
+        self._overrides: ModuleOverrides | None = None
+        self._unchecked = 0
+        self.machine: DeviceLossScale | None
+        self.trial: auto.TimedTrial | None = None
+        self.decision: TrialDecision | None = None
+        resolved, reason = auto.resolve(asked, device_type)
+        if asked.compute == "auto" and resolved.compute != "fp32":
+            self.trial = auto.TimedTrial(PrecisionTrial(resolved.compute), device_type)
+        else:
+            self.decision = TrialDecision(resolved.compute, math.nan, why or reason)
+        self._adopt(resolved)
+
+    def _adopt(self, policy: Policy) -> None:
+        """Put a policy without `auto` into force, with its loss scale at its first state."""
+        self.policy = policy = introduce(policy, self._model)
+        self._regions = {
+            name: autocast(chosen, self._device_type)
+            for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
+        }
+        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
+        self.set_scale(scale)
+        self.end()
+        if policy.modules:
+            self._overrides = apply_module_overrides(self._model, policy, self._device_type)
+
+    def end(self) -> None:
+        """Take the policy's overrides off the model."""
+        if self._overrides is not None:
+            self._overrides.remove()
+            self._overrides = None
+
+    @property
+    def precision(self) -> str:
+        """The compute format of the next step."""
+        return self.trial.precision if self.trial is not None else self.policy.compute
+
+    @property
+    def scaling(self) -> DeviceLossScale | None:
+        """The loss scale of the next step; None without one.
+
+        The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
+        """
+        return None if self.trial is not None and self.trial.precision == "fp32" else self.machine
+
+    def region(self) -> AbstractContextManager[Region]:
+        """The region of the next step."""
+        if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
+            return autocast(self.policy, self._device_type)
+        return self._regions[self.precision]
+
+    def set_scale(self, scale: LossScale) -> None:
+        """Go on from this state of the loss scale."""
+        self.machine = on_device(scale, self.device)
+
+    def observe(self, found: Tensor | None, largest: Tensor | None) -> DeviceLossScale | None:
+        """One step is over: the scale for the next.
+
+        Args:
+            found: 0-dim FP32, 0.0 where every gradient was finite; None if nobody looked.
+            largest: 0-dim FP32, the largest gradient, unscaled, where somebody looked.
+
+        Returns:
+            The machine that this step went by.
+        """
+        machine = self.scaling
+        if machine is not None and found is not None:
+            self.machine = machine = machine.next(found, largest)
+        return machine
+
+    def check(self, machine: DeviceLossScale | None, skipped: Tensor | bool) -> None:
+        """Ask the loss scale whether its patience has run out, where the host knows of a skip, and now and then.
+
+        Raises:
+            LossScaleCollapseError: it has.
+        """
+        self._unchecked += 1
+        if machine is not None and (skipped is True or self._unchecked >= machine.pure.patience):
+            self._unchecked = 0
+            machine.check()
+
+    def finish(self, *, counts: bool) -> None:
+        """Let the trial hear of the step, and settle once it knows."""
+        if self.trial is None:
+            return
+        self.trial.finish(counts=counts)
+        if self.trial.decision is not None:
+            self.settle(self.trial.decision)
+
+    def settle(self, decision: TrialDecision) -> None:
+        """The trial is over."""
+        self.trial, self.decision = None, decision
+        if decision.precision != self.policy.compute:
+            self._adopt(self.asked.resolved(decision.precision))
