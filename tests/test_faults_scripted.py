@@ -13,7 +13,6 @@ from faults.marks import NOT_NAMED_IN_SCRIPTS, marked
 from faults.rows import FAULTS, Fault
 from faults.score import grade_of_clean_script, grades_of_script, missed
 from faults.scripted import can_be_one
-from mezzo.core.finding import OUTSIDE
 
 FAST = ["an activation multiplied by 1e7", "the slope of a length at the origin"]
 FAST_CLEAN = ["a causal mask of -inf"]
@@ -31,16 +30,12 @@ def one_thread() -> Any:
     "row", marked([row for row in FAULTS if can_be_one(row)], FAST, NOT_NAMED_IN_SCRIPTS)
 )
 def test_a_script_s_fault_is_named(row: Fault, tmp_path: Path) -> None:
-    """Module and direction; the operation as well, but where it takes a second look as it happens."""
+    """Module, direction, operation, cause and line; of some by the second time, as it happens."""
     for graded in grades_of_script(row, tmp_path):
         assert graded.found is not None, missed(graded)
-        if row.repeats == 1:
-            assert graded.named, missed(graded)
-            assert graded.cause, missed(graded)
-            assert graded.line, missed(graded)
-        elif graded.expected.module == OUTSIDE:
-            assert graded.module, missed(graded)
-            assert graded.direction, missed(graded)
+        assert graded.named, missed(graded)
+        assert graded.cause, missed(graded)
+        assert graded.line, missed(graded)
 
 
 @pytest.mark.parametrize("row", marked([row for row in CLEAN if can_be_one(row)], FAST_CLEAN))

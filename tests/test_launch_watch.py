@@ -505,3 +505,257 @@ def test_trainings_are_the_same_with_those_who_look(
     if policy == "fp16" and backend == "none":
         assert "mezzo: 7 skipped steps were the loss scale finding its place" in told
         assert sum(r.kind == "overflow" for r in found) == 7
+
+
+# ---------------------------------------------------------------------------------------------- live
+
+LIVE = """
+import random, threading, warnings
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+torch.manual_seed(0); random.seed(0); np.random.seed(0)
+model, other = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+
+class Counts(TorchFunctionMode):
+    seen = 0
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+def faulty(out):
+    return torch.log(out.sum() * 0)
+
+def state():
+    hooks = torch.nn.modules.module
+    return (
+        len(_get_current_function_mode_stack()), torch.autograd.Function.__dict__["apply"],
+        len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks), F.has_torch_function,
+        list(warnings.filters), warnings.showwarning, torch.is_grad_enabled(), torch.get_default_device(),
+    )
+
+def train(body, steps=8, bad=(3, 5)):
+    before = state()
+    for step in range(steps):
+        optimizer.zero_grad(); second.zero_grad()
+        body(step, step in bad)
+        optimizer.step()
+        assert state() == before, (step, state(), before)
+        held = [*model.state_dict().values(), *other.state_dict().values(), torch.rand(2), *map(torch.tensor, (
+            random.random(), float(np.random.rand())))]
+        print(step, *(t.double().sum().item().hex() for t in held))
+"""
+
+PLAIN = """
+def body(step, bad):
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    if bad:
+        loss = loss + faulty(out)
+    loss.backward()
+train(body)
+"""
+
+IN_A_STEP: dict[str, str] = {
+    "a plain loss": PLAIN,
+    "a default device for the call": PLAIN.replace(
+        "    out = model(x)\n", "    with torch.device('cpu'):\n        out = model(x)\n"
+    ),
+    "a default device for the loss": PLAIN.replace(
+        "    loss = F.", "    with torch.device('meta'):\n        assert torch.ones(2).is_meta\n    loss = F."
+    ),
+    "a default device from the call on": PLAIN.replace(
+        "    loss = F.", "    torch.set_default_device('cpu')\n    loss = F."
+    ).replace("train(body)", "torch.set_default_device('cpu')\ntrain(body)\ntorch.set_default_device(None)"),
+    "a mode of the script's for the call": PLAIN.replace(
+        "    out = model(x)\n",
+        "    with Counts() as counts:\n        out = model(x)\n    seen = counts.seen; out + 1\n"
+        "    assert counts.seen == seen > 0\n",
+    ),
+    "warnings caught around the call": PLAIN.replace(
+        "    out = model(x)\n",
+        "    with warnings.catch_warnings(record=True) as told:\n        warnings.simplefilter('always')\n"
+        "        out = model(x)\n        warnings.warn('one'); assert len(told) == 1\n",
+    ),
+    "two losses added up": """
+def body(step, bad):
+    for part in range(2):
+        out = model(x)
+        loss = F.cross_entropy(out, y) / 2
+        if bad and part == 1:
+            loss = loss + faulty(out)
+        loss.backward()
+train(body)
+""",
+    "two models and two optimizers": """
+def body(step, bad):
+    out = other(model(x))
+    loss = F.cross_entropy(out, y)
+    if bad:
+        loss = loss + faulty(out)
+    loss.backward()
+    second.step()
+train(body)
+""",
+    "one optimizer after the other": """
+def body(step, bad):
+    loss = F.cross_entropy(other(model(x).detach()), y)
+    loss.backward()
+    second.step()
+    out = model(x)
+    loss = F.cross_entropy(other(out), y)
+    if bad:
+        loss = loss + faulty(out)
+    loss.backward()
+train(body)
+""",
+    "evaluation between": PLAIN.replace(
+        "    loss.backward()\n",
+        "    loss.backward()\n    with torch.no_grad():\n        model.eval()\n        for _ in range(9): model(x)\n"
+        "        model.train()\n",
+    ),
+    "evaluation before the step": PLAIN.replace(
+        "    out = model(x)\n",
+        "    with torch.no_grad():\n        model.eval()\n        for _ in range(9): model(x)\n        model.train()\n"
+        "    out = model(x)\n",
+    ),
+    "a teacher": PLAIN.replace(
+        "    out = model(x)\n", "    with torch.no_grad(): aim = other(model(x))\n    out = model(x)\n"
+    ).replace("y)\n", "y) + F.mse_loss(out, aim)\n", 1),
+    "a loss that raises": PLAIN.replace(
+        "    loss.backward()\n",
+        "    try:\n        if step == 4: F.cross_entropy(model(x), y[:3])\n    except ValueError: print('raised')\n"
+        "    loss.backward()\n",
+    ),
+    "a call that raises": PLAIN.replace(
+        "    out = model(x)\n",
+        "    try:\n        if step == 4: model(x[:, :3])\n"
+        "    except RuntimeError: print('raised')\n    out = model(x)\n",
+    ),
+    "another thread": PLAIN.replace(
+        "    loss.backward()\n",
+        "    thread = threading.Thread(target=lambda: other(torch.ones(1, 2)).sum().backward())\n"
+        "    thread.start(); thread.join()\n    loss.backward()\n",
+    ),
+    "a penalty on slopes": PLAIN.replace("x)\n", "leaf)\n", 1)
+    .replace("    out =", "    leaf = x.clone().requires_grad_()\n    out =", 1)
+    .replace(
+        "    loss.backward()\n",
+        "    (slope,) = torch.autograd.grad(out.sum(), [leaf], create_graph=True)\n"
+        "    (loss + slope.square().mean()).backward()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(IN_A_STEP))
+def test_what_replay_cannot_explain_is_caught_as_it_happens(launch: Any, name: str) -> None:
+    """The second time by its line; and the training is bit for bit that of nobody who looks."""
+    plain = launch(LIVE + IN_A_STEP[name], policy="fp16,loss_scale=16", trace=False)
+    assert plain.status == 0, plain.err
+    ran = launch(LIVE + IN_A_STEP[name], policy="fp16,loss_scale=16")
+    assert ran.status == 0, ran.err
+    assert ran.lines == plain.lines
+    assert ran.notes == plain.notes
+    found = [r.finding for r in ran.of("overflow")]
+    assert {(f.module, f.op, f.how) for f in found} == {("(outside the model)", "log", "live")}
+    lines = list(dict.fromkeys(f.line for f in found))
+    assert lines == ["", "script.py:21: return torch.log(out.sum() * 0)"]
+
+
+def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
+    import torch
+    from torch.overrides import _get_current_function_mode_stack
+
+    before = torch.autograd.Function.__dict__["apply"]
+    for ending in (
+        "raise SystemExit(3)",
+        "raise KeyError('mine')",
+        "threading.Thread(target=model, args=(x,)).start()",
+    ):
+        source = LIVE + PLAIN.replace("    if bad:\n", f"    if step == 4: {ending}\n    if bad:\n")
+        source = source.replace("assert state()", "state()")
+        ran = launch(source, policy="fp16,loss_scale=16")
+        assert ran.of("end")
+        assert _get_current_function_mode_stack() == []
+        assert torch.autograd.Function.__dict__["apply"] is before
+        assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_watching_that_fails_is_a_note(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mezzo.pytorch.monitor.forward_trace import ForwardTrace
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    plain = launch(LIVE + PLAIN, policy="fp16,loss_scale=16", trace=False)
+    for broken in ("__init__", "_beneath", "_before", "_ran", "claim"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ForwardTrace, broken, fails)
+            ran = launch(LIVE + PLAIN, policy="fp16,loss_scale=16")
+        assert ran.lines == plain.lines, ran.err
+        found = [r.finding for r in ran.of("overflow")]
+        assert len(found) == 2
+        if broken != "claim":  # which is asked by who looks into it as well
+            assert found[1].op == "log"
+        assert "MemoryError: no room" in found[1].note, broken
+
+
+def test_calls_without_a_backward_are_let_go(launch: Any) -> None:
+    """A watch holds the graphs of what it saw: not those of a whole evaluation in training mode."""
+    source = PLAIN.replace(
+        "    out = model(x)\n",
+        "    import weakref\n    seen = []\n    for _ in range(20):\n        mark = Counts()\n"
+        "        model(x).grad_fn.metadata['mark'] = mark\n        seen.append(weakref.ref(mark)); del mark\n"
+        "    print(sum(one() is not None for one in seen))\n"
+        "    out = model(x)\n",
+    )
+    ran = launch(LIVE + source, policy="fp16,loss_scale=16")
+    assert ran.status == 0, ran.err
+    assert {line for line in ran.lines if " " not in line} == {"0"}
+    assert all(r.finding.op == "log" for r in ran.of("overflow"))
+
+
+def test_nobody_watches_before_there_is_something_to_catch(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+
+    def watched(self: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(OverflowTracer, "live", watched)
+    ran = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)")
+    assert ran.status == 0
+    assert ran.of("overflow")
+    assert ran.notes == ""
+
+
+def test_a_script_with_compiled_functions_is_not_watched(launch: Any) -> None:
+    compiled = PLAIN.replace("train(body)", "model = torch.compile(model, backend='eager')\ntrain(body)")
+    compiled = compiled.replace("assert state()", "state()")
+    import torch
+
+    plain = launch(LIVE + compiled, policy="fp16,loss_scale=16", trace=False)
+    torch._dynamo.reset()  # of the first script, whose compiled code would serve the second
+    ran = launch(LIVE + compiled, policy="fp16,loss_scale=16")
+    assert plain.status == 0, plain.err
+    assert ran.lines == plain.lines
+    assert "is not watched live, for it has compiled functions" in ran.notes
+    assert all((r.finding.op, r.finding.line) == ("log", "") for r in ran.of("overflow"))
+
+
+def test_a_mode_of_the_script_s_changes_no_gradient(launch: Any) -> None:
+    """PyTorch shows `autograd.grad` to a function mode, and then calls it a second time: it is scaled once."""
+    slopes = IN_A_STEP["a penalty on slopes"]
+    plain = launch(LIVE + slopes, policy="fp16,loss_scale=16", trace=False)
+    under = launch(
+        LIVE + slopes.replace("train(body)", "with Counts(): train(body)"),
+        policy="fp16,loss_scale=16",
+        trace=False,
+    )
+    assert under.lines == plain.lines

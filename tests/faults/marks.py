@@ -26,7 +26,9 @@ ALARMS: dict[str, str] = {}
 CHANGED: dict[str, str] = {}
 """Rows in which looking changes what is trained, and why."""
 
-NOT_NAMED_IN_SCRIPTS: dict[str, str] = {}
+NOT_NAMED_IN_SCRIPTS: dict[str, str] = {
+    "afterwards: a learned uncertainty": "its exp runs before the step's first call, from which on a script is watched",
+}
 """Faults that are not named in a plain script, and why."""
 
 _BACKWARD = "forward is mended, and a gradient is beyond fp16 at any loss scale"

@@ -16,6 +16,7 @@ to `.grad`.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,12 @@ def make_grad(session: Session, original: Backward) -> Backward:
     """The `torch.autograd.grad` of a run that scales."""
 
     companions = session.companions
+    inside = threading.local()
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not session.scaling or companions.busy or _graph_task() != -1 or _tracing():
+        looks_away = companions.busy or getattr(inside, "now", False)
+        if not session.scaling or looks_away or _graph_task() != -1 or _tracing():
             return original(outputs, inputs, grad_outputs, *args, **kwargs)
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
@@ -103,8 +106,14 @@ def make_grad(session: Session, original: Backward) -> Backward:
         by_hook = {id(leaf) for leaf in hooked}
 
         def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            with unscaling(hooked, scale):
-                found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
+            inside.now = (
+                True  # to a function mode PyTorch shows this function, which is then called once more
+            )
+            try:
+                with unscaling(hooked, scale):
+                    found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
+            finally:
+                inside.now = False
             return tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
             )

@@ -11,15 +11,21 @@ Not told: calls inside a compiled function, which nothing of ours sees; a step w
 backward as often as it likes; the step whose memory and formats are observed, which their own work would change;
 threads other than the first that was met; a script without an optimizer.
 
+An overflow that running the calls again did not explain is watched for live: every operation from a step's first call
+until its backward, the loss among them. Watched compiled functions would run as they were written, with other
+roundings, so a script that has compiled anything is not watched.
+
 While one of them is told it may call the model and run backward itself. That is none of the script's doing: `busy` says
 so to whoever patched those functions.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.statistical_scale import StatisticalLossScale
@@ -31,6 +37,10 @@ if TYPE_CHECKING:
     from mezzo.core.records import Record
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.monitor.observer import StepObserver
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+
+CALLS = 4
+"""Calls of one model between two backward passes that are watched live: the watch holds their graphs."""
 
 
 def watchers_for(session: Session) -> list[StepObserver]:
@@ -59,7 +69,7 @@ def watchers_for(session: Session) -> list[StepObserver]:
     return found
 
 
-def tracer_for(session: Session) -> StepObserver:
+def tracer_for(session: Session) -> OverflowTracer:
     """Who looks into skipped steps. The host learns of each at once, so looking waits for nothing more."""
     from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
     from mezzo.pytorch.region.autocast import autocast
@@ -84,10 +94,15 @@ class Companions:
         self._traces = request.trace
         self._wanted = bool(request.watch) or request.sensitivity is not None
         self._watchers: list[StepObserver] = []
-        self._tracer: StepObserver | None = None
+        self._tracer: OverflowTracer | None = None
         self._thread = 0
         self._pauses = 0
         self._calls = 0
+        self._watch: ExitStack | None = None
+        self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
+        self._frames = _compiled_frames()
+        self._trains = False  # whether one of these calls is to be trained
+        self._too_many = False
         self.busy = False
 
     @property
@@ -112,6 +127,54 @@ class Companions:
         if self._pauses or session.left_alone is not None:
             return False
         return self._thread in (0, threading.get_ident())
+
+    def watch_begins(self, model: nn.Module) -> None:
+        """An outermost call is about to begin, its region not yet: what runs from here on is watched, if anybody wants.
+
+        Calls in evaluation are, too (a teacher's), but not a second one in a row: that is no part of a step.
+        """
+        if self._tracer is not None and (self._watch is not None or self._tracer.watches_live):
+            self._watch_begins(model, within_compiled=_within_compiled())
+
+    @quiet
+    def _watch_begins(self, model: nn.Module, *, within_compiled: bool) -> None:
+        import torch
+
+        tracer, mine = self._tracer, self.listening and torch._C._current_graph_task_id() == -1
+        if tracer is None or not mine or self.busy or not self._session.optimizers:
+            return
+        if within_compiled or self._session.compiled or _compiled_frames() != self._frames:
+            self._watch_ends()
+            self._session.journal.note(
+                "what the script computes itself is not watched live, for it has compiled functions"
+            )
+            return
+        if not self._trains and model.training and torch.is_grad_enabled():
+            self._trains = True
+            self._watched.clear()  # evaluation is over
+        self._watched[id(model)] += 1
+        if self._watched[id(model)] > (CALLS if self._trains else 1):
+            self._too_many |= self._trains
+            self._watch_ends()
+            tracer.forget_live()
+        elif self._watch is None and not self._too_many and tracer.watches_live:
+            watch = ExitStack()
+            try:
+                watch.enter_context(tracer.live())
+            except Exception as error:
+                self._session.journal.note(f"watching failed: {type(error).__name__}: {error}")
+            self._watch = watch
+
+    def _watch_ends(self, *, anywhere: bool = False) -> None:
+        """The operations that follow are not watched. Only in the thread in which they were, unless `anywhere`."""
+        watch = self._watch
+        if watch is None or not (anywhere or self._thread == threading.get_ident()):
+            return
+        self._watch = None
+        try:
+            watch.close()
+        except Exception as error:
+            self._session.journal.note(f"watching failed: {type(error).__name__}: {error}")
 
     @quiet
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -142,6 +205,7 @@ class Companions:
         from torch import Tensor
 
         if self.listening:
+            self._forward_ends()
             for loss in losses:
                 if isinstance(loss, Tensor):
                     self._tell("backward_begins", loss, scale)
@@ -157,6 +221,7 @@ class Companions:
     def update_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins; its gradients are unscaled."""
         if self.listening:
+            self._forward_ends()
             self._tell("update_begins", optimizer, 1.0)
 
     @quiet
@@ -174,6 +239,7 @@ class Companions:
     @quiet
     def step_dropped(self) -> None:
         """What was begun will not end."""
+        self._forward_ends()
         self._tell("step_dropped")
 
     @quiet
@@ -187,6 +253,7 @@ class Companions:
     def pause(self) -> None:
         """From here on nobody is told of anything, and what was begun is dropped."""
         if not self._pauses:
+            self._forward_ends()
             self._tell("step_dropped")
         self._pauses += 1
 
@@ -198,6 +265,7 @@ class Companions:
     def finish(self) -> list[Record]:
         """The script is over: what is left to write down."""
         session = self._session
+        self._watch_ends(anywhere=True)
         if session.compiled and not self._calls and self.listening:
             session.journal.note(
                 "the model is called inside a compiled function: nobody could watch it, or look into a skipped step"
@@ -210,6 +278,12 @@ class Companions:
             for note in getattr(one, "notes", ()):
                 session.journal.note(note)
         return records
+
+    def _forward_ends(self) -> None:
+        """A backward begins, or an update; or the step is dropped."""
+        self._watch_ends()
+        self._watched.clear()
+        self._trains = self._too_many = False
 
     def _all(self) -> list[StepObserver]:
         tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
@@ -229,6 +303,7 @@ class Companions:
             self._session.journal.note(f"{type(one).__name__} gave up: {type(error).__name__}: {error}")
             self._watchers = [other for other in self._watchers if other is not one]
             if one is self._tracer:
+                self._watch_ends()
                 self._tracer, self._traces = None, False
             with suppress(Exception):
                 one.step_dropped()
@@ -238,3 +313,14 @@ class Companions:
 
     def _drained(self) -> list[Record]:
         return [record for one in self._all() for record in self._tell_one(one, "drain")]
+
+
+def _within_compiled() -> bool:
+    from mezzo.pytorch.monitor.again import within_compiled
+
+    return within_compiled()
+
+
+def _compiled_frames() -> int:
+    """How many frames Dynamo has met in this process."""
+    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))

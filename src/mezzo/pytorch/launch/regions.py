@@ -107,6 +107,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         policy = begin(self)
         if policy is None:
             return original(self, *args, **kwargs)
+        companions.watch_begins(self)
         if policy.is_fp32:
             thread.in_fp32 = True
             try:

@@ -40,6 +40,7 @@ class Event:
             ``state``, ``meant`` (-inf that somebody wrote, and what comes of it).
         parents: where what went in came from.
         inputs, outputs: what went in and came out; of those that only passed it on, nothing.
+        unseen: of a tensor that is on the graph, by an operation that nobody watched.
     """
 
     place: Place
@@ -48,6 +49,7 @@ class Event:
     parents: list[Event] = field(default_factory=list)
     inputs: list[TensorFacts] = field(default_factory=list)
     outputs: list[TensorFacts] = field(default_factory=list)
+    unseen: bool = False
 
     @property
     def meant(self) -> bool:

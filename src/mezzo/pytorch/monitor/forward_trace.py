@@ -10,10 +10,11 @@ for at the end is what reached a given tensor.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -22,9 +23,11 @@ import torch._tensor
 import torch.functional
 import torch.nn.functional
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 
 from mezzo.core.finding import OUTSIDE
 from mezzo.pytorch.monitor import op_names, user_line
@@ -78,6 +81,7 @@ class ForwardTrace(TorchFunctionMode):
         self._held: list[Tensor] = []
         self._count = 0
         self._running = False
+        self._thread = threading.get_ident()
         self.paused = False
         self.lenient, self.trouble = lenient, ""
         self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
@@ -87,19 +91,63 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[ForwardTrace]:
-        """In force inside, with hooks on all modules."""
+        """In force inside, with hooks on all modules.
+
+        What is inside may itself leave modes and filters of warnings that it entered before, and enter others.
+        """
+        del self._stack[1:]
+        self._thread = threading.get_ident()
         handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            with _python_functions_open(), self._functions_seen(), warnings.catch_warnings(), self:
-                # A compiled part, which runs eagerly here, warns of the hooks.
-                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+            with _python_functions_open(), self._functions_seen(), _hooks_not_warned_of(), self._beneath():
                 yield self
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _beneath(self) -> Iterator[None]:
+        """In force beneath all other modes, but for that of `torch.set_default_device`, which has to be the lowest.
+
+        Whoever leaves a mode takes the uppermost off: beneath, this is never taken for another.
+        """
+        above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+        # `with torch.device(...)` pushes one as well, without entering it, and takes the uppermost off.
+        if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
+            _push_mode(above.pop())
+        for mode in (self, *reversed(above)):
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+            if self not in above:  # another thread's
+                self.paused = True
+            for mode in reversed(above):
+                if mode is not self:
+                    _push_mode(mode)
+
+    def _looks_away(self) -> bool:
+        """Whether what runs now is none of what is watched."""
+        return self.paused or threading.get_ident() != self._thread
+
+    def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
+        """What fails in looking does not fail what is looked at, if `lenient`."""
+        try:
+            return look(*args)
+        except Exception as error:
+            if not self.lenient:
+                raise
+            self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
+            return None
+
+    def _claim_all(self, held: Any, place: Place | None) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors(held):
+                self.claim(tensor, place)
 
     @contextmanager
     def _functions_seen(self) -> Iterator[None]:
@@ -108,17 +156,13 @@ class ForwardTrace(TorchFunctionMode):
         before = function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._running or self.paused:
+            if self._running or self._looks_away():
                 return before.__func__(cls, *args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                for tensor in tensors((args, kwargs)):
-                    self.claim(tensor, None)
+            self._guarded(self._claim_all, (args, kwargs), None)
             out = before.__func__(cls, *args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
-                place = self._place(op_names.HOOK if by_hook else cls.__name__)
-                for tensor in tensors(out):
-                    self.claim(tensor, place)
+            by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
+            place = self._place(op_names.HOOK if by_hook else cls.__name__)
+            self._guarded(self._claim_all, out, place)
             return out
 
         function.apply = classmethod(apply)
@@ -128,12 +172,14 @@ class ForwardTrace(TorchFunctionMode):
             function.apply = before
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._paths.get(id(module), self._stack[-1]))
+        if threading.get_ident() == self._thread:
+            self._stack.append(self._paths.get(id(module), self._stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            for tensor in tensors(output):
-                self.claim(tensor, None)
+        if threading.get_ident() != self._thread:
+            return
+        if not self.paused:
+            self._guarded(self._claim_all, output, None)
         if len(self._stack) > 1:
             self._stack.pop()
 
@@ -158,24 +204,28 @@ class ForwardTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        ins = [bare(tensor) for tensor in tensors((args, kwargs))]
-        for tensor in ins:
-            self.claim(tensor, None)
-        versions = [_version(tensor) for tensor in ins]
+        before = self._guarded(self._before, args, kwargs)
         self._running = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._running = False
-        try:
-            with _beneath_transforms() as transformed:
-                outs = [bare(tensor) for tensor in tensors(out)]
-                self._ran(func, args, kwargs, ins, versions, outs, transformed=transformed)
-        except Exception as error:
-            if not self.lenient:
-                raise
-            self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
+        if before is not None:
+            self._guarded(self._after, func, args, kwargs, *before, out)
         return out
+
+    def _before(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[int]]:
+        ins = [bare(tensor) for tensor in tensors((args, kwargs))]
+        for tensor in ins:
+            self.claim(tensor, None)
+        return ins, [_version(tensor) for tensor in ins]
+
+    def _after(
+        self, func: Any, args: Any, kwargs: Any, ins: list[Tensor], versions: list[int], out: Any
+    ) -> None:
+        with _beneath_transforms() as transformed:
+            outs = [bare(tensor) for tensor in tensors(out)]
+            self._ran(func, args, kwargs, ins, versions, outs, transformed=transformed)
 
     def _ran(
         self,
@@ -295,7 +345,9 @@ class ForwardTrace(TorchFunctionMode):
             )
         else:
             kind = "meant" if mask else "input" if self.module == OUTSIDE else "state"
-            event = Event(Place(self.module, ""), self._count, kind, inputs=[facts(tensor, "constant")])
+            given = [facts(tensor, "constant")]
+            unseen = tensor.grad_fn is not None
+            event = Event(Place(self.module, ""), self._count, kind, inputs=given, unseen=unseen)
         self._count += 1
         self._set(tensor, event)
         return event
@@ -367,6 +419,18 @@ def _python_functions_open() -> Iterator[None]:
     finally:
         for module, name, asker in before:
             setattr(module, name, asker)
+
+
+@contextmanager
+def _hooks_not_warned_of() -> Iterator[None]:
+    """A compiled part, which runs eagerly here, warns of the hooks. All other filters stay whose they are."""
+    warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+    entry = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def _no(*_: Any) -> bool:

@@ -13,7 +13,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -98,11 +98,13 @@ class OverflowTracer:
         self._scales: dict[int, Tensor | float] = {}
         self._outside: dict[int, outside.OutsideBackward] = {}
         self._live: ForwardTrace | None = None
+        self._watching = False
         self._to_watch = 0
         self._trouble = ""
         self._group: Any = None
         self._loss_event: outside.OutsideEvent | None = None
         self._finding: Finding | None = None
+        self._last: Finding | None = None
         self._records: list[Record] = []
         _ALL.add(self)
 
@@ -161,6 +163,7 @@ class OverflowTracer:
         """Watch what is outside of the calls."""
         if running_again() or self._left <= 0:
             return
+        self._last = None
         _Running.number += 1
         _Running.owner = id(self)
         self._scales[_Running.number] = scale
@@ -172,9 +175,11 @@ class OverflowTracer:
             live.claim(loss, None)
         if self._loss_event is None and not finite(loss):
             reached = None if live is None else live.reached(loss)
-            self._loss_event = (
-                outside.forward(loss) if reached is None else outside.of_forward(*root(reached))
-            )
+            first = None if reached is None else root(reached)
+            if first is None or first[0].unseen:
+                self._loss_event = outside.forward(loss)
+            else:
+                self._loss_event = outside.of_forward(*first)
         if live is not None:
             places = live.places
             self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn], scale, places)
@@ -206,11 +211,15 @@ class OverflowTracer:
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
             if skipped and self._left > 0:
-                finding = self._agreed(self._looked_into())
+                # Another optimizer of the same backward: what was found for the first is kept no longer.
+                known = None if self._scales else self._last
+                finding = known or self._agreed(self._looked_into())
                 self._finding = finding
-                self._left -= finding.alarms
-                unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
-                self._to_watch = WATCHED if unclear and not finding.line else 0
+                if known is None:
+                    self._left -= finding.alarms
+                    unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
+                    self._to_watch = WATCHED if unclear and not finding.line and self._scales else 0
+                    self._last = finding
                 self._records.append(OverflowRecord(index, number, self._clock(), float(loss_scale), finding))
         finally:
             self._let_go()
@@ -256,7 +265,9 @@ class OverflowTracer:
     @property
     def watches_live(self) -> bool:
         """Whether the next region is to be watched operation by operation: enter `live` in it."""
-        if self._to_watch <= 0 or self._left <= 0 or self._live is not None:
+        if self._watching or self._left <= 0:
+            return False
+        if (self._to_watch <= 0) if self._live is None else bool(self._live.trouble):
             return False
         return not running_again() and not within_compiled()
 
@@ -264,14 +275,34 @@ class OverflowTracer:
     def live(self) -> Iterator[None]:
         """Watch the operations inside, forward: after an overflow that could not be explained by running calls again.
 
-        Compiled parts run eagerly inside.
+        Compiled parts run eagerly inside. A step's regions are one watch. What fails in it is told in a finding's note.
         """
-        self._to_watch -= 1
-        models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
-        models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
-        self._live = trace = ForwardTrace(models, outer=OUTSIDE, lenient=True)
-        with eager(), trace.watching():
-            yield
+        with ExitStack() as stack:
+            try:
+                trace = self._trace()
+                stack.enter_context(eager())
+                stack.enter_context(trace.watching())
+                trace.paused = False
+            except Exception as error:
+                self._to_watch, self._live = 0, None
+                self._trouble = f"watching failed: {told(error)}"
+            self._watching = True
+            try:
+                yield
+            finally:
+                self._watching = False
+
+    def forget_live(self) -> None:
+        """Of what was seen of this step, with the graphs that it holds: it is none."""
+        self._live = None
+
+    def _trace(self) -> ForwardTrace:
+        if self._live is None:
+            self._to_watch -= 1
+            models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
+            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
+            self._live = ForwardTrace(models, outer=OUTSIDE, lenient=True)
+        return self._live
 
     # ------------------------------------------------------------------------------------------ looking
 
@@ -293,6 +324,8 @@ class OverflowTracer:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
             self._trouble += "; " * bool(self._trouble) + self._why_unknown()
+        if self._live is not None and self._live.trouble:
+            self._trouble += "; " * bool(self._trouble) + f"watching failed: {self._live.trouble}"
         note = "; ".join(filter(None, (finding.note, self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
