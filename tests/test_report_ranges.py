@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import run_records
 from mezzo.core.formats import named
 from mezzo.core.ranges import WHAT, Histogram, RangeRow
-from mezzo.core.records import LossRecord, RangesRecord
+from mezzo.core.records import LossRecord, RangesRecord, Record, UpdateRecord
 from mezzo.report import build_run
 from mezzo.report.charts.exponents import bars, exponents, share_text
 from mezzo.report.charts.heat import COLUMNS, LINES, heat, level
@@ -348,3 +348,25 @@ def test_200_modules_watched_1000_times_stay_a_small_page(tmp_path: Path) -> Non
     assert text.count("<h4>transformer") == FIGURES
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     assert Outline(text).open == []
+
+
+def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path) -> None:
+    """Not at the last watched step's, and however small: the slider reaches down to it."""
+    histogram = Histogram(-3, [7], largest=0.125)
+    rows = [RangeRow("m", "activation gradient", "fp16", histogram)]
+    for name, scales, want in (
+        ("sunk", [1.0, 2.0**-14], (-24, 32, -14)),
+        ("later", [2.0**16, 2.0**14], (0, 32, 14)),
+        ("deep", [2.0**-30, 2.0**-30], (-30, 32, -30)),
+        ("high", [2.0**40, 2.0**34], (0, 40, 34)),
+        ("never", [1.0, 1.0], (0, 32, 0)),
+    ):
+        made: list[Record] = [record(0, rows, scales[0])]
+        made += [UpdateRecord(index, 0, True, False, scale, 0.1) for index, scale in enumerate(scales)]
+        content = section([read_run(run_records.write(tmp_path / f"{name}.jsonl", made))])
+        assert content is not None
+        slider = re.search(r'type="range" min="(-?\d+)" max="(\d+)" step="1" value="(-?\d+)"', content)
+        assert slider
+        assert tuple(map(int, slider.groups())) == want, name
+        power = str(want[2]).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        assert f'Drawn at a loss scale of <span class="scaled">2{power}</span>.' in content

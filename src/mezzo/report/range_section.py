@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,8 +16,8 @@ from mezzo.report.numbers import counted
 from mezzo.report.ranges import FORMATS, GRADIENTS, RATIO, Ranges, shift_of
 from mezzo.report.run import Run
 
-_MOST = 32
-"""The slider's end: the largest loss scale that it offers is 2 to this power."""
+_LEAST, _MOST = -24, 32
+"""The slider's ends as powers of two, moved out for a run that went further; from 1 on where no scale was below."""
 # Gradients first: they are what a format loses first.
 _ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 
@@ -30,8 +31,9 @@ def ranges(runs: Sequence[Run]) -> Markup | None:
 def _one(run: Run, *, several: bool) -> Markup:
     seen = run.ranges
     formats = {what: _format(seen, what) for what in WHAT}
-    scale = next((scale for scale in reversed(seen.scales) if scale > 0), 1.0)
-    shift = shift_of(scale)
+    # An update that was not watched may have changed the scale since.
+    scales = [update.loss_scale for update in run.updates] or seen.scales
+    shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
     figures = [exponents(what, seen.of(what), formats[what], shift, "s1") for what in _ORDER]
     maps = [
         heat(what, seen, formats[what])
@@ -48,7 +50,9 @@ def _one(run: Run, *, several: bool) -> Markup:
         "div",
         element("h3", run.name) if several else None,
         element("p", told, class_="note"),
-        _controls(shift, formats["activation gradient"], maps=any(maps)),
+        _controls(
+            shift, [shift_of(scale) for scale in scales], formats["activation gradient"], maps=any(maps)
+        ),
         plots(figures),
         _headed("Lost, by tensor and step", plots(maps)),
         _headed("Updates over weights", ratios),
@@ -69,8 +73,9 @@ def _format(seen: Ranges, what: str) -> str:
     return FORMATS[0]
 
 
-def _controls(shift: int, format: str, *, maps: bool) -> Markup:
+def _controls(shift: int, used: Sequence[int], format: str, *, maps: bool) -> Markup:
     """What a script brings to life: the loss scale that gradients are drawn at, and the format of the maps."""
+    least = min(0, *used, shift)
     return element(
         "div",
         element(
@@ -79,10 +84,10 @@ def _controls(shift: int, format: str, *, maps: bool) -> Markup:
             element(
                 "input",
                 type="range",
-                min=0,
-                max=_MOST,
+                min=min(_LEAST, least) if least < 0 else 0,
+                max=max(_MOST, *used, shift),
                 step=1,
-                value=min(_MOST, max(0, shift)),
+                value=shift,
                 class_="scale",
             ),
             element("output", ""),

@@ -1,7 +1,7 @@
 """The exponents of a kind of tensor: how often each occurs, over strips that show what each format can hold.
 
 Drawn for all tensors together, and small for each in a table. A script picks one tensor, and moves gradients by
-another loss scale; without one the figure shows all of them, gradients at the loss scale that the run had last.
+another loss scale; without one the figure shows all of them, gradients at the loss scale of the run's last update.
 """
 
 from __future__ import annotations
