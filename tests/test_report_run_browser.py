@@ -9,6 +9,8 @@ import pytest
 
 import chromium
 import run_records
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import LossRecord, RangesRecord, Record
 from mezzo.report import build_run
 from mezzo.report.charts.exponents import share_text
 from mezzo.report.ranges import FORMATS, together
@@ -180,3 +182,29 @@ def test_paper(page: Path, tmp_path: Path) -> None:
     data = target.read_bytes()
     assert data.startswith(b"%PDF-")
     assert 4 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 10
+
+
+def test_the_script_says_what_is_not_finite_as_the_file_does(tmp_path: Path) -> None:
+    kept, bad = Histogram(0, [4], largest=1.0), Histogram(0, [2], infinities=1, largest=1.0)
+    rows = [RangeRow("fine", "activation", "fp16", kept), RangeRow("broken", "activation", "fp16", bad)]
+    records: list[Record] = [LossRecord(0, 1.0, 0.0), RangesRecord(0, 0, 0.0, 1.0, rows)]
+    page = build_run(run_records.write(tmp_path / "r.jsonl", records))
+    seen = probe(
+        page,
+        play="""
+          const bad = document.querySelector(".broken"), which = document.querySelector("select.which");
+          const pick = (k) => {
+            which.value = k; which.dispatchEvent(new Event("change"));
+            return [which.options[k].textContent, bad.hidden, bad.textContent];
+          };
+          out.told = [0, 1, 2].map(pick);
+        """,
+    )
+    file = re.search(r'class="note bad broken">(.*?)</p>', page.read_text(encoding="utf-8"))
+    assert file
+    told = seen["told"]
+    assert isinstance(told, list)
+    by_name = {name: (hidden, words) for name, hidden, words in told}
+    assert by_name["all together"] == (False, file[1])
+    assert by_name["broken"][1].startswith("1 of 3 numbers (33.3\u00a0%) is infinite or NaN already.")
+    assert by_name["fine"][0] is True

@@ -64,6 +64,11 @@
         figure.querySelector(".told").textContent = `${all.toLocaleString("en")} numbers: ` +
           `${zeros.toLocaleString("en")} of them zero, ${broken.toLocaleString("en")} infinite or NaN, ` +
           `the largest ${largest.toPrecision(3)}.`;
+        const bad = figure.querySelector(".broken");
+        bad.hidden = !broken;
+        bad.textContent = `${broken.toLocaleString("en")} of ${all.toLocaleString("en")} ` +
+          `number${all === 1 ? "" : "s"} (${percent(broken / all)}) ${broken === 1 ? "is" : "are"} ` +
+          "infinite or NaN already. The shares below are of the finite ones.";
         const scaled = figure.querySelector(".scaled");
         if (scaled) scaled.textContent = power(Number(slider.value));
       };

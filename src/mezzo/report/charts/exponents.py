@@ -101,6 +101,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int, serie
         element("label", "Tensor ", element("select", class_="which"), class_="pick", hidden=True),
         drawing,
         _strips(window),
+        element("p", _not_finite(total), class_="note bad broken", hidden=not _broken(total)),
         _shares(total, shift),
         element("p", _told(total), class_="note told"),
         _listed(listed, len(tracks), format, shift, window, series),
@@ -136,12 +137,27 @@ def _window(total: Histogram, shift: int) -> Window:
     return Window(max(_LEAST, min(first - 1, -28)), min(_MOST, max(last + 1, 20)))
 
 
+def _broken(histogram: Histogram) -> int:
+    return histogram.infinities + histogram.nans
+
+
+def _not_finite(histogram: Histogram) -> str:
+    """What no share tells, since shares are of finite numbers."""
+    broken, elements = _broken(histogram), histogram.elements
+    share = share_text(broken / elements if elements else 0.0)
+    are = "is" if broken == 1 else "are"
+    return (
+        f"{broken:,} of {counted(elements, 'number')} ({share}) {are} infinite or NaN already. "
+        "The shares below are of the finite ones."
+    )
+
+
 def _plain(histogram: Histogram) -> list[float]:
     """A histogram for the script: lowest exponent, zeros, infinities and NaNs, largest, and the counts."""
     return [
         histogram.lowest,
         histogram.zeros,
-        histogram.infinities + histogram.nans,
+        _broken(histogram),
         float(f"{histogram.largest:.4g}"),
         *histogram.counts,
     ]
@@ -149,8 +165,7 @@ def _plain(histogram: Histogram) -> list[float]:
 
 def _gone(track: Track, format: str, shift: int) -> float:
     shares = track.total.shares(format, shift)
-    broken = track.total.infinities + track.total.nans
-    return (shares.underflow + shares.overflow if shares else 0.0) + (1.0 if broken else 0.0)
+    return (shares.underflow + shares.overflow if shares else 0.0) + (1.0 if _broken(track.total) else 0.0)
 
 
 def _described(total: Histogram, shift: int) -> str:
@@ -161,13 +176,14 @@ def _described(total: Histogram, shift: int) -> str:
             words.append(
                 f"in {name} {percent(shares.underflow)} become zero and {percent(shares.overflow)} overflow"
             )
-    return ("Of all tensors together, " + "; ".join(words) + ".") if words else "No finite number but zero."
+    told = ("Of all tensors together, " + "; ".join(words) + ".") if words else "No finite number but zero."
+    return f"{_not_finite(total)} {told}" if _broken(total) else told
 
 
 def _told(total: Histogram) -> str:
     return (
         f"{counted(total.elements, 'number')}: {count(total.zeros)} of them zero, "
-        f"{count(total.infinities + total.nans)} infinite or NaN, the largest {significant(total.largest, 3)}."
+        f"{count(_broken(total))} infinite or NaN, the largest {significant(total.largest, 3)}."
     )
 
 
@@ -280,7 +296,7 @@ def _listed(
     body = []
     for track in tracks:
         shares = track.total.shares(format, shift)
-        broken = track.total.infinities + track.total.nans
+        broken = _broken(track.total)
         body.append(
             element(
                 "tr",

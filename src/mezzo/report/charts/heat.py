@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from mezzo.report.charts.exponents import share_text
 from mezzo.report.markup import Markup, element, printable
+from mezzo.report.numbers import counted
 from mezzo.report.ranges import FORMATS, RATIO, Ranges, Track
 
 LINES = 48
@@ -76,7 +77,11 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
             element("h4", f"{title} in ", element("span", format, class_="chosen")),
             element("p", unit + ".", class_="unit"),
         ),
-        element("p", _described(tracks, format, ranges), class_="note most"),
+        element(
+            "p",
+            _described(tracks, format, ranges),
+            class_="note most" + (" bad" if any(any(track.broken) for track in tracks) else ""),
+        ),
         _legend(),
         element("div", names, drawing, class_="heatbox"),
         element(
@@ -174,6 +179,18 @@ def _legend() -> Markup:
 
 
 def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
+    """What is lost at most; before it, what is beyond any share: elements that are not finite at all."""
+    bad = [track for track in tracks if any(track.broken)]
+    told = ""
+    if bad:
+        column = min(next(c for c, broken in zip(track.columns, track.broken) if broken) for track in bad)
+        broken = sum(sum(track.broken) for track in bad)
+        elements = sum(track.total.elements for track in tracks)
+        what = "NaN" if all(track.what == RATIO for track in bad) else "infinite or NaN"
+        told = (
+            f"{broken:,} of {counted(elements, 'element')} {'is' if broken == 1 else 'are'} {what}, "
+            f"in {len(bad):,} of {counted(len(tracks), 'tensor')}, first at update {ranges.updates[column]:,}."
+        )
     worst = max(
         (
             (share, column, track)
@@ -185,13 +202,14 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
         default=None,
     )
     if worst is None or worst[0] == 0:
-        return f"Nothing is lost in {format}."
+        return told or f"Nothing is lost in {format}."
     share, column, track = worst
-    return f"The most is {share_text(share)} of {track.label}, at update {ranges.updates[column]:,}."
+    most = f"{share_text(share)} of {track.label}, at update {ranges.updates[column]:,}."
+    return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"
 
 
 def _table(tracks: Sequence[Track], all_of_them: int, format: str, ranges: Ranges) -> Markup:
-    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update")
+    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
     body = []
     for track in tracks:
         share, column = track.worst_lost(format)
@@ -202,6 +220,8 @@ def _table(tracks: Sequence[Track], all_of_them: int, format: str, ranges: Range
                 [element("td", share_text(track.mean_lost(name))) for name in FORMATS],
                 element("td", share_text(share)),
                 element("td", f"{ranges.updates[column]:,}" if column >= 0 else "–"),
+                element("td", f"{sum(track.broken):,}"),
+                class_="departs" if any(track.broken) else None,
             )
         )
     table = element(
