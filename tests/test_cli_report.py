@@ -82,3 +82,16 @@ def test_no_framework_is_imported(folder: Path) -> None:
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"{folder / 'report.html'}\n"), done.stderr
+
+
+def test_what_is_no_record_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ok.py").write_text("print(1)\n")
+    for place, words in (
+        (str(tmp_path / "ok.py"), "ok.py: holds no run record"),
+        ("", "no folder or file is named"),
+    ):
+        assert main(["report", place]) == 2
+        told = capsys.readouterr()
+        assert words in told.err
+        assert told.out == ""
+    assert not (tmp_path / "ok.html").exists()

@@ -157,14 +157,9 @@ def test_the_page_asks_for_nothing_and_is_the_same_each_time(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["report.html", "runs"]
 
 
-@pytest.mark.parametrize("name", ["empty folder", "no folder", "not records"])
-def test_a_place_without_records_is_refused_or_told(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["empty folder", "no folder"])
+def test_a_place_without_records_is_refused(name: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
-    if name == "not records":
-        place.mkdir()
-        (place / "a.jsonl").write_text("no JSON\n")
-        assert "a.jsonl:1: not a run record" in outline(place).text
-        return
     if name == "empty folder":
         place.mkdir()
     with pytest.raises(UsageError, match=r"no run records[.] A report is made from a folder with"):
@@ -205,3 +200,75 @@ def test_any_finding_makes_a_row(tmp_path: Path) -> None:
     assert "2 times: 0, 3" in text
     assert "op in m: of tomorrow" in build_run(tmp_path / "r").read_text(encoding="utf-8")
     assert "bn" in text
+
+
+STRANGE = {
+    "empty": b"",
+    "a script": b"import torch\nprint(torch.ones(1))\n",
+    "garbage": bytes(range(256)) * 40,
+    "foreign": b'{"step": 1, "loss": 0.5}\n{"kind": "other"}\n[1]\n',
+    "cut off": b'{"kind": "loss", "index": 0, "lo',
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_file_without_any_record_is_refused_and_no_page_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / ("ok.py" if name == "a script" else "a.jsonl")
+    path.write_bytes(STRANGE[name])
+    for place in (path, tmp_path) if path.suffix == ".jsonl" else (path,):
+        with pytest.raises(
+            UsageError, match=f"{path.name}: holds no run record. Name the folder or the .jsonl file"
+        ):
+            build_any(place)
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_one_of_several_files_with_records_makes_a_page(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"none of its 2 [.]jsonl files holds a run record"):
+        build_any(tmp_path)
+    run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
+    assert (
+        "1 line of its records was not read, the first a.jsonl:1: not a run record" in outline(tmp_path).text
+    )
+
+
+def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_records.write(tmp_path / "a.jsonl", run_records.records(steps=5))
+    monkeypatch.chdir(tmp_path)
+    for make in (build, build_run, build_any):
+        with pytest.raises(UsageError, match="no folder or file is named"):
+            make("")
+    assert build_any(".") == Path("report.html")
+
+
+def test_lines_after_a_corrupt_one_are_read_and_the_corrupt_counted(tmp_path: Path) -> None:
+    path = made(tmp_path / "r")
+    whole = read_run(path)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for place in (100, 300, 301):  # losses or updates; no end, no start
+        assert '"kind": "loss"' in lines[place] or '"kind": "update"' in lines[place]
+        lines[place] = lines[place][:20] + "\n"
+    path.write_text("".join(lines), encoding="utf-8")
+    run = read_run(path)
+    assert (run.records, run.unread) == (whole.records - 3, 3)
+    assert len(run.losses) + len(run.updates) == len(whole.losses) + len(whole.updates) - 3
+    assert run.overflows == whole.overflows
+    assert run.ended == whole.ended
+    assert run.failed
+    text = outline(tmp_path / "r").text
+    assert "3 lines of its records were not read, the first run.jsonl:101: not a run record" in text
+    assert "a loss or an update among them is missing from the curves" in text
+
+
+def test_a_comparison_reads_nothing_after_a_corrupt_line_and_says_how_much_that_is(tmp_path: Path) -> None:
+    """Its runs are laid over one another by step: behind a lost loss each would be compared with its neighbour."""
+    plain = comparisons.healthy(tmp_path / "plain", steps=40, seeds=1)
+    path = next((plain / "runs").glob("fp16-0.jsonl"))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines[30] = "?\n"
+    path.write_text("".join(lines), encoding="utf-8")
+    text = Outline(build(plain).read_text(encoding="utf-8")).text
+    assert "fp16-0.jsonl:31: not a run record: '?" in text
+    assert f"; {len(lines) - 30} lines from there on were not read" in text

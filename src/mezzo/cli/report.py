@@ -3,7 +3,7 @@
 A folder that `mezzo compare` wrote gets the comparison's page; any other with records (`mezzo run --watch`, `mezzo
 run --records`, MixedPrecision(records=...)) a page about its runs; a .jsonl file a page beside it.
 
-Exit status: 0 the page was written, 2 there are no records, or they cannot be read.
+Exit status: 0 the page was written, 2 it was not: nothing that is named holds a run record, or it cannot be read.
 
 Examples:
   mezzo report mezzo-run

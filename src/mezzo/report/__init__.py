@@ -29,7 +29,7 @@ def build(directory: str | os.PathLike[str]) -> Path:
         UsageError: there is no `verdict.json` in the folder, or it is not one that this version reads.
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
-    folder = Path(directory)
+    folder = _named(directory)
     return _write(folder / "report.html", render(read(folder)))
 
 
@@ -41,10 +41,10 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             ``.jsonl`` file, whose page stands beside it as ``NAME.html``.
 
     Raises:
-        UsageError: there are no records.
+        UsageError: there are no records, or no line in them is one.
         OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
     """
-    place = Path(records)
+    place = _named(records)
     if place.is_dir():
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
         target = place / "report.html"
@@ -56,8 +56,21 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "
             "`mezzo run --watch SCRIPT` and `mezzo run --records FILE SCRIPT` write them."
         )
+    runs = [read_run(file) for file in files]
+    if not any(run.records for run in runs):
+        for file in files:  # one that cannot be read may hold some
+            file.open("rb").close()
+        none = (
+            f"{files[0]}: holds no run record"
+            if len(files) == 1
+            else f"{place}: none of its {len(files)} .jsonl files holds a run record"
+        )
+        raise UsageError(
+            f"{none}. Name the folder or the .jsonl file that `mezzo run --watch SCRIPT`, "
+            "`mezzo run --records FILE SCRIPT` or MixedPrecision(records=RecordWriter(FILE)) wrote."
+        )
     name = place.resolve().name if place.is_dir() else place.stem
-    return _write(target, render_runs([read_run(file) for file in files], name))
+    return _write(target, render_runs(runs, name))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
@@ -67,7 +80,16 @@ def build_any(place: str | os.PathLike[str]) -> Path:
         UsageError: there is neither a verdict nor a record.
         OSError: as for both.
     """
-    return build(place) if (Path(place) / "verdict.json").exists() else build_run(place)
+    return build(place) if (_named(place) / "verdict.json").exists() else build_run(place)
+
+
+def _named(place: str | os.PathLike[str]) -> Path:
+    """The path. An empty name would be the folder that one happens to be in: a shell variable that was not set."""
+    if not os.fspath(place):
+        raise UsageError(
+            '"": no folder or file is named. Name one with run records, "." for the current folder.'
+        )
+    return Path(place)
 
 
 def _write(target: Path, text: str) -> Path:

@@ -7,7 +7,7 @@ broken file is kept with what it has and a fault to be shown.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError
+from mezzo.report.numbers import counted
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
@@ -36,6 +37,8 @@ class Run:
         overflows: a record for each skipped update that was looked into.
         ranges: what was seen of the exponents of its tensors.
         fault: what is wrong with the records; ``""`` where nothing is.
+        records: how many lines of the file are records.
+        unread: how many are none, or were left unread after one that is none.
         log: the last lines that the script printed.
     """
 
@@ -52,6 +55,8 @@ class Run:
     overflows: tuple[records.OverflowRecord, ...] = ()
     ranges: Ranges = field(default_factory=Ranges)
     fault: str = ""
+    records: int = 0
+    unread: int = 0
     log: str = ""
 
     @property
@@ -68,6 +73,9 @@ class Run:
 def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     """The run that a file of records tells of; a file that breaks off or is broken is a run with a fault.
 
+    Lines that are no record are left out, and the fault says how many. For a comparison, whose runs are laid over
+    one another step by step, nothing after the first of them is read: one loss less would shift all that follow.
+
     The records of a loop of one's own (``MixedPrecision(records=...)``) have neither a beginning nor an end, and
     that is no fault.
 
@@ -80,9 +88,10 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     overflows: list[records.OverflowRecord] = []
     ranges = Ranges()
     once: dict[str, Any] = {}
-    fault = ""
+    faults: list[str] = []
+    lines = _Lines(path, stops=known is not None)
     try:
-        for record in records.read(path):
+        for record in lines:
             if isinstance(record, records.LossRecord):
                 losses.append(record.loss)
             elif isinstance(record, records.UpdateRecord):
@@ -95,11 +104,12 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
                 once["ops"] = tuple(record.ops)
             else:
                 once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
-    except (UsageError, OSError, UnicodeDecodeError) as error:
-        fault = str(error).replace(f"{path.parent}/", "")
+    except OSError as error:
+        faults.append(str(error).replace(f"{path.parent}/", ""))
+    faults += lines.fault
     of_a_loop = "started" not in once and bool(losses or updates)
-    if not fault and "ended" not in once and not of_a_loop:
-        fault = "the run was cut short: its records have no end"
+    if "ended" not in once and not of_a_loop and not faults:
+        faults.append("the run was cut short: its records have no end")
     found = _NAME.fullmatch(path.stem)
     started: records.RunStarted | None = once.get("started")
     precision = found["precision"] if found else started.policy if started else path.stem
@@ -112,10 +122,61 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         updates=tuple(updates),
         overflows=tuple(overflows),
         ranges=ranges,
-        fault=fault,
+        fault="; ".join(faults),
+        records=lines.good,
+        unread=lines.unread,
         log=_tail(path.with_suffix(".log")),
         **once,
     )
+
+
+class _Lines:
+    """The records of a file, in order; iterated once.
+
+    Args:
+        path: the file.
+        stops: whether to read nothing after a line that is no record; its lines are counted still.
+    """
+
+    def __init__(self, path: Path, *, stops: bool) -> None:
+        self.path = path
+        self.stops = stops
+        self.good = 0
+        self.unread = 0
+        self._first = ""
+
+    def __iter__(self) -> Iterator[records.Record]:
+        with self.path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith("\n"):  # only the last can: its writer was killed
+                    return
+                if self.stops and self.unread:
+                    self.unread += 1
+                    continue
+                try:
+                    record = records.from_line(line)
+                except UsageError as error:
+                    self.unread += 1
+                    self._first = self._first or f"{self.path.name}:{number}: {error}"
+                    continue
+                self.good += 1
+                yield record
+
+    @property
+    def fault(self) -> list[str]:
+        """What is wrong, as no sentence or one."""
+        if not self.unread:
+            return []
+        if self.stops:
+            return [
+                f"{self._first}; {counted(self.unread, 'line')} from there on {_were(self.unread)} not read"
+            ]
+        told = f"{counted(self.unread, 'line')} of its records {_were(self.unread)} not read, the first {self._first}"
+        return [f"{told}; a loss or an update among them is missing from the curves"]
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def slug(name: str) -> str:
