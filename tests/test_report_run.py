@@ -13,7 +13,7 @@ import comparisons
 import run_records
 from mezzo.core.errors import UsageError
 from mezzo.core.finding import Finding, TensorFacts
-from mezzo.core.records import LossRecord, OverflowRecord, Record, RunStarted, UpdateRecord
+from mezzo.core.records import LossRecord, OverflowRecord, Record, RunEnded, RunStarted, UpdateRecord
 from mezzo.report import build, build_any, build_run
 from mezzo.report.charts.loss_scale import STROKES, loss_scale
 from mezzo.report.run import read_run
@@ -272,3 +272,19 @@ def test_a_comparison_reads_nothing_after_a_corrupt_line_and_says_how_much_that_
     text = Outline(build(plain).read_text(encoding="utf-8")).text
     assert "fp16-0.jsonl:31: not a run record: '?" in text
     assert f"; {len(lines) - 30} lines from there on were not read" in text
+
+
+def test_what_is_in_backquotes_is_code(tmp_path: Path) -> None:
+    one = replace(run_records.EXP, remedies=["bf16: `fp16,op.<b>=fp32`", "one ` alone", "`a` and `b`"])
+    records: list[Record] = [
+        UpdateRecord(0, 0, False, True, 8.0, 0.0, "inf"),
+        OverflowRecord(0, 0, 0.0, 8.0, one),
+    ]
+    made(
+        tmp_path / "r",
+        [*run_records.records(steps=3)[:-1], *records, RunEnded(0, 1.0, ["say `mezzo doctor`"])],
+    )
+    page = build_run(tmp_path / "r").read_text(encoding="utf-8")
+    assert "<li>bf16: <code>fp16,op.&lt;b&gt;=fp32</code></li>" in page
+    assert "<li>one ` alone</li><li><code>a</code> and <code>b</code></li>" in page
+    assert "<li>say <code>mezzo doctor</code>" in page

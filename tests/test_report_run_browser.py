@@ -176,6 +176,31 @@ def test_hostile_records_are_inert_even_without_the_policy(width: int, tmp_path:
     assert seen["wide"] == []
 
 
+@pytest.mark.parametrize(("width", "stacked"), [(0, False), (981, False), (980, True), (400, True)])
+def test_what_made_steps_fail_is_all_in_view(page: Path, width: int, stacked: bool) -> None:
+    """Cause, inputs and remedies were off-screen to the right on a phone."""
+    seen = probe(
+        page,
+        width=width,
+        play="""
+          const box = document.querySelector("#findings .scroll");
+          out.fits = box.scrollWidth <= box.clientWidth + 1;
+          out.cells = [...box.querySelector("tbody tr").cells].map((cell) => {
+            const at = cell.getBoundingClientRect();
+            return [getComputedStyle(cell, "::before").content, at.left >= 0 && at.right <= out.width, at.top];
+          });
+        """,
+    )
+    cells = seen["cells"]
+    assert seen["fits"] is True
+    assert isinstance(cells, list)
+    columns = ("Update", "Where", "Operation", "Cause", "What went in", "What to try")
+    assert [name for name, _, _ in cells] == [f'"{name}"' if stacked else "none" for name in columns]
+    assert all(inside for _, inside, _ in cells)
+    tops = [top for _, _, top in cells]
+    assert len(set(tops)) == (6 if stacked else 1)
+
+
 def test_paper(page: Path, tmp_path: Path) -> None:
     target = tmp_path / "report.pdf"
     chromium.run(page, f"--print-to-pdf={target}", "--no-pdf-header-footer", dark=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mezzo.core.finding import CAUSES, Finding, TensorFacts
 from mezzo.core.records import OverflowRecord
-from mezzo.report.markup import Markup, element
+from mezzo.report.markup import Child, Markup, element, prose
 from mezzo.report.numbers import counted, seconds, significant, size
 from mezzo.report.run import Run
 
@@ -105,17 +105,24 @@ def _row(group: Group, several: bool) -> Markup:
     if one.line:
         where.append(element("code", one.line, class_="source"))
     operation: list[Markup | str] = [element("code", one.op or "–"), element("span", one.direction)]
-    remedies = [element("li", text) for text in one.remedies]
+    remedies = [element("li", prose(text)) for text in one.remedies]
+    cause = [element("b", one.cause), element("span", CAUSES.get(one.cause, ""))]
+    cells: list[tuple[Child, str]] = [
+        (where, "where"),
+        (operation, "stack"),
+        (cause, "stack why"),
+        ([[_facts(tensor) for tensor in one.inputs] or "–", _details(one)], "why"),
+        (element("ol", remedies) if remedies else "–", "why"),
+    ]
     return element(
         "tr",
-        element("th", _when(group), _in_runs(group) if several else None, scope="row"),
-        element("td", where, class_="where"),
-        element("td", operation, class_="stack"),
         element(
-            "td", element("b", one.cause), element("span", CAUSES.get(one.cause, "")), class_="stack why"
+            "th", _when(group), _in_runs(group) if several else None, scope="row", data_label=_COLUMNS[0]
         ),
-        element("td", [_facts(tensor) for tensor in one.inputs] or "–", _details(one), class_="why"),
-        element("td", element("ol", remedies) if remedies else "–", class_="why"),
+        [
+            element("td", content, class_=style, data_label=column)
+            for column, (content, style) in zip(_COLUMNS[1:], cells, strict=True)
+        ],
         class_="departs" if one.alarms else None,
     )
 
@@ -163,7 +170,7 @@ def _details(one: Finding) -> Markup | None:
         listed = element("ol", [element("li", element("code", text)) for text in one.propagators])
         parts.append(element("div", element("em", "Passed on by"), listed))
     if one.note:
-        parts.append(element("p", one.note))
+        parts.append(element("p", prose(one.note)))
     how = {"replay": "Found by running the step's calls again", "live": "Seen as it happened"}
     cost = f"{how.get(one.how, one.how)}: {seconds(one.seconds)}, {size(one.kept_bytes)} kept for it."
     parts.append(element("p", cost, class_="muted"))

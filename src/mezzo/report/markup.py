@@ -77,6 +77,19 @@ def element(name: str, /, *children: Child, **attributes: str | int | float | bo
     return Markup(opening if name in _VOID else f"{opening}{join(children)}</{name}>")
 
 
+def prose(text: str) -> list[Markup | str]:
+    """A sentence whose parts in backquotes are code.
+
+    >>> prose("`bf16`, or a < `b`")
+    ['<code>bf16</code>', ', or a < ', '<code>b</code>']
+    """
+    parts: list[Markup | str] = []
+    for place, part in enumerate(re.split(r"`([^`\n]+)`", text)):
+        if part:
+            parts.append(element("code", part) if place % 2 else part)
+    return parts
+
+
 def join(children: Iterable[Child], between: str = "") -> Markup:
     """Children escaped where they are text and set one after another, with ``between`` (text) in the gaps."""
     return Markup(escape(between).join(_flat(children)))

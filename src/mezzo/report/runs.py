@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mezzo.report.markup import Markup, element
+from mezzo.report.markup import Markup, element, prose
 from mezzo.report.numbers import seconds
 from mezzo.report.run import Run
 
@@ -66,7 +66,7 @@ def notes(found: Sequence[Run]) -> list[Markup]:
             told.setdefault(str(note), []).append(run.name)
     if told:
         rows = [
-            element("li", note, " ", element("span", ", ".join(names), class_="muted"))
+            element("li", prose(note), " ", element("span", ", ".join(names), class_="muted"))
             for note, names in told.items()
         ]
         parts.append(element("ul", rows, class_="notes"))
