@@ -16,11 +16,17 @@ SAID: dict[str, tuple[Finding, str]] = {
     ),
     "in the model itself": (
         Finding("invalid", "", "div", "backward"),
-        f"backward of div in the model: {CAUSES['invalid']}",
+        "backward of div in the model: the operation has no finite slope for what went in: that of a division is "
+        "infinite where the divisor is 0",
     ),
     "outside": (
         Finding("invalid", OUTSIDE, "log", "forward"),
-        f"forward of log outside the model: {CAUSES['invalid']}",
+        "forward of log outside the model: the operation has no finite result for what went in: a logarithm has one "
+        "only above 0",
+    ),
+    "an operation of which no case is known": (
+        Finding("invalid", "", "my_op", "forward"),
+        "forward of my_op in the model: the operation has no finite result for what went in",
     ),
     "an input": (Finding("input", inputs=[FACTS]), f"input 0: {CAUSES['input']}"),
     "a parameter": (
@@ -44,3 +50,42 @@ def test_a_tensor() -> None:
 
 def test_the_loss_scale_alone_does_not_alarm() -> None:
     assert [cause for cause in CAUSES if not Finding(cause).alarms] == ["loss scale"]
+
+
+def facts(name: str, form: str, largest: float, infinities: int = 0) -> TensorFacts:
+    return TensorFacts(name, [2], form, largest, 0.5, 0, infinities, 0)
+
+
+# what went in -> the format of what came out -> what is said of it
+BEYOND: dict[str, tuple[list[TensorFacts], str, str]] = {
+    "an input": (
+        [facts("input 0", "fp32", 3e20), facts("weight", "fp32", 1.0)],
+        "fp16",
+        "an input of 3e+20 does not fit fp16, whose largest number is 65504: the place that made it is before this one",
+    ),
+    "a weight": (
+        [facts("input 0", "fp32", 1.0), facts("weight", "fp32", 7e4)],
+        "fp16",
+        "a weight of 7e+04 does not fit fp16, whose largest number is 65504: the place that made it is before this one",
+    ),
+    "rounded to the largest": ([facts("input 0", "fp32", 65519.0)], "fp16", CAUSES["overflow"]),
+    "rounded to infinity": (
+        [facts("input 0", "fp32", 65520.0)],
+        "fp16",
+        "an input of 6.552e+04 does not fit fp16",
+    ),
+    "bf16 holds it": ([facts("input 0", "fp32", 3e20)], "bf16", CAUSES["overflow"]),
+    "FP32 computes": ([facts("input 0", "fp32", 3e20)], "fp32", CAUSES["overflow"]),
+    "nothing known": ([], "fp16", CAUSES["overflow"]),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_number_that_did_not_fit_before_is_told_from_a_result_that_does_not(name: str) -> None:
+    inputs, form, said = BEYOND[name]
+    found = Finding("overflow", "head", "linear", inputs=inputs, outputs=[facts("output", form, 1.0, 1)])
+    assert str(found).startswith(f"forward of linear in head: {said}")
+
+
+def test_the_loss_scale_is_told_so_that_it_is_true_of_a_constant_as_well() -> None:
+    assert CAUSES["loss scale"].endswith("a dynamic scale probes for that, a constant one is too large")

@@ -310,7 +310,7 @@ def test_an_overflowing_step_is_not_taken_and_the_next_one_is(
     ]
     assert updates[0].reason == "a gradient was not finite"
     assert "3 optimizer steps, 1 skipped" in ran.err
-    assert "loss scale 32768 at the end" in ran.err
+    assert "loss scale 2^15 at the end" in ran.err
 
 
 def test_accumulation_one_overflow_vetoes_the_window_and_only_that(launch: Any) -> None:

@@ -360,9 +360,10 @@ def test_findings_are_told_once_each() -> None:
     assert said[1].startswith(
         "update 1 skipped, and 2 later ones: forward of log in net.attn (t.py:3: x.log()): "
     )
-    assert said[2] == "  try: first"
-    assert [line.partition(":")[0] for line in said[3:7]] == [f"update {n} skipped" for n in range(5, 9)]
-    assert said[7:] == ["and 2 other places, in the records"]
+    assert said[2:4] == ["  try: first", "   or: second"]
+    assert [line.partition(":")[0] for line in said[4:8]] == [f"update {n} skipped" for n in range(5, 9)]
+    assert said[8:] == ["and 2 other places, which --out DIR writes down"]
+    assert findings(found, recorded=True)[8:] == ["and 2 other places, in the records"]
     assert findings([]) == []
     assert findings(found[:1]) == ["1 skipped step was the loss scale finding its place"]
 

@@ -9,7 +9,7 @@ import pytest
 
 import mezzo
 from mezzo.core.finding import CAUSES, OUTSIDE, Finding, TensorFacts
-from mezzo.core.remedies import _POLES, _SLOPES, remedies
+from mezzo.core.remedies import _POLES, _SLOPES, of_constant_scale, remedies
 from mezzo.core.rules import RULES
 
 OPS = sorted({*_POLES, *_SLOPES, "exp", "mul", "linear", "half", "sum of gradients", "my own op", ""})
@@ -88,8 +88,8 @@ TOLD: dict[str, tuple[Finding, list[str], list[str]]] = {
     ),
     "grown weights": (
         finding(op="linear", inputs=[fact(), fact(largest=5e4, name="weight")]),
-        ["learning rate"],
-        [],
+        ["a lower learning rate: the weights have grown large; clipping the gradients' norm helps where"],
+        ["clip_norm"],
     ),
     "1e-8 in fp16": (
         finding("invalid", "div"),
@@ -105,8 +105,16 @@ TOLD: dict[str, tuple[Finding, list[str], list[str]]] = {
     "outside": (finding(module=OUTSIDE), ['mezzo.autocast("fp32")'], ["module."]),
     "a bad batch": (finding("input", "", module="", inputs=[fact(nans=3)]), ["3 NaN"], ["fp32`"]),
     "a running mean": (finding("state", "running_mean"), ["reset_running_stats()"], ["fp32`"]),
-    "a weight": (finding("state", "weight"), ["blocks.1.mlp.weight", "clip_norm"], ["fp32`"]),
-    "the loss scale": (finding("loss scale"), ["dynamic"], ["module."]),
+    "a weight": (
+        finding("state", "weight"),
+        ["blocks.1.mlp.weight", "clipping the gradients' norm"],
+        ["clip_norm", "fp32`"],
+    ),
+    "the loss scale": (
+        finding("loss scale"),
+        ["if the loss scale is dynamic", "if it is a constant"],
+        ["module."],
+    ),
 }
 
 
@@ -121,3 +129,26 @@ def test_what_is_told(case: str) -> None:
 def test_ops_with_a_sentence_of_their_own_are_called_as_the_table_calls_them() -> None:
     beyond = {"atanh", "gradient hook", "sqrt"}
     assert {op for op in (*_POLES, *_SLOPES) if op not in RULES} <= beyond
+
+
+def test_what_is_nearest_to_the_finding_comes_first() -> None:
+    told = remedies(finding("invalid", "div"))
+    assert told[0].startswith("an eps of at least 2**-24 (6e-8), better 1e-5")
+    assert told[1].startswith("add an eps")
+    told = remedies(finding(propagators=["blocks.2: linear"]))
+    policies = [text for one in told for text in re.findall(r"`(fp16,[^`]*)`", one)]
+    assert policies == [
+        "fp16,module.blocks.1.mlp=fp32",
+        "fp16,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
+        "fp16,op.mul=fp32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scale", "smaller"), [(2.0**30, 2.0**26), (1000.0, 32.0), (4.0, 1.0), (1.0, 1 / 16), (0.5, 0.5 / 16)]
+)
+def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float) -> None:
+    told = of_constant_scale(scale)
+    first = re.findall(r"`(fp16,[^`]*)`", told[0])[0]
+    assert mezzo.policy(first).loss_scale == mezzo.policy(f"fp16,loss_scale={smaller!r}").loss_scale
+    assert "fp16,loss_scale=dynamic" in told[1]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mezzo.core.formats import named
+
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
 
 CAUSES = {
-    "loss scale": "the gradients overflow at this loss scale and not at a smaller one: what a dynamic scale probes for",
+    "loss scale": "the gradients overflow at this loss scale and not at a smaller one: a dynamic scale probes for "
+    "that, a constant one is too large",
     "overflow": "finite numbers went in, and the result lies beyond the largest number of its format",
     "invalid": "the operation has no finite result for what went in: log(0), 0 / 0, the root of 0 in backward",
     "input": "the model was given NaN or infinity",
@@ -16,6 +19,45 @@ CAUSES = {
     "unknown": "the step could not be repeated, and has not happened again yet",
 }
 """What can be behind a step whose gradients are not finite."""
+
+_SIXTEEN = ("fp16", "bf16")
+
+_RESULTS = {
+    **dict.fromkeys(("log", "log2", "log10"), "a logarithm has one only above 0"),
+    "log1p": "log1p has one only above -1",
+    **dict.fromkeys(("logit", "special_logit"), "logit has one only between 0 and 1"),
+    **dict.fromkeys(("div", "addcdiv"), "a division by 0 has none"),
+    "reciprocal": "0 has no reciprocal",
+    "rsqrt": "one over a root has one only above 0",
+    "sqrt": "a negative number has no root",
+    **dict.fromkeys(
+        ("pow", "float_power"),
+        "0 to a negative power has none, nor has a negative number to a fraction",
+    ),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "scaled_dot_product_attention"),
+        "a row that is -inf throughout has no softmax",
+    ),
+    **dict.fromkeys(("acos", "asin"), "there is one only from -1 to 1"),
+    "atanh": "there is one only between -1 and 1",
+    "mean": "there is no mean over nothing",
+    **dict.fromkeys(("std", "var"), "there is none of fewer than two elements"),
+    **dict.fromkeys(("nll_loss", "cross_entropy_loss"), "there is no mean over no target"),
+}
+"""Op -> for which finite numbers it has no finite result."""
+
+_SLOPES = {
+    **dict.fromkeys(("sqrt", "rsqrt"), "that of a root is infinite at 0"),
+    **dict.fromkeys(("log", "log2", "log10"), "that of a logarithm is infinite at 0"),
+    **dict.fromkeys(
+        ("div", "addcdiv", "reciprocal"), "that of a division is infinite where the divisor is 0"
+    ),
+    **dict.fromkeys(("pow", "float_power"), "that of a power below 1 is infinite at 0"),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), "a length has none at 0"),
+    "std": "a deviation has none at 0",
+    **dict.fromkeys(("acos", "asin", "atanh"), "it is infinite at -1 and at 1"),
+}
+"""Op -> where it has no finite slope."""
 
 
 @dataclass(frozen=True)
@@ -102,4 +144,33 @@ class Finding:
             names = ", ".join(facts.name for facts in self.inputs)
             return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {CAUSES[self.cause]}"
+        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self._why()}"
+
+    def _why(self) -> str:
+        """The cause in words, of this operation and these numbers where they are known."""
+        if self.cause == "overflow":
+            return self._not_fitting() or CAUSES["overflow"]
+        if self.cause != "invalid":
+            return CAUSES[self.cause]
+        what, cases = ("slope", _SLOPES) if self.direction == "backward" else ("result", _RESULTS)
+        case = f": {cases[self.op]}" if self.op in cases else ""
+        return f"the operation has no finite {what} for what went in{case}"
+
+    def _not_fitting(self) -> str:
+        """That a number which went in lies itself beyond the format of what came out; empty where none does."""
+        # What is kept for backward went into the operation, not into its slope.
+        if self.direction == "backward":
+            return ""
+        made = next((one.format for one in self.outputs if not one.finite and one.format in _SIXTEEN), None)
+        most = max(self.inputs, key=lambda one: one.largest, default=None)
+        if made is None or most is None:
+            return ""
+        form = named(made)
+        # From half a unit beyond the largest number on it is rounded to infinity.
+        if most.largest < float(form.max) + 2.0 ** (form.maxexp - form.nmant - 2):
+            return ""
+        what = most.name.partition(" ")[0] or "input"
+        return (
+            f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
+            f"number is {float(form.max):.6g}: the place that made it is before this one"
+        )

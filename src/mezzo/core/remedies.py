@@ -17,6 +17,8 @@ from mezzo.core.rules import RULES, Rule
 _FP32_MAX = float(named("fp32").max)
 _EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
 _GROWN = 1e3  # a weight of this size was not made by an initialisation
+_LESS = 4  # a constant loss scale that is too large is made smaller by so many powers of two
+_CLIPPING = "clipping the gradients' norm helps where the gradients, not the weights, are large"
 
 
 def remedies(finding: Finding) -> list[str]:
@@ -24,11 +26,25 @@ def remedies(finding: Finding) -> list[str]:
     return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding)))
 
 
+def of_constant_scale(scale: float) -> list[str]:
+    """What to try where gradients overflow at a constant loss scale, and not at a smaller one.
+
+    Args:
+        scale: the constant.
+    """
+    smaller = 2.0 ** max(0, math.floor(math.log2(scale)) - _LESS) if scale > 1 else scale / 2**_LESS
+    return [
+        f"a smaller constant, `fp16,loss_scale={smaller:.17g}` for one; `mezzo calibrate` measures which one holds",
+        "a scale that finds it by itself: `fp16,loss_scale=dynamic`",
+    ]
+
+
 def _of_loss_scale(finding: Finding) -> list[str]:
     return [
         "nothing, if the loss scale is dynamic: the next step has a smaller one",
-        "a constant loss scale should be smaller, or dynamic: `fp16,loss_scale=dynamic`",
-        "if it happens often, let the scale grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)`",
+        "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one holds), "
+        "or dynamic: `fp16,loss_scale=dynamic`",
+        "if a dynamic one overflows often, let it grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)`",
     ]
 
 
@@ -36,7 +52,7 @@ def _of_overflow(finding: Finding) -> list[str]:
     found: list[str] = []
     weight = max((one.largest for one in finding.inputs if one.name == "weight"), default=0.0)
     if weight > _GROWN:
-        found.append("a lower learning rate, or clip_norm=1.0: the weights have grown large")
+        found.append(f"a lower learning rate: the weights have grown large; {_CLIPPING}")
     low = _low_format(finding)
     if finding.op in ("half", "bfloat16", "to", "to_copy", "type"):
         found.append("leave the conversion out: the region converts what each operation needs")
@@ -59,7 +75,10 @@ def _of_invalid(finding: Finding) -> list[str]:
         found = [_SLOPES[finding.op]]
     low = _low_format(finding)
     if low == "fp16" and finding.op in ("div", "reciprocal", "rsqrt", "log", "sqrt", "pow"):
-        found.append("an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16")
+        # First: an eps that is there already, and is 0 in this format, is why "add an eps" would be no help.
+        found.insert(
+            0, "an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16"
+        )
     if not found:
         found.append(
             "keep what goes in away from where the operation, or its slope, has no finite value: clamp it"
@@ -83,7 +102,7 @@ def _of_state(finding: Finding) -> list[str]:
     found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
     if "running_" in finding.op:
         found.insert(0, "reset_running_stats() of that module, or go on from an earlier checkpoint")
-    found.append("if it was training that made it so: a lower learning rate, or clip_norm=1.0")
+    found.append(f"if it was training that made it so: a lower learning rate; {_CLIPPING}")
     return found
 
 
@@ -144,19 +163,20 @@ def _low_format(finding: Finding) -> str | None:
 
 
 def _in_fp32(finding: Finding, low: str) -> list[str]:
-    """Policies under which the operation is FP32's: for the op, for its module."""
+    """Policies under which the operation is FP32's: in its module, in the whole run."""
     if finding.module == OUTSIDE:
         return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
     found = []
-    rule = RULES.get(finding.op)
-    if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
-        found.append(f"{finding.op} in FP32: `{low},op.{finding.op}=fp32`")
     if finding.module and _is_policy(f"{low},module.{finding.module}=fp32"):
         found.append(f"this module in FP32: `{low},module.{finding.module}=fp32`")
         after = next((path for path in _readers(finding) if _is_policy(f"{low},module.{path}=fp32")), None)
         if after is not None:
             both = f"{low},module.{finding.module}=fp32,module.{after}=fp32"
             found.append(f"this module and the one that reads it in FP32: `{both}`")
+    rule = RULES.get(finding.op)
+    if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
+        # Last: it is for every such operation of the run.
+        found.append(f"{finding.op} in FP32: `{low},op.{finding.op}=fp32`")
     return found
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mezzo.core.loss_scale import NoLossScale
+from mezzo.core.loss_scale import NoLossScale, StaticLossScale
+from mezzo.core.remedies import of_constant_scale
+from mezzo.core.scale_numbers import power_text
 
 if TYPE_CHECKING:
     from mezzo.core.records import OverflowRecord
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 # Places where values that are not finite were made, told one by one.
 _PLACES = 5
+_REMEDIES = 3
+# After so many findings that alarm the tracer looks into no more skipped steps of a run.
+_LOOKED_INTO = 20
 
 
 def summary(session: Session) -> str:
@@ -32,8 +37,13 @@ def summary(session: Session) -> str:
                 if session.reruns
                 else ""
             )
-            lines.append(f"loss scale {session.scale.scale:g} at the end{reruns}")
-        lines += findings(journal.findings)
+            lines.append(f"loss scale {power_text(session.scale.scale)} at the end{reruns}")
+        lines += findings(
+            journal.findings,
+            skipped=skipped if session.request.trace and session.scaling else 0,
+            constant=session.scale.scale if isinstance(session.scale, StaticLossScale) else None,
+            recorded=session.request.records is not None,
+        )
         if journal.ops:
             lines.append(_ops(session))
         lines += session.policy.notes
@@ -73,15 +83,22 @@ def _ops(session: Session) -> str:
     return "formats seen in one step: " + "; ".join(parts)
 
 
-def findings(records: Sequence[OverflowRecord]) -> list[str]:
-    """What was found out about the skipped steps: what is to be mended, each place once, with what to try first."""
-    probes = sum(not record.finding.alarms for record in records)
-    lines = []
-    if probes:
-        what = (
-            "was the loss scale finding its place" if probes == 1 else "were the loss scale finding its place"
-        )
-        lines.append(f"{_count(probes, 'skipped step')} {what}")
+def findings(
+    records: Sequence[OverflowRecord],
+    *,
+    skipped: int = 0,
+    constant: float | None = None,
+    recorded: bool = False,
+) -> list[str]:
+    """What was found out about the skipped steps: what is to be mended, each place once, with what to try first.
+
+    Args:
+        records: one for each skipped step that was looked into.
+        skipped: skipped steps of the run, looked into or not; with 0 those that were not are not counted.
+        constant: the loss scale, if it is one that never changes; None: it finds its place by itself.
+        recorded: whether `records` are in a file as well.
+    """
+    lines = _scale_lines([record for record in records if not record.finding.alarms], constant)
     places: dict[str, list[OverflowRecord]] = {}
     for record in records:
         if record.finding.alarms:
@@ -89,11 +106,44 @@ def findings(records: Sequence[OverflowRecord]) -> list[str]:
     for place, same in list(places.items())[:_PLACES]:
         times = f", and {_count(len(same) - 1, 'later one')}" if len(same) > 1 else ""
         lines.append(f"update {same[0].update} skipped{times}: {place}")
-        if same[0].finding.remedies:
-            lines.append(f"  try: {same[0].finding.remedies[0]}")
+        lines += _tries(same[0].finding.remedies, recorded)
     if len(places) > _PLACES:
-        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, in the records")
+        where = "in the records" if recorded else "which --out DIR writes down"
+        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, {where}")
+    if skipped > len(records):
+        lines.append(_not_looked_into(skipped - len(records), records))
     return lines
+
+
+def _scale_lines(probes: Sequence[OverflowRecord], constant: float | None) -> list[str]:
+    if not probes:
+        return []
+    was = "was" if len(probes) == 1 else "were"
+    if constant is None:
+        return [f"{_count(len(probes), 'skipped step')} {was} the loss scale finding its place"]
+    why = f"the constant loss scale {power_text(constant)} is too large for the gradients"
+    return [
+        f"{_count(len(probes), 'step')} {was} skipped because {why}",
+        *_tries(of_constant_scale(constant), recorded=True),
+    ]
+
+
+def _tries(remedies: Sequence[str], recorded: bool) -> list[str]:
+    lines = [f"  {'try:' if n == 0 else ' or:'} {text}" for n, text in enumerate(remedies[:_REMEDIES])]
+    if (left := len(remedies) - _REMEDIES) > 0:
+        where = (
+            "in the records and the report that is made of them" if recorded else "in the report of --out DIR"
+        )
+        lines.append(f"  and {left} more {where}")
+    return lines
+
+
+def _not_looked_into(number: int, records: Sequence[OverflowRecord]) -> str:
+    more = "more skipped step" if records else "skipped step"
+    text = f"{'and ' if records else ''}{_count(number, more)} that {'was' if number == 1 else 'were'} not looked into"
+    if sum(record.finding.alarms for record in records) >= _LOOKED_INTO:
+        text += f": Mezzo stops looking after {_LOOKED_INTO} findings"
+    return text
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
