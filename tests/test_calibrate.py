@@ -158,6 +158,13 @@ WRONG: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ),
     (network, lambda model, one: 1.0, {}, UsageError, "loss_fn returned a float"),
     (network, lambda model, one: torch.ones(()), {}, UsageError, "depends on no parameter"),
+    (
+        network,
+        loss_of,
+        {"headroom_bits": 99},
+        UsageError,
+        "headroom_bits=99: give how many doublings .* 0 to 15",
+    ),
     (network, loss_of, {"format": "fp17"}, UnknownNameError, "Did you mean 'fp16'"),
     (lambda: network().half(), loss_of, {}, UsageError, "the model has fp16 parameters"),
     (nn.Identity, loss_of, {}, UsageError, "there is nothing to train"),

@@ -214,10 +214,12 @@ def test_notes(rows: list[RangeRow], words: str) -> None:
 
 WRONG: list[tuple[list[list[RangeRow]], dict[str, Any], type[Exception], str]] = [
     ([], {}, UsageError, "0 steps were looked at"),
-    ([CHAIN], {}, UsageError, "1 steps were looked at, and no gradient"),
-    ([[gradient("a", 0.0, math.nan)]], {}, UsageError, "no gradient in them is finite and not 0"),
+    ([CHAIN], {}, UsageError, "1 step was looked at, and no gradient in it is"),
+    ([[gradient("a", 0.0, math.nan)]], {}, UsageError, "no gradient in it is finite and not 0"),
     ([FINE], {"format": "fp17"}, UnknownNameError, "Did you mean 'fp16'"),
-    ([FINE], {"headroom_bits": -1}, UsageError, "headroom_bits is -1"),
+    ([FINE], {"headroom_bits": -1}, UsageError, "headroom_bits=-1: give how many doublings"),
+    ([FINE], {"headroom_bits": 16}, UsageError, "headroom_bits=16: .* 0 to 15"),
+    ([FINE], {"headroom_bits": 1.5}, UsageError, "headroom_bits=1.5: "),
 ]
 
 

@@ -77,7 +77,7 @@ def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[
     assert data == json.loads((here / "there" / "calibration.json").read_text())
     assert (data["recommendation"]["format"], data["recommendation"]["constant"]) == ("bf16", 2.0**14)
     expected = {"steps": 20, "skipped": 0, "loss_finite": True, "scale": 1.0, "alarms": False, "findings": []}
-    assert data["check"] == {**expected, "holds": True}
+    assert data["check"] == {**expected, "remedies": [], "modules": {}, "holds": True}
 
 
 @pytest.mark.parametrize(("steps", "fits", "start"), [(5, 2.0**15, 2.0**15), (1, 2.0**15, 2.0**15)])
@@ -89,7 +89,7 @@ def test_a_scale_that_is_too_large_is_lowered_and_tried_again(
     found = json.loads(capsys.readouterr().out)
     assert (found["recommendation"]["start"], found["recommendation"]["constant"]) == (start, start)
     assert found["check"]["holds"]
-    assert "steps overflowed: the scale is what it then was, 2^15" in found["recommendation"]["notes"][0]
+    assert "overflowed: the scale is what it then was, 2^15" in found["recommendation"]["notes"][0]
     written = policy(here / "mezzo-calibrate-train" / "policy.toml")
     assert str(written) == f"fp16,loss_scale=dynamic(init={start:.0f})" == found["recommendation"]["policy"]
 
@@ -106,7 +106,7 @@ def test_it_is_not_tried_for_ever(here: Path, capsys: pytest.CaptureFixture[str]
     [
         (
             {"skips": 2},
-            ["2 of 4 steps skipped, every loss finite", "step 1: forward of mul in b: finite numbers"],
+            ["2 of 4 steps skipped, every loss finite", "2 steps: forward of mul in b: finite numbers"],
         ),
         ({"nan": True}, ["no step skipped, a loss that is not finite"]),
     ],
@@ -118,6 +118,114 @@ def test_a_recommendation_that_does_not_hold_is_a_finding(
     out = capsys.readouterr().out
     for each in words:
         assert each in out
+    assert "Use it:" not in out
+    assert "mezzo-calibrate-train/policy.toml failed its trial" in out
+    written = (here / "mezzo-calibrate-train" / "policy.toml").read_text()
+    assert written.startswith("# FAILED ITS TRIAL")
+    assert words[0] in written
+    assert "# Recommended" not in written
+
+
+@pytest.mark.parametrize(
+    ("modules", "runs", "kept"),
+    [(["c"], 3, ["c"]), (["c", "d"], 4, ["c", "d"])],
+)
+def test_a_module_that_overflows_in_the_trial_is_kept_and_tried_again(
+    here: Path, capsys: pytest.CaptureFixture[str], modules: list[str], runs: int, kept: list[str]
+) -> None:
+    assert main(["calibrate", script(here, overflows=modules), "--precision", "fp16", "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert len((here / "train.asked").read_text().splitlines()) == runs
+    for name in kept:
+        assert f"keep in fp32 {name}: overflowed in the trial" in out
+    assert "checked      2 steps under this policy: no step skipped, every loss finite\n" in out
+    assert "Use it: " in out
+    file = here / "mezzo-calibrate-train" / "policy.toml"
+    assert [path for path, _ in policy(file).modules] == kept
+    assert file.read_text().startswith("# Recommended by mezzo calibrate from 2 steps in FP32")
+    assert '"c" = "fp32"  # overflowed in the trial' in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("modules", "runs", "kept"),
+    [
+        (["c", "d", "e"], 4, ["c", "d"]),
+        (["(outside the model)"], 2, []),
+        ([""], 2, []),
+        (["with space"], 2, []),
+    ],
+)
+def test_modules_that_still_overflow_are_not_recommended(
+    here: Path, capsys: pytest.CaptureFixture[str], modules: list[str], runs: int, kept: list[str]
+) -> None:
+    assert main(["calibrate", script(here, overflows=modules), "--precision", "fp16", "--steps", "3"]) == 1
+    out = capsys.readouterr().out
+    assert len((here / "train.asked").read_text().splitlines()) == runs
+    assert out.count("finite numbers went in") == 1
+    assert "             3 steps: forward of mul" in out
+    assert out.index("this module in FP32: `") < out.index("mul in FP32: `fp16,op.mul=fp32`")
+    assert "holds what each of them returns" not in out
+    assert "Use it:" not in out
+    file = here / "mezzo-calibrate-train" / "policy.toml"
+    assert file.read_text().startswith("# FAILED ITS TRIAL")
+    assert [path for path, _ in policy(file).modules] == kept
+
+
+@pytest.mark.parametrize(
+    ("cause", "runs", "told"),
+    [("invalid", 3, "keep in fp32 c: made NaN or infinity in the trial"), ("state", 2, "failed its trial")],
+)
+def test_a_module_is_kept_where_its_format_is_the_cause(
+    here: Path, capsys: pytest.CaptureFixture[str], cause: str, runs: int, told: str
+) -> None:
+    words = ["calibrate", script(here, overflows=["c"], cause=cause), "--precision", "fp16", "--steps", "2"]
+    assert main(words) == (0 if runs == 3 else 1)
+    assert told in capsys.readouterr().out
+    assert len((here / "train.asked").read_text().splitlines()) == runs
+
+
+def test_only_fp16_is_helped_by_modules_in_fp32(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here, overflows=["c"]), "--precision", "bf16", "--steps", "3"]) == 1
+    assert len((here / "train.asked").read_text().splitlines()) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [["--no-check"], []])
+def test_a_policy_that_was_not_tried_says_so(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    behaviour = {} if words else {"crash": "recommended"}
+    assert main(["calibrate", script(here, **behaviour), *words, "--steps", "1"]) == (0 if words else 2)
+    head = (here / "mezzo-calibrate-train" / "policy.toml").read_text().splitlines()[0]
+    assert head == "# Recommended by mezzo calibrate from 1 step in FP32; not tried."
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        ({}, ["20 updates were made, and none of them was looked at", "takes a closure (LBFGS)"]),
+        ({"updates": False}, ["no optimizer's step was seen", "mezzo.calibrate(model, loss_fn, batches)"]),
+        ({"say": "Compiled."}, ["Compiled."]),
+    ],
+)
+@pytest.mark.parametrize("json_too", [False, True])
+def test_nothing_looked_at_is_told(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    behaviour: dict[str, Any],
+    words: list[str],
+    json_too: bool,
+) -> None:
+    assert main(["calibrate", script(here), "--no-check"]) == 0
+    capsys.readouterr()
+    name = script(here, ranges=False, **behaviour)
+    assert main(["calibrate", name, *(["--json"] if json_too else [])]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    for each in (*words, "mezzo calibrate: train.py: nothing to calibrate with", "mezzo.calibrate(model"):
+        assert each in err
+    assert not (here / "mezzo-calibrate-train" / "policy.toml").exists()
 
 
 def test_without_a_check(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,12 +264,12 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
         "train.py ended with exit status 1 in FP32. Its output ended:\nTraceback",
     ),
     ({"crash": "recommended"}, ["train.py"], "exit status 1 under"),
-    ({"ranges": False, "say": "Compiled."}, ["train.py"], "0 steps were looked at, and no gradient"),
     (
-        {"ranges": False, "say": "Compiled."},
-        ["train.py"],
-        "that the script calls outside of compiled functions. Compiled.",
+        {},
+        ["train.py", "--headroom", "99"],
+        "--headroom 99: give how many doublings the numbers may still make, 0 to 15",
     ),
+    ({"largest": 0.0}, ["train.py", "--steps", "1"], "1 step was looked at, and no gradient in it"),
     ({"largest": 0.0}, ["train.py"], "20 steps were looked at, and no gradient in them is finite and not 0"),
 ]
 

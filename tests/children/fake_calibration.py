@@ -2,8 +2,9 @@
 
 All optional: ``largest`` 0.25 the largest gradient of the watched run; ``activation`` 1.0 what module "b" returns;
 ``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``fits`` 32768: it
-skips its steps while its scale is larger; ``nan`` true: its losses are NaN; ``crash`` "fp32" or "recommended": that run
-fails; ``ranges`` false: none are seen; ``say`` a note.
+skips its steps while its scale is larger; ``overflows`` []: modules that overflow in it, one after the other, unless
+its policy keeps them in FP32; ``cause`` "overflow": why; ``nan`` true: its losses are NaN; ``updates`` true: whether
+any is made; ``crash`` "fp32" or "recommended": that run fails; ``ranges`` false: none are seen; ``say`` a note.
 """
 
 from __future__ import annotations
@@ -32,15 +33,29 @@ def main() -> int:
     writer = records.RecordWriter(path)
     machine = {"native_formats": asked.get("native", ["bf16"])}
     writer.write(records.RunStarted(request["target"], [], request["policy"], 0, False, machine, "now"))
-    scale = 1.0 if watched else policy(request["policy"]).make_loss_scale().scale
-    for i in range(request["stop_after"]):
+    used = policy(request["policy"])
+    scale = 1.0 if watched else used.make_loss_scale().scale
+    over = (
+        []
+        if watched
+        else [name for name in asked.get("overflows", []) if used.format_for_module(name) != "fp32"]
+    )
+    for i in range(request["stop_after"] if asked.get("updates", True) else 0):
         loss = float("nan") if asked.get("nan") and not watched else 1.0
         large = not watched and scale > asked.get("fits", scale)
-        skipped = not watched and (large or i < asked.get("skips", 0))
+        skipped = not watched and (large or bool(over) or i < asked.get("skips", 0))
         writer.write(records.LossRecord(i, loss, float(i)))
         writer.write(records.UpdateRecord(i, 0, not skipped, skipped, scale, float(i)))
         if skipped:
-            finding = Finding("loss scale" if large else "overflow", "b", "mul")
+            where = over[0] if over else "b"
+            remedies = (
+                []
+                if large
+                else ["mul in FP32: `fp16,op.mul=fp32`", f"this module in FP32: `fp16,module.{where}=fp32`"]
+            )
+            finding = Finding(
+                "loss scale" if large else asked.get("cause", "overflow"), where, "mul", remedies=remedies
+            )
             writer.write(records.OverflowRecord(i, 0, float(i), scale, finding))
             scale /= 2
         if request["watch"] and asked.get("ranges", True):

@@ -1,9 +1,10 @@
 """Run a few steps of a training script in FP32, look at the ranges of its numbers, and recommend: a format, a loss
 scale for fp16, and the modules that fp16 can't hold, each with the histogram that says so. Then run a few steps
-under the recommendation, to see that it holds.
+under the recommendation, to see that it holds; where a loss scale was too large or a module overflowed, that is mended
+and tried again, three times in all.
 
-The script is not changed; it is started twice and ended after --steps updates, as by sys.exit. What it writes
-itself (checkpoints, logs) it writes twice.
+The script is not changed; it is started twice or more and ended after --steps updates, as by sys.exit. What it writes
+itself (checkpoints, logs) it writes each time.
 
 Written to the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
 histogram, report.html with the watched steps, and the records and output of both runs.
@@ -11,7 +12,7 @@ histogram, report.html with the watched steps, and the records and output of bot
 Gradients change over a run. What the first steps show is where to start, and no proof: mezzo compare proves.
 
 Exit status: 0 the recommendation holds (or was not tried), 1 under it a step was skipped or a loss was not finite,
-2 wrong usage or a script that fails.
+or no update could be looked at, 2 wrong usage or a script that fails.
 
 Examples:
   mezzo calibrate train.py
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +35,13 @@ from mezzo.core.calibration import FORMATS
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import DEMOS
 from mezzo.report import build_run
-from mezzo.verify.calibrate import POLICY, Calibrated, CalibrationRequest, calibrate_script
+from mezzo.verify.calibrate import (
+    POLICY,
+    Calibrated,
+    CalibrationRequest,
+    NothingLookedAtError,
+    calibrate_script,
+)
 from mezzo.verify.progress import Silent, Watcher, watcher
 
 PASSES_ON = True
@@ -65,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="BITS",
-        help="doublings that the largest numbers may still make in the rest of the run (default 1)",
+        help="doublings that the largest numbers may still make in the rest of the run, 0 to 15 (default 1)",
     )
     parser.add_argument("--no-check", action="store_true", help="do not try the recommendation")
     parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
@@ -79,7 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     stem = arguments.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
     folder = Path(arguments.out or f"mezzo-calibrate-{stem}")
     told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
-    found = calibrate_script(request, folder, watcher=told)
+    try:
+        found = calibrate_script(request, folder, watcher=told)
+    except NothingLookedAtError as error:
+        print(f"mezzo calibrate: {error}", file=sys.stderr)
+        return 1
     try:
         report = build_run(folder)
     except OSError as error:
@@ -126,15 +138,23 @@ def show(console: Console, found: Calibrated, folder: Path, report: Path, script
             Text.assemble(f"{label:<13}", (value, style)), soft_wrap=True, highlight=False, markup=False
         )
 
-    recommendation = found.recommendation
+    recommendation, check = found.recommendation, found.check
+    failed = check is not None and not check.holds
     for label, value in recommendation.rows():
+        if failed and label == "keep in fp32" and not recommendation.kept:
+            value = "no module by what each of them returned in FP32; the trial saw inside them"
         line(label, value, "bold" if label == "policy" else "")
-    if found.check is not None:
-        line("checked", str(found.check), "green" if found.check.holds else "bold red")
-        for finding in found.check.findings:
+    if check is not None:
+        line("checked", str(check), "bold red" if failed else "green")
+        for finding in check.findings:
             line("", finding)
+        for index, remedy in enumerate(check.remedies):
+            line("" if index else "try", remedy)
     for note in recommendation.notes:
         line("note", note, "dim")
     console.print()
     line("Report:", str(report))
-    line("Use it:", shlex.join(["mezzo", "run", "--policy", str(folder / POLICY), *script]))
+    if failed:
+        line("Not for use:", f"{folder / POLICY} failed its trial", "bold red")
+    else:
+        line("Use it:", shlex.join(["mezzo", "run", "--policy", str(folder / POLICY), *script]))

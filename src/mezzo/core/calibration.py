@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from statistics import fmean, pstdev
@@ -37,6 +37,9 @@ FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
 
 GRADIENTS = ("activation gradient", "weight gradient")
+MOST_HEADROOM = 15
+"""Doublings: half of the 30 between fp16's smallest normal number and its largest."""
+
 FEWEST_FOR_SPREAD = 4
 """Steps from which a standard deviation is taken."""
 
@@ -70,12 +73,12 @@ class Kept:
     Args:
         module: its path.
         why: a sentence.
-        evidence: what shows it.
+        evidence: what shows it; None where a trial did, and not a histogram.
     """
 
     module: str
     why: str
-    evidence: Evidence
+    evidence: Evidence | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ class Recommendation:
             notes=[why, *self.notes],
         )
 
+    def keeping(self, modules: Mapping[str, str]) -> Recommendation:
+        """The same with further modules in FP32, which a policy can name, and why."""
+        kept = [*self.kept, *(Kept(module, why) for module, why in modules.items())]
+        return replace(self, kept=kept, policy=_policy(self.format, self.start, kept))
+
     def to_json(self) -> str:
         """All of it, histograms included."""
         return json.dumps(
@@ -139,11 +147,11 @@ class Recommendation:
             indent=2,
         )
 
-    def to_toml(self) -> str:
-        """The policy as a file that `mezzo.policy` reads, with the reason on each line."""
+    def to_toml(self, head: str = "") -> str:
+        """The policy as a file that `mezzo.policy` reads, a reason on each line, and above them a line `head`."""
         chosen = policy_of(self.policy)
         lines = [
-            f"# Recommended by mezzo calibrate from {self.steps} steps in FP32.",
+            f"# {head or f'Recommended by mezzo calibrate from {counted(self.steps)} in FP32.'}",
             f'compute = "{chosen.compute}"  # {self.why}',
         ]
         if self.format == "fp16":
@@ -184,11 +192,10 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            scaled = kept.evidence.what in GRADIENTS
-            found += [
-                ("keep in fp32", f"{kept.module or 'the model'}: {kept.why}"),
-                ("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)),
-            ]
+            found.append(("keep in fp32", f"{kept.module or 'the model'}: {kept.why}"))
+            if kept.evidence is not None:
+                scaled = kept.evidence.what in GRADIENTS
+                found.append(("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)))
         if not self.kept:
             found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
         found.append(("policy", self.policy))
@@ -213,22 +220,23 @@ def recommend(
         native: formats that the machine which will train computes in.
         format: one of `FORMATS`, to have it recommended whatever the machine; None: bf16 where it is native, else
             fp16 where that is, else fp32.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
 
     Raises:
-        UsageError: no step, or none with a gradient that is finite and not 0; a headroom below 0.
+        UsageError: no step, or none with a gradient that is finite and not 0; a headroom out of range.
         UnknownNameError: a format that is none of `FORMATS`.
     """
     if format is not None and format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
+    check_headroom(headroom_bits)
     records = [record for record in records if record.rows]
     tensors = _together(records)
     per_step = [largest for record in records if (largest := _largest_gradient(record)) > 0]
     gradients = [one for one in tensors if one.what in GRADIENTS]
     if not per_step:
         raise UsageError(
-            f"nothing to calibrate with: {len(records)} steps were looked at, and no gradient in them is finite "
-            "and not 0"
+            f"nothing to calibrate with: {counted(len(records))} {'was' if len(records) == 1 else 'were'} looked at, "
+            f"and no gradient in {'it' if len(records) == 1 else 'them'} is finite and not 0"
         )
     sources = [
         max(some, key=lambda one: one.histogram.largest)
@@ -267,6 +275,20 @@ def recommend(
         kept=kept,
         notes=notes,
     )
+
+
+def check_headroom(bits: int, name: str = "headroom_bits=") -> None:
+    """Raise UsageError unless it is a whole number from 0 to `MOST_HEADROOM`; `name` is what the user wrote it as."""
+    if not isinstance(bits, int) or not 0 <= bits <= MOST_HEADROOM:
+        raise UsageError(
+            f"{name}{bits}: give how many doublings the numbers may still make, 0 to {MOST_HEADROOM}. More would "
+            "leave fp16 too little range for them, and every module in FP32; where they grow more, train in bf16"
+        )
+
+
+def counted(steps: int) -> str:
+    """So many steps, in words: "1 step", "20 steps"."""
+    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def _largest_gradient(record: RangesRecord) -> float:
@@ -354,7 +376,9 @@ def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> lis
         where = ", ".join(repr(path) for path in unnamed)
         notes.append(f"no policy can name {where}: change the model, or train in bf16 or fp32")
     if steps < FEWEST_FOR_SPREAD:
-        notes.append(f"{steps} steps are few: how gradients vary from step to step is not known")
+        notes.append(
+            f"{counted(steps)} {'is' if steps == 1 else 'are'} few: how gradients vary from step to step is not known"
+        )
     notes.append(
         "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
     )

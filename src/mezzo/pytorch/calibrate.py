@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.calibration import Recommendation, recommend
+from mezzo.core.calibration import Recommendation, check_headroom, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import RangesRecord
@@ -48,14 +48,14 @@ def calibrate(
         steps: how many; fewer where there are fewer batches.
         optimizer: takes a step after each, so that the later ones see weights that have moved; None: they don't move.
         format: ``bf16``, ``fp16`` or ``fp32`` to have it recommended whatever this machine has.
-        headroom_bits: how many doublings the largest numbers may still make in the rest of the run.
+        headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
 
     Returns:
         A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file.
 
     Raises:
-        UsageError: steps below 1, parameters that aren't FP32, a call within autocast, a `loss_fn` that returns no
-            scalar, no batch, no gradient.
+        UsageError: steps below 1, a headroom out of range, parameters that aren't FP32, a call within autocast, a
+            `loss_fn` that returns no scalar, no batch, no gradient.
         UnknownNameError: no such format.
 
     >>> import torch, mezzo
@@ -65,6 +65,7 @@ def calibrate(
     ('fp16', 3, [])
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
+    check_headroom(headroom_bits)
     device = _checked(model, parameters, loss_fn, steps)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer

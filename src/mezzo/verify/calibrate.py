@@ -11,15 +11,14 @@ Each is a child process that runs the unmodified script and is ended after so ma
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mezzo
 from mezzo.core import records
-from mezzo.core.calibration import FORMATS, Recommendation, recommend
+from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
 from mezzo.core.scale_numbers import power_text
 from mezzo.pytorch.launch.request import RunRequest
@@ -27,6 +26,7 @@ from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrup
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, write_whole
 from mezzo.verify.progress import Silent, Watcher
+from mezzo.verify.trial import Check, check_of
 
 POLICY, RESULT = "policy.toml", "calibration.json"
 WATCHED, CHECKED = "fp32-0", "recommended-0"
@@ -64,45 +64,15 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"--steps {self.steps}: give how many updates are watched, 1 or more")
-        if self.headroom_bits < 0:
-            raise UsageError(
-                f"--headroom {self.headroom_bits}: give how many doublings gradients may still make, 0 or more"
-            )
+        check_headroom(self.headroom_bits, "--headroom ")
         if self.format is not None and self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS, where="--precision: ")
         if not self.is_module and not Path(self.target).exists():
             raise UsageError(f"script {self.target!r}: no such file. Give the path of a Python script.")
 
 
-@dataclass(frozen=True)
-class Check:
-    """What came of the recommended policy in a run of its own.
-
-    Args:
-        steps: updates that were made or skipped.
-        skipped: those that were skipped.
-        loss_finite: whether every loss was.
-        scale: the loss scale after it.
-        alarms: whether a step was skipped for another reason than the loss scale.
-        findings: what was found out about the skips.
-    """
-
-    steps: int
-    skipped: int
-    loss_finite: bool
-    scale: float = 1.0
-    alarms: bool = False
-    findings: list[str] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        """Whether no step was skipped and no loss was NaN or infinite."""
-        return not self.skipped and self.loss_finite
-
-    def __str__(self) -> str:
-        skipped = f"{self.skipped} of {self.steps} steps skipped" if self.skipped else "no step skipped"
-        loss = "every loss finite" if self.loss_finite else "a loss that is not finite"
-        return f"{self.steps} steps under this policy: {skipped}, {loss}"
+class NothingLookedAtError(ScriptError):
+    """The script ran, and no update of it could be looked at: what a calibration has found, and no failure of it."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +104,9 @@ def calibrate_script(
 ) -> Calibrated:
     """Run the script, recommend, try it, and write it down; what an earlier calibration wrote there is replaced.
 
-    Where a trial shows that the loss scale was too large, the recommendation takes the scale that the trial ended with,
-    and is tried again.
+    Where a trial shows that the loss scale was too large, the recommendation takes the scale that the trial ended with;
+    where a module overflowed in it, the module is kept in FP32. Then it is tried again, `TRIALS` times in all. What
+    failed the last of them is written as a policy that did.
 
     Args:
         request: what is calibrated.
@@ -144,7 +115,8 @@ def calibrate_script(
         command: what runs a request's file, in place of `python -m mezzo.pytorch.launch` (for tests).
 
     Raises:
-        ScriptError: the script fails, or has no gradient to look at.
+        ScriptError: the script fails, or has no gradient that is finite and not 0.
+        NothingLookedAtError: no update could be looked at.
         UsageError: the folder can't be written.
     """
     runs = 2 if request.check else 1
@@ -152,27 +124,24 @@ def calibrate_script(
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         for name in (WATCHED, CHECKED):
             forget_run(folder, name)
+        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+            (folder / name).unlink(missing_ok=True)
         with watcher or Silent() as told, terminated_like_an_interrupt():
             run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
             found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
             policy = folder / POLICY
-            write_whole(policy, found.to_toml())
             check = None
             for attempt in range(TRIALS if request.check else 0):
-                if check is not None:
-                    why = (
-                        f"from {power_text(found.start)}, {check.skipped} of {check.steps} steps overflowed: the scale "
-                        f"is what it then was, {power_text(check.scale)}. A gradient was larger than what was seen: "
-                        "one that the script clipped before the step, or a part of one that cancels"
-                    )
-                    found = found.lowered(check.scale, why)
-                    write_whole(policy, found.to_toml())
-                    forget_run(folder, CHECKED)
+                write_whole(policy, found.to_toml(_head(found, None)))
+                forget_run(folder, CHECKED)
                 count = (2 + attempt, max(2 + attempt, runs))
                 tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
-                check = _checked(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
-                if check.holds or check.alarms or not check.loss_finite:
+                check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
+                mended = None if attempt == TRIALS - 1 else _mended(found, check)
+                if mended is None:
                     break
+                found = mended
+            write_whole(policy, found.to_toml(_head(found, check)))
             done = Calibrated(found, check)
             write_whole(folder / RESULT, done.to_json(request))
     except OSError as error:
@@ -182,24 +151,80 @@ def calibrate_script(
     return done
 
 
+def _mended(found: Recommendation, check: Check) -> Recommendation | None:
+    """What to try in place of a recommendation that failed its trial; None where it held, or nothing is known."""
+    if check.holds:
+        return None
+    if check.alarms:
+        known = {kept.module for kept in found.kept}
+        further = {path: why for path, why in check.modules.items() if path not in known}
+        if found.format != "fp16" or not further:
+            return None
+        return found.keeping(further)
+    if not check.loss_finite:
+        return None
+    why = (
+        f"from {power_text(found.start)}, {check.skipped} of {counted(check.steps)} overflowed: the scale "
+        f"is what it then was, {power_text(check.scale)}. A gradient was larger than what was seen: "
+        "one that the script clipped before the step, or a part of one that cancels"
+    )
+    return found.lowered(check.scale, why)
+
+
+def _head(found: Recommendation, check: Check | None) -> str:
+    """What the policy's file says of itself."""
+    if check is not None and not check.holds:
+        return f"FAILED ITS TRIAL by mezzo calibrate, not recommended: {check}."
+    tried = "not tried" if check is None else f"tried: {check}"
+    return f"Recommended by mezzo calibrate from {counted(found.steps)} in FP32; {tried}."
+
+
 def recommendation_of(
     request: CalibrationRequest, run: FinishedRun, written: Sequence[records.Record] | Any
 ) -> Recommendation:
     """The recommendation from a watched run's records.
 
     Raises:
-        ScriptError: there is nothing in them to go by.
+        NothingLookedAtError: no update was looked at.
+        ScriptError: there is no gradient in them to go by.
     """
     ranges = [record for record in written if isinstance(record, records.RangesRecord)]
+    said = " ".join(run.ended.notes) if run.ended else ""
+    if not any(record.rows for record in ranges):
+        raise NothingLookedAtError(f"{request.target}: {_why_nothing(run)} {said}".rstrip())
     native = set(run.machine.get("native_formats", ()))
     try:
         return recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
     except UsageError as error:
-        notes = " ".join(run.ended.notes) if run.ended else ""
         raise ScriptError(
             f"{request.target}: {error}. Ranges are seen in the steps of a torch optimizer, over models that the "
-            f"script calls outside of compiled functions. {notes}".rstrip()
+            f"script calls outside of compiled functions. {said}".rstrip()
         ) from error
+
+
+def _why_nothing(run: FinishedRun) -> str:
+    """Why no update was looked at, and how to mend it."""
+    made = len(run.updates)
+    if made:
+        were = (
+            "1 update was made, and it was not"
+            if made == 1
+            else f"{made} updates were made, and none of them was"
+        )
+        why = (
+            f"{were} looked at. What an optimizer does in a step that takes a closure (LBFGS) is not seen, nor are "
+            "models that run inside compiled functions. Calibrate the script with an optimizer whose step takes no "
+            "closure (SGD, Adam) and without torch.compile"
+        )
+    else:
+        why = (
+            "no optimizer's step was seen. Ranges are seen in the steps of a torch optimizer: give a script, and "
+            "arguments of its own after --, with which it trains"
+        )
+    return (
+        f"nothing to calibrate with: {why}; or call mezzo.calibrate(model, loss_fn, batches) in a program of your own, "
+        "which needs no optimizer."
+    )
 
 
 def _run(
@@ -244,16 +269,3 @@ def _run(
             f"{request.target} ended with exit status {status} {kind}. Its output ended:\n{run.failure()}"
         )
     return run
-
-
-def _checked(run: FinishedRun, written: Any) -> Check:
-    overflows = [record for record in written if isinstance(record, records.OverflowRecord)]
-    last = run.updates[-1] if run.updates else None
-    return Check(
-        steps=len(run.updates),
-        skipped=sum(update.skipped for update in run.updates),
-        loss_finite=all(math.isfinite(record.loss) for record in run.losses),
-        scale=1.0 if last is None else last.loss_scale * (0.5 if last.skipped else 1.0),
-        alarms=any(record.finding.alarms for record in overflows),
-        findings=[f"step {record.update}: {record.finding}" for record in overflows],
-    )
