@@ -288,3 +288,51 @@ def test_what_is_in_backquotes_is_code(tmp_path: Path) -> None:
     assert "<li>bf16: <code>fp16,op.&lt;b&gt;=fp32</code></li>" in page
     assert "<li>one ` alone</li><li><code>a</code> and <code>b</code></li>" in page
     assert "<li>say <code>mezzo doctor</code>" in page
+
+
+def test_the_caption_of_the_scale_is_short_and_in_order_of_step(tmp_path: Path) -> None:
+    """A reason of `MixedPrecision` is three sentences, with the scale and the finding in them."""
+    reasons = {
+        0: "a gradient was NaN or infinite at loss scale 65536; parameters and optimizer are as before. input 0: NaN",
+        4: "a gradient was NaN or infinite at loss scale 32768; parameters and optimizer are as before. forward of exp",
+        7: "Amp said so " + "very " * 40,
+        8: "third",
+    }
+    records: list[Record] = [
+        UpdateRecord(index, 0, index not in reasons, index in reasons, 2.0**16, 0.0, reasons.get(index, ""))
+        for index in range(10)
+    ]
+    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
+    assert figure is not None
+    found = re.search(r'<p class="note">(4 of 10 .*?)</p>', figure)
+    assert found
+    told = found[1]
+    assert told.startswith(
+        "4 of 10 updates skipped, at 0, 4, 7, 8 (a gradient was NaN or infinite; Amp said so very"
+    )
+    assert told.endswith("ve…, …); the last scale is 2¹⁶.")
+    assert len(told) < 200
+    ticks = [
+        float(x)
+        for x in re.findall(r'<line x1="([\d.]+)%" x2="[\d.]+%" y1="0" y2="100%" class="tick', figure)
+    ]
+    assert len(ticks) == 4
+    assert ticks == sorted(ticks)
+    assert ticks[0] > 1  # beside the axis, not under it
+
+
+def test_a_run_that_was_left_alone_is_not_headed_by_a_policy_that_ruled_nothing(tmp_path: Path) -> None:
+    records = run_records.records(steps=5, findings=False)
+    records[-1] = RunEnded(0, 1.0, ["left alone: it uses torch.autocast itself", "another"])
+    made(tmp_path / "r", records)
+    page = build_run(tmp_path / "r").read_text(encoding="utf-8")
+    assert "<h3>left alone</h3>" in page
+    assert "The script was left to its own precision in place of fp16: it uses torch.autocast itself." in page
+    assert "<title>train.py: left alone</title>" in page
+    assert "<h4>Loss: left alone</h4>" in page
+    assert "fp16 ·" not in Outline(page).text
+    records[-1] = RunEnded(
+        0, 1.0, ["not left alone, though it uses torch.autocast: inside that its own choice rules"]
+    )
+    made(tmp_path / "s", records)
+    assert "<h3>fp16</h3>" in build_run(tmp_path / "s").read_text(encoding="utf-8")

@@ -176,7 +176,7 @@ def test_hostile_records_are_inert_even_without_the_policy(width: int, tmp_path:
     assert seen["wide"] == []
 
 
-@pytest.mark.parametrize(("width", "stacked"), [(0, False), (981, False), (980, True), (400, True)])
+@pytest.mark.parametrize(("width", "stacked"), [(0, False), (1081, False), (1080, True), (400, True)])
 def test_what_made_steps_fail_is_all_in_view(page: Path, width: int, stacked: bool) -> None:
     """Cause, inputs and remedies were off-screen to the right on a phone."""
     seen = probe(

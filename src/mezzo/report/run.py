@@ -21,6 +21,8 @@ from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
 LOG_LINES = 25
+LEFT_ALONE = "left alone: "
+"""How the note of a run begins whose script chose its precision itself."""
 _NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
 
 
@@ -63,6 +65,17 @@ class Run:
     def failed(self) -> bool:
         """Whether the run was cut short or its script gave another exit status than 0."""
         return bool(self.fault) or (self.ended is not None and self.ended.status != 0)
+
+    @property
+    def left_alone(self) -> str:
+        """Why the script was left to its own precision; ``""`` where it was not."""
+        notes = self.ended.notes if self.ended else []
+        return next((str(note).partition(": ")[2] for note in notes if str(note).startswith(LEFT_ALONE)), "")
+
+    @property
+    def ran_by(self) -> str:
+        """What to head the run with: its policy, unless nothing ran by it."""
+        return "left alone" if self.left_alone else self.precision
 
     @property
     def skipped(self) -> list[int]:

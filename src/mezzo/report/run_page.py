@@ -30,7 +30,7 @@ def render_runs(runs: Sequence[Run], place: str) -> str:
     """
     started = next((run.started for run in runs if run.started), None)
     name = PurePath(started.script).name if started else place
-    policies = list(dict.fromkeys(run.precision for run in runs if run.started))
+    policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
     words = [*policies]
     if started:
         words.append(str(started.machine.get("gpu") or started.machine.get("cpu") or ""))
@@ -47,7 +47,7 @@ def render_runs(runs: Sequence[Run], place: str) -> str:
 def _sections(runs: Sequence[Run]) -> Iterable[Section | None]:
     coloured = [(run, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
     several = len(runs) > 1
-    names = {run.name: run.name if several or not run.started else run.precision for run in runs}
+    names = {run.name: run.name if several or not run.started else run.ran_by for run in runs}
     yield (
         "run",
         "The run" if not several else "The runs",

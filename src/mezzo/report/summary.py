@@ -48,12 +48,22 @@ def summary(run: Run) -> Markup:
                 f"{counted(len(run.ranges.tracks), 'tensor')} in each step",
             )
         )
-    heading = element("h3", run.precision if run.started else run.name)
+    heading = element("h3", run.ran_by if run.started else run.name)
+    alone = (
+        element(
+            "p",
+            f"The script was left to its own precision in place of {run.precision}: {run.left_alone}.",
+            class_="reason",
+        )
+        if run.left_alone
+        else None
+    )
     fault = element("p", run.fault, class_="reason bad") if run.fault else None
     return element(
         "article",
         element("header", heading),
         fault,
+        alone,
         element("dl", stats, class_="stats"),
         class_="card" + (" p-divergent" if run.failed or alarms else ""),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,8 @@ from mezzo.report.series import Array
 STROKES = 200
 NAMED = 12
 ALARMS = 4
+REASONS, LETTERS = 2, 60
+"""Of the reasons of skipped updates, how many a caption has, and how much of each."""
 
 Updates = tuple[UpdateRecord, ...]
 Found = dict[int, Finding]
@@ -43,10 +46,12 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
     scales = [u.loss_scale for u in updates if math.isfinite(u.loss_scale) and u.loss_scale > 0]
     low, high = (min(scales), max(scales)) if scales else (1.0, 2.0)
     told = _grouped(tracks)
+    # A stroke at the first or the last update stands clear of the frame's edge.
+    room = 0.02 * max(1, steps - 1)
     frame = Frame(
         title=f"Loss scale: {name}",
         described=" ".join(told),
-        x=Axis(0.0, float(max(1, steps - 1))),
+        x=Axis(-room, max(1, steps - 1) + room),
         y=Axis(low / 2, high * 2, log=True),
         x_name="update",
         y_name="The factor on the loss"
@@ -132,8 +137,12 @@ def _told(track: Updates, found: Found) -> str:
     if not skipped:
         return f"none of {counted(len(track), 'update')} skipped."
     named = ", ".join(f"{place:,}" for place in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
-    reasons = sorted({update.reason for update in track if update.skipped and update.reason})
-    why = f" ({'; '.join(reasons[:3])})" if reasons else ""
+    # In order of step; each may hold the loss scale and a whole finding, which is told on its own.
+    reasons = list(
+        dict.fromkeys(_short(update.reason) for update in track if update.skipped and update.reason)
+    )
+    more = ", …" if len(reasons) > REASONS else ""
+    why = f" ({'; '.join(reasons[:REASONS])}{more})" if reasons else ""
     looked = [found[update.index] for update in track if update.skipped and update.index in found]
     alarms = sum(finding.alarms for finding in looked)
     causes = f"; of {len(looked):,} looked into, {counted(alarms, 'alarm')}" if looked else ""
@@ -142,6 +151,16 @@ def _told(track: Updates, found: Found) -> str:
         f"at {named}{why}{causes}; "
         f"the last scale is {scale_text(track[-1].loss_scale)}."
     )
+
+
+def _short(reason: str) -> str:
+    """What fits into a caption of a reason: its first clause, without the scale, which the curve shows.
+
+    >>> _short("a gradient was NaN or infinite at loss scale 65536; parameters and optimizer are as before. More")
+    'a gradient was NaN or infinite'
+    """
+    clause = re.split(r"; |[.] | at loss scale ", reason, maxsplit=1)[0]
+    return clause if len(clause) <= LETTERS else clause[: LETTERS - 1].rstrip() + "…"
 
 
 def _corners(updates: Updates) -> tuple[Array, Array]:
