@@ -6,6 +6,7 @@ import argparse
 import functools
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_a_policy_is_found_written_and_compared(here: Path, capsys: pytest.Captu
     assert calls(here).count("calibration") == 2
 
 
+def test_its_own_report_is_no_other_file(here: Path) -> None:
+    words = ["tune", script(here, SOUND), "--precision", "bf16", "--no-compare"]
+    assert main(words) == 0
+    assert main(["report", OUT]) == 0
+    assert (here / OUT / "report.html").exists()
+    assert main(words) == 0
+
+
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script(here, {**FRAGILE, "units": [*FRAGILE["units"], unit("worse", overflow="output")]})
     assert main(["tune", name, "--precision", "fp16", "--seeds", "1", "--json", "--out", "there"]) == 0
@@ -151,6 +160,8 @@ def test_the_comparison_has_the_last_word(
         ({"sensitivity": {"losses": [], "units": []}}, [], "nothing could be measured. A module's call"),
         ({}, [], "nothing could be measured. A module's call"),
         ({}, ["--budget", "0"], "--budget 0: give 1 or more"),
+        ({}, ["--budget", "x"], "--budget: 'x' is no number of steps: write one such as 6"),
+        ({}, ["--margin", "-1%"], "--margin -0.01: give a share"),
         ({}, ["--first", "-1"], "--first -1: give"),
         ({}, ["--margin", "0"], "--margin 0: give a share"),
         ({}, ["--goal", "spped"], "unknown goal 'spped'. Use one of memory, time"),
@@ -223,6 +234,49 @@ def test_a_planted_fragile_layer_stays_in_fp32_and_the_rest_does_not(
     assert status == 0, told
     assert str(policy(tmp_path / "found" / "policy.toml")) == f"{preset},module.planted=fp32"
     assert f'"planted" = "fp32"  # {reason}' in (tmp_path / "found" / "policy.toml").read_text()
+
+
+COMPENSATED = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.c(x * 1e5) * 1e-5
+
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 64), Block(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for _ in range(60):
+    x = torch.randn(32, 16)
+    loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("final", loss.item())
+"""
+
+
+@pytest.mark.heavy
+def test_a_number_too_large_inside_a_block_keeps_both_its_ends_and_the_policy_trains(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(COMPENSATED)
+    words = ["--precision", "fp16", "--budget", "3", "--goal", "memory", "--no-compare", "--out", "found"]
+    status, told = real(tmp_path, "large.py", *words)
+    assert status == 0, told
+    assert "1.c: fp32: an input of it is not finite in fp16" in told
+    found = policy(tmp_path / "found" / "policy.toml")
+    assert found == policy("fp16,module.1=fp32,module.1.c=fp32")
+    command = [sys.executable, "-m", "mezzo", "run", "--policy", "found/policy.toml", "large.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert float(ran.stdout.split("final")[1]) < 2.0
+    skipped = re.search(r"60 optimizer steps, (\d+) skipped", ran.stderr)
+    assert skipped is None or int(skipped[1]) < 10
 
 
 @pytest.mark.heavy

@@ -38,6 +38,18 @@ class Square(nn.Module):
         return (large * large).mean(-1, keepdim=True).sqrt() / 3000.0 * x
 
 
+class Compensated(nn.Module):
+    """Hands a layer numbers that are too large for fp16, and makes the result small again."""
+
+    def __init__(self, factor: float = 1e5) -> None:
+        super().__init__()
+        self.inside, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x * self.factor) / self.factor
+        return out
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -271,6 +283,45 @@ def test_an_overflow_inside_is_found_where_it_is_and_nowhere_else() -> None:
     assert units["1"].seconds == []
     assert all(unit.gradient_errors[-1] < 0.01 for path, unit in units.items() if path != "1")
     assert {unit.overflow for unit in probed(around(Square()), "bf16").values()} == {""}
+
+
+def test_a_number_too_large_between_two_modules_is_held_against_both() -> None:
+    """Both of the inner layer's runs would be NaN on a rounded input, and the block's with a lowered layer inside."""
+    units = probed(around(Compensated()), "fp16")
+    assert {p: u.overflow for p, u in units.items()} == {"0": "", "1.inside": "input", "1": "output", "2": ""}
+    assert all(math.isfinite(error) for path in ("0", "2") for error in units[path].gradient_errors)
+    assert {unit.overflow for unit in probed(around(Compensated()), "bf16").values()} == {""}
+
+
+def test_a_number_close_to_the_largest_is_seen_on_its_edge() -> None:
+    found = result(around(Compensated(1e4)), "fp16")
+    assert {unit.overflow for unit in found.units} == {""}
+    numbers = {(edge.producer, edge.consumer): edge.largest for edge in found.edges}
+    assert 5e3 < numbers["1", "1.inside"] < 65504.0
+    assert numbers["0", "1"] < 10.0
+
+
+def test_what_a_mask_hides_is_no_number_too_large() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.softmax = nn.Softmax(-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = (x * 2.0).masked_fill(x > 0.5, -math.inf)
+            out: Tensor = x + self.softmax(scores)
+            return out
+
+    found = result(around(Masked()), "fp16")
+    assert {unit.overflow for unit in found.units} == {""}
+    assert all(math.isfinite(expected_square(unit.roundings)) for unit in found.units)
+    assert all(edge.largest < 100.0 for edge in found.edges)
+
+
+def test_what_is_no_number_is_infinite() -> None:
+    for odd in (math.nan, math.inf, -math.inf):
+        assert expected_square([Rounding(), Rounding(odd, 0.0, 0.0)]) == math.inf
+        assert expected_square([Rounding(0.0, odd, 0.0)]) == math.inf
 
 
 def test_small_gradients_are_measured_under_a_loss_scale() -> None:

@@ -10,26 +10,27 @@ from typing import Any
 
 import pytest
 
-from mezzo.core import tuning
+from mezzo.core import range_rules, tuning
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy, policy
+from mezzo.core.range_rules import range_rule
 from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts
-from mezzo.core.tuning import Tuned, range_rule, tune
+from mezzo.core.tuning import Tuned, tune
 
 
 def unit(path: str, change: float = 1e-4, fp32: float = 2.0, low: float = 1.0, **more: Any) -> UnitFacts:
     """Times in milliseconds; `change` of the loss, by errors of no common direction."""
+    seconds = [[fp32 / 1e3, low / 1e3]] * 6
     return UnitFacts(
-        path,
-        "Linear",
-        seconds=[[fp32 / 1e3, low / 1e3]] * 6,
-        roundings=[Rounding(0.0, change**2, change)],
-        **more,
+        path, "Linear", seconds=seconds, **{"roundings": [Rounding(0.0, change**2, change)], **more}
     )
 
 
-def edge(producer: str, consumer: str, milliseconds: float = 0.01, change: float = 0.0) -> EdgeFacts:
-    return EdgeFacts(producer, consumer, 100, milliseconds / 1e3, True, [Rounding(0.0, change**2, change)])
+def edge(
+    producer: str, consumer: str, milliseconds: float = 0.01, change: float = 0.0, **more: Any
+) -> EdgeFacts:
+    facts = {"casts": True, "roundings": [Rounding(0.0, change**2, change)], **more}
+    return EdgeFacts(producer, consumer, 100, milliseconds / 1e3, **facts)
 
 
 def measured(
@@ -72,6 +73,10 @@ def test_small_changes_add_up_to_the_margin_and_no_further() -> None:
 RULES = {
     "fails": ({"failed": "RuntimeError: no"}, "fp16", "it fails in fp16: RuntimeError: no"),
     "overflows": ({"overflow": "output"}, "fp16", "its output is not finite in fp16, and is in FP32"),
+    "input": ({"overflow": "input"}, "fp16", "an input of it is not finite in fp16, and is in FP32"),
+    "no number": ({"roundings": [Rounding(math.nan, 0.0, 0.0)]}, "fp16", "to the loss in fp16 is not finite"),
+    "no gradient": ({"gradient_errors": [math.nan] * 3}, "fp16", "its gradients in fp16 are not finite"),
+    "mostly none": ({"gradient_errors": [0.0, math.nan, math.nan]}, "bf16", "its gradients in bf16 are not"),
     "backward": ({"overflow": "gradient"}, "fp16", "at any loss scale"),
     "close": (
         {"largest": 33000.0},
@@ -94,8 +99,34 @@ def test_range_rules(name: str) -> None:
     assert bool(told) == bool(found)
     tuned = tune(measured(unit("a"), one, fmt=fmt))
     assert tuned.policy == Policy(fmt, modules={"odd": "fp32"} if told else ())
-    broken = bool({"failed", "overflow"} & set(facts))
+    broken = bool({"failed", "overflow", "roundings"} & set(facts))
     assert math.isinf(tuned.preset_change) is broken
+
+
+def test_both_ends_of_a_number_too_large_stay() -> None:
+    units = (unit("a"), unit("b"), unit("c"))
+    tuned = tune(measured(*units, edges=(edge("a", "b", largest=1e5), edge("b", "c")), fmt="fp16"))
+    assert str(tuned.policy) == "fp16,module.a=fp32,module.b=fp32"
+    assert reason(tuned, "a") == "it hands b a number of 1e+05, beyond the largest fp16 number, 65504"
+    assert reason(tuned, "b") == "it takes a number of 1e+05, beyond the largest fp16 number, 65504, from a"
+    near = tune(measured(*units, edges=(edge("a", "b", largest=4e4, casts=False),), fmt="fp16"))
+    assert str(near.policy) == "fp16,module.a=fp32"  # b takes it as it comes
+    assert "of 4e+04, within a factor of 2 of the largest" in reason(near, "a")
+    endless = [Rounding(math.inf, math.inf, math.inf)]
+    cast = tune(measured(*units, edges=(edge("a", "b", roundings=endless),), fmt="fp16"))
+    assert str(cast.policy) == "fp16,module.b=fp32"
+    assert math.isinf(cast.preset_change)
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UsageError, match="the loss is not finite in FP32"):
+        tune(Sensitivities("fp16", losses=[1.0, math.nan], units=[unit("a")]))
+
+
+def test_a_module_that_stays_inside_one_that_stays_has_a_line() -> None:
+    """`mezzo run` would take its call for one of the whole model's, and lower it."""
+    units = (unit("block.inner", change=1.0), unit("block", change=1.0, inner=["block.inner"]), unit("c"))
+    assert str(tune(measured(*units)).policy) == "bf16,module.block=fp32,module.block.inner=fp32"
 
 
 def test_a_module_that_16_bits_slow_down_stays_if_that_is_worth_a_line() -> None:
@@ -159,7 +190,7 @@ def test_a_region_for_a_module_inside_another_takes_time() -> None:
     free = tune(measured(*units))
     assert str(free.policy) == "bf16,module.block.inner=fp32"
     dear = tune(measured(*units, region_seconds=0.5e-3))
-    assert str(dear.policy) == "bf16,module.block=fp32"
+    assert str(dear.policy) == "bf16,module.block=fp32,module.block.inner=fp32"
 
 
 @pytest.mark.parametrize("path", ["heads.a b", "heads.x=(1, 'y')[0]", "heads.#1"])
@@ -224,3 +255,4 @@ def test_no_measurement_is_refused() -> None:
 
 def test_the_examples_hold() -> None:
     assert doctest.testmod(tuning).failed == 0
+    assert doctest.testmod(range_rules) == (0, 1)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -44,6 +45,8 @@ PASSES_ON = True
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.usage = "mezzo tune (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    # "-1%" is a number too, a wrong one: to argparse it would be an option, and --margin without a value.
+    parser._negative_number_matcher = re.compile(r"^-(\d+|\d*\.\d+)%?$")
     parser.add_argument("script", nargs="?", help="a training script, or a directory with a __main__.py")
     parser.add_argument("--demo", metavar="NAME", help=f"an embedded demo: {', '.join(sorted(DEMOS))}")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as in python -m")
@@ -54,10 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the preset to begin from: bf16, fp16, or auto (the default): what this machine is good at",
     )
     parser.add_argument(
-        "--budget", type=int, default=6, metavar="N", help="training steps spent on measuring (default 6)"
+        "--budget", type=_steps, default=6, metavar="N", help="training steps spent on measuring (default 6)"
     )
     parser.add_argument(
-        "--first", type=int, default=10, metavar="N", help="steps that go by before them (default 10)"
+        "--first", type=_steps, default=10, metavar="N", help="steps that go by before them (default 10)"
     )
     parser.add_argument(
         "--margin",
@@ -157,6 +160,13 @@ def _native() -> tuple[str, str]:
         "this machine has no fast 16-bit format, so 16 bits will seldom save time here. Tuned for bf16; with "
         "--goal memory, times count for nothing"
     )
+
+
+def _steps(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write one such as 6") from None
 
 
 def _share(text: str) -> float:

@@ -42,13 +42,16 @@ def expected_square(roundings: Sequence[Rounding]) -> float:
 
     The mean over the steps of the larger of ``signed**2`` and ``squares``. Where errors are random the two have the
     same expectation and `squares` is the steadier one; where they have a common direction (saturation, cancellation)
-    only `signed` sees it. docs/tune.md has the measurement that compares the three sums.
+    only `signed` sees it. docs/tune.md has the measurement that compares the three sums. Infinite if a step's is no
+    number: what could not be computed is not small.
 
     >>> expected_square([Rounding(signed=0.1, squares=0.04, absolute=1.0)])
     0.04
     """
     if not roundings:
         return 0.0
+    if not all(math.isfinite(one.signed) and math.isfinite(one.squares) for one in roundings):
+        return math.inf
     return math.fsum(max(one.signed**2, one.squares) for one in roundings) / len(roundings)
 
 
@@ -67,7 +70,8 @@ class UnitFacts:
         largest: largest finite magnitude, in FP32, of those of its outputs that lowering puts into 16 bits.
         gradient_errors: a step each: norm of the gradients' difference over the gradients' norm.
         scale_exponent: the largest loss scale, as a power of two, with which its backward pass stays finite.
-        overflow: what is not finite in the lower format and is in FP32: ``output``, ``gradient``; ``""``.
+        overflow: what is not finite in the lower format and is in FP32: ``input`` (so that outputs or gradients are not
+            either), ``output``, ``gradient``; ``""``.
         failed: the error that the lower format raises; ``""``.
         unseen: whether it ran without gradients, so that its errors could not be weighed.
     """
@@ -119,6 +123,7 @@ class EdgeFacts:
         seconds: of casting them: down, and the gradients up.
         casts: whether the consumer, lowered, rounds a tensor that comes in FP32; else it takes it as it comes.
         roundings: a step each: of rounding the tensors.
+        largest: largest finite magnitude, in FP32, of their elements that the loss depends on, as far as it was seen.
     """
 
     producer: str
@@ -127,6 +132,7 @@ class EdgeFacts:
     seconds: float
     casts: bool
     roundings: list[Rounding] = field(default_factory=list)
+    largest: float = 0.0
 
 
 @dataclass(frozen=True)

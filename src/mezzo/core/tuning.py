@@ -3,7 +3,8 @@
 Three things decide, in this order:
 
 1. Range. A module that fails in the lower format, overflows there or comes within a factor of two of its largest
-   number, or whose gradients are another's, stays in FP32 whatever it would save.
+   number, or whose gradients are another's, stays in FP32 whatever it would save. So do both ends of an edge whose
+   numbers are too large: the module that makes them, and the one that would round them.
 2. Error. To first order a rounding changes the loss by the sum of gradient times rounding error. The expected squares
    of these changes add up (`expected_square`), and their sum stays under the square of the margin.
 3. Time. Of the assignments that are left, the one that takes least: each module's measured time, and the casts
@@ -19,20 +20,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from mezzo.core.assignment import Assignment, Edge, Graph, Node, assign, lines_of
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import named
 from mezzo.core.policy import Policy
+from mezzo.core.range_rules import broken, edge_rules, range_rule
 from mezzo.core.sensitivity import Sensitivities, UnitFacts, expected_square
 
-HEADROOM = 2.0
-"""An output stays under the format's largest number by this factor, since later steps are not seen."""
-WRONG_GRADIENTS = 0.1
-"""Gradients further from FP32's than this share of their norm are another's gradients."""
 GOALS = {
     "time": "the least time that was measured here",
     "memory": "as many modules in 16 bits as do no harm",
@@ -142,9 +139,16 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
     if not measured.units or not measured.losses:
         raise UsageError("nothing was measured: no module ran forward and backward before an update")
     loss = math.fsum(map(abs, measured.losses)) / len(measured.losses)
+    if not math.isfinite(loss):
+        raise UsageError(
+            "the loss is not finite in FP32 in the steps that were measured: mend the script first"
+        )
     budget = (margin * loss) ** 2
     nodes = _nodes(measured)
-    edges = [Edge(e.producer, e.consumer, e.seconds, expected_square(e.roundings)) for e in measured.edges]
+    edges = [
+        Edge(e.producer, e.consumer, e.seconds, _or_zero(expected_square(e.roundings)))
+        for e in measured.edges
+    ]
     edges += _regions(measured)
     graph = Graph(nodes, edges)
     if goal == "memory":
@@ -160,9 +164,10 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
     else:
         # What no line names, the model's own arithmetic included, runs in the policy's own format.
         base = "" not in graph.nodes or "" in found.lowered
-        lines = lines_of({path: path in found.lowered for path in graph.nodes}, base)
+        lines = _lines(graph.nodes, found.lowered, base)
         modules = {_pattern(path): measured.format if low else "fp32" for path, low in lines.items()}
         policy = Policy(measured.format if base else "fp32", modules=tuple(modules.items()))
+    infinite = broken(measured)
     why = _Reasons(graph, found, budget, measured.format)
     choices = tuple(
         Choice(
@@ -172,11 +177,10 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
             why.of(unit),
             _pattern(unit.path) if unit.path in lines else "",
             graph.nodes[unit.path].fp32_seconds - graph.nodes[unit.path].low_seconds,
-            math.inf if unit.overflow or unit.failed else math.sqrt(graph.nodes[unit.path].error),
+            math.inf if unit.path in infinite else math.sqrt(graph.nodes[unit.path].error),
         )
         for unit in measured.units
     )
-    broken = any(unit.overflow or unit.failed for unit in measured.units)
     return Tuned(
         policy,
         measured.format,
@@ -184,7 +188,7 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
         loss,
         margin,
         math.sqrt(found.error),
-        math.inf if broken else math.sqrt(preset.error),
+        math.inf if infinite else math.sqrt(preset.error),
         found.seconds,
         preset.seconds,
         fp32.seconds,
@@ -192,28 +196,23 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
     )
 
 
-def range_rule(unit: UnitFacts, format: str) -> str:
-    """Why a module must stay in FP32 for its numbers' range; ``""`` if it need not.
+def _lines(paths: Iterable[str], lowered: Collection[str], base: bool) -> dict[str, bool]:
+    """`lines_of`, and a line for each module inside one that has a line for FP32 and stays in FP32 itself.
 
-    >>> range_rule(UnitFacts("square", "Square", largest=40000.0), "fp16")
-    'its largest output, 4e+04, is within a factor of 2 of the largest fp16 number, 65504'
+    It runs as that one does without a line, where calls are met in a region only. But `mezzo run` meets modules' calls
+    wherever autocast is off, and a call inside an FP32 module is one of these.
     """
-    limit = float(named(format).max)
-    if unit.failed:
-        return f"it fails in {format}: {unit.failed}"
-    if unit.overflow == "output":
-        return f"its output is not finite in {format}, and is in FP32"
-    if unit.overflow:
-        return f"its gradients are not finite in {format} at any loss scale, and are in FP32"
-    if unit.largest * HEADROOM > limit:
-        return (
-            f"its largest output, {unit.largest:.4g}, is within a factor of {HEADROOM:g} of the largest {format} "
-            f"number, {limit:g}"
-        )
-    error = median(unit.gradient_errors) if unit.gradient_errors else 0.0
-    if error > WRONG_GRADIENTS:
-        return f"its gradients in {format} are {error:.0%} off FP32's"
-    return ""
+    lines = lines_of({path: path in lowered for path in paths}, base)
+    wide = [path for path, low in lines.items() if not low]
+    lines |= {
+        path: False for path in paths if path not in lowered and any(_within(path, one) for one in wide)
+    }
+    return dict(sorted(lines.items(), key=lambda line: (line[0].count("."), line[0])))
+
+
+def _or_zero(error: float) -> float:
+    """An infinite error is a module's reason to stay, and then counts in no sum."""
+    return error if math.isfinite(error) else 0.0
 
 
 def _nodes(measured: Sensitivities) -> list[Node]:
@@ -222,7 +221,7 @@ def _nodes(measured: Sensitivities) -> list[Node]:
         unit.path: 0.0 if not unit.seconds else unit.calls * median(pair[1] for pair in unit.seconds)
         for unit in measured.units
     }
-    nodes = []
+    nodes, between = [], edge_rules(measured)
     for unit in measured.units:
         inside = [path for path in low if path in unit.inner or any(_within(path, m) for m in unit.inner)]
         direct = [path for path in inside if not any(_within(path, other) for other in inside)]
@@ -239,8 +238,8 @@ def _nodes(measured: Sensitivities) -> list[Node]:
                 unit.path,
                 max(own + saved, 0.0),
                 own if own + saved >= 0.0 else -saved,
-                expected_square(unit.roundings),
-                range_rule(unit, measured.format),
+                _or_zero(expected_square(unit.roundings)),
+                range_rule(unit, measured.format) or between.get(unit.path, ""),
             )
         )
     return nodes

@@ -35,6 +35,7 @@ class Collected:
     def __init__(self) -> None:
         self._units: dict[str, Unit] = {}
         self._edges: dict[tuple[str, str], list[tuple[Taken, Rounding]]] = defaultdict(list)
+        self._largest: dict[tuple[str, str], float] = defaultdict(float)
 
     def failed(self, call: KeptCall, error: Exception) -> None:
         """The lower format raised."""
@@ -82,15 +83,19 @@ class Collected:
         """
         for (producer, consumer), what in taken.items():
             parts = [
-                rounding
+                (rounding, largest)
                 for call, found in calls.get(consumer, ())
-                for makers, rounding, low in zip(call.makers, found.inputs, call.low)
+                for makers, rounding, largest, low in zip(
+                    call.makers, found.inputs, found.input_largest, call.low
+                )
                 if producer in makers and low
             ]
             total = Rounding()
             if what.casts:
-                for part in parts or [of_outputs(producer)]:
+                for part in [rounding for rounding, _ in parts] or [of_outputs(producer)]:
                     total = total.plus(part)
+            ends = producer, consumer
+            self._largest[ends] = max([self._largest[ends], *(number for _, number in parts)])
             self._edges[producer, consumer].append((what, total))
 
     def facts(
@@ -125,7 +130,8 @@ class Collected:
             elements = sum(steps[-1][0].elements.values())
             casts = any(what.casts for what, _ in steps)
             roundings = [rounding for _, rounding in steps]
-            edges.append(EdgeFacts(producer, consumer, elements, cast_seconds(elements), casts, roundings))
+            seconds, number = cast_seconds(elements), self._largest[producer, consumer]
+            edges.append(EdgeFacts(producer, consumer, elements, seconds, casts, roundings, number))
         return units, [e for e in edges if e.producer in self._units and e.consumer in self._units]
 
     def _unit(self, call: KeptCall) -> Unit:

@@ -122,3 +122,13 @@ def largest(tensor: Tensor) -> float:
 def finite(tensors: Sequence[Tensor | None]) -> bool:
     """Whether every element of every tensor is."""
     return all(bool(torch.isfinite(t).all()) for t in tensors if t is not None)
+
+
+def as_finite(tensors: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> bool:
+    """Whether every element is finite whose counterpart in `reference` is; of other shapes: every element."""
+    for t, r in zip(tensors, reference, strict=True):
+        if t is None or r is None or bool(torch.isfinite(t).all()):
+            continue
+        if t.shape != r.shape or bool((torch.isfinite(r) & ~torch.isfinite(t)).any()):
+            return False
+    return True

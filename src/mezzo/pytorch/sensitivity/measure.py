@@ -8,10 +8,15 @@ the unit's own arithmetic.
 
 It holds all that the lower format does inside: rounded weights, the order of operations, cancellation, overflow. It
 is first order in what follows the unit, and exact within it.
+
+An input that is finite in FP32 and not in the lower format comes in FP32: its maker stays in FP32. And where lowering
+the inner modules or rounding the inputs alone is enough to make the FP32 run not finite, both runs go without that:
+else NaN would be held against NaN, and the unit's own arithmetic would not be judged at all (`_WAYS`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,7 +33,7 @@ from mezzo.core.sensitivity import Rounding
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity.flow import floats_in
-from mezzo.pytorch.sensitivity.kept import KeptCall, finite, largest
+from mezzo.pytorch.sensitivity.kept import KeptCall, as_finite, finite, largest
 from mezzo.pytorch.sensitivity.kept_state import KeptState
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,16 +58,29 @@ class NotRepeatableError(RuntimeError):
 class Measured:
     """What one call showed; see `UnitFacts`.
 
-    `inputs`: what rounding each floating input does to the loss. `largest`: in FP32, of what comes out in 16 bits.
+    `inputs`: what rounding each floating input does to the loss. `input_largest`: the largest finite magnitude of each,
+    of the elements that the loss depends on. `largest`: in FP32, of what comes out in 16 bits.
     """
 
     rounding: Rounding
     largest: float
     inputs: list[Rounding]
+    input_largest: list[float]
     seconds: list[list[float]]
     gradient_error: float
     exponent: int
     overflow: str
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What both runs have in common: whether inner modules are lowered, and inputs rounded that would come so."""
+
+    inner_low: bool = True
+    rounded: bool = True
+
+
+_WAYS = (_Way(), _Way(inner_low=False), _Way(inner_low=False, rounded=False))
 
 
 @dataclass
@@ -110,18 +128,20 @@ class Measurer:
         state = KeptState(call.module, self._device)
         try:
             try:
-                exact = self._run(call, state, low=False, weigh=True)
+                way, exact = self._exact(call, state)
             except Exception as error:
                 raise NotRepeatableError(f"{type(error).__name__}: {error}") from error
             while True:
-                low = self._run(call, state, low=True, weigh=True, exponent=exponent)
-                fits = finite(low.outputs) or not finite(exact.outputs)
-                sound = finite(low.gradients) or not finite(exact.gradients)
+                low = self._run(call, state, way, low=True, weigh=True, exponent=exponent)
+                fits = as_finite(low.outputs, exact.outputs)
+                sound = as_finite(low.gradients, exact.gradients)
                 if sound or not fits or self._format != "fp16" or exponent <= LEAST_EXPONENT:
                     break
                 exponent -= _BACKOFF
             overflow = "output" if not fits else "" if sound else "gradient"
-            seconds = [] if overflow else self._timed(call, state, exponent)
+            if overflow and any(c and not self._fits(t) for t, c in zip(call.inputs, call.low)):
+                overflow = "input"
+            seconds = [] if overflow else self._timed(call, state, way, exponent)
         finally:
             state.put_back()
         wide = [tensor.detach().float() for tensor in call.inputs]
@@ -133,6 +153,7 @@ class Measurer:
                 default=0.0,
             ),
             [_weighed(g, x.to(self._dtype), x) for g, x in zip(exact.gradients, wide)],
+            [0.0 if g is None else largest(x[g != 0.0]) for g, x in zip(exact.gradients, wide)],
             seconds,
             _relative(exact.gradients, low.gradients),
             exponent,
@@ -164,7 +185,19 @@ class Measurer:
             times.append(self._clock() - start)
         return median(times)
 
-    def _timed(self, call: KeptCall, state: KeptState, exponent: int) -> list[list[float]]:
+    def _exact(self, call: KeptCall, state: KeptState) -> tuple[_Way, _Run]:
+        """The FP32 run, in the first way that is finite where the step's own outputs were; else in the plainest."""
+        for way in _WAYS:
+            exact = self._run(call, state, way, low=False, weigh=True)
+            if as_finite(exact.outputs, call.outputs) and finite(exact.gradients):
+                break
+        return way, exact
+
+    def _fits(self, tensor: Tensor) -> bool:
+        """Whether what is finite in it is so in the lower format."""
+        return as_finite([tensor.detach().to(self._dtype)], [tensor])
+
+    def _timed(self, call: KeptCall, state: KeptState, way: _Way, exponent: int) -> list[list[float]]:
         """Pairs of seconds, FP32 and lowered, by turns the one first and the other."""
         pairs: list[list[float]] = []
         start = self._clock()
@@ -172,17 +205,20 @@ class Measurer:
             pair = [0.0, 0.0]
             self._fp32_first = not self._fp32_first
             for low in (False, True) if self._fp32_first else (True, False):
-                pair[low] = self._run(call, state, low=low, weigh=False, exponent=exponent).seconds
+                pair[low] = self._run(call, state, way, low=low, weigh=False, exponent=exponent).seconds
             pairs.append(pair)
         return pairs
 
-    def _run(self, call: KeptCall, state: KeptState, *, low: bool, weigh: bool, exponent: int = 0) -> _Run:
+    def _run(
+        self, call: KeptCall, state: KeptState, way: _Way, *, low: bool, weigh: bool, exponent: int = 0
+    ) -> _Run:
         """Forward and backward, once.
 
         Args:
             call: what is run.
             state: put back before.
-            low: in the lower format, else in FP32 around lowered inner modules.
+            way: of the inner modules and the inputs.
+            low: in the lower format, else in FP32.
             weigh: with the gradient of every input, those from outside included; else what a step computes.
             exponent: of the loss scale, where `low`.
         """
@@ -191,7 +227,8 @@ class Measurer:
         scale = 2.0**exponent if low else 1.0
 
         def leaf(tensor: Tensor, place: int) -> Tensor:
-            rounded = tensor.detach().to(self._dtype) if call.low[place] else tensor.detach()
+            comes_low = way.rounded and call.low[place] and self._fits(tensor)
+            rounded = tensor.detach().to(self._dtype) if comes_low else tensor.detach()
             mine = rounded if low else rounded.to(tensor.dtype)
             return mine.requires_grad_(grads_on and (weigh or tensor.requires_grad))
 
@@ -201,7 +238,7 @@ class Measurer:
         wanted = [t for t in [*inputs, *params] if t.requires_grad]
         seeds = [None if g is None else g * scale for g in call.gradients]
         with ExitStack() as stack:
-            policy = Policy(self._format) if low else Policy("fp32", modules=self._inner(call))
+            policy = Policy(self._format if low else "fp32", modules=self._inner(call, low, way))
             if policy.modules:
                 stack.enter_context(apply_module_overrides(call.module, policy, self._device.type))
             stack.enter_context(torch.set_grad_enabled(grads_on))
@@ -222,9 +259,12 @@ class Measurer:
         unscaled = [None if g is None else g.float() / scale for g in dense]
         return _Run([y.detach() for y in outputs], unscaled, seconds)
 
-    def _inner(self, call: KeptCall) -> tuple[tuple[str, str], ...]:
+    def _inner(self, call: KeptCall, low: bool, way: _Way) -> tuple[tuple[str, str], ...]:
+        if low == way.inner_low:
+            return ()  # they follow
+        format = self._format if way.inner_low else "fp32"
         below = len(call.path) + 1 if call.path else 0
-        return tuple((path[below:], self._format) for path in call.inner if is_pattern(path[below:]))
+        return tuple((path[below:], format) for path in call.inner if is_pattern(path[below:]))
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -233,19 +273,34 @@ class Measurer:
 
 
 def _weighed(gradient: Tensor | None, rounded: Tensor, exact: Tensor) -> Rounding:
-    """The sums of gradient * (rounded - exact), where both are finite."""
+    """The sums of gradient * (rounded - exact): infinite where one is not finite that is in FP32.
+
+    Left out are elements that are not finite in FP32 (a mask of -inf) and those without a gradient: whatever becomes of
+    them, to first order the loss does not see it.
+    """
     if gradient is None:
         return Rounding()
-    terms = (gradient.float() * (rounded.float() - exact.float())).double()
-    terms = torch.nan_to_num(terms, nan=0.0, posinf=0.0, neginf=0.0)
+    counts = torch.isfinite(exact) & (gradient != 0.0)
+    terms = (gradient.float() * (rounded.float() - exact.float())).double()[counts]
+    if not bool(torch.isfinite(terms).all()):
+        return Rounding(math.inf, math.inf, math.inf)
     return Rounding(float(terms.sum()), float(terms.square().sum()), float(terms.abs().sum()))
 
 
 def _relative(exact: list[Tensor | None], low: list[Tensor | None]) -> float:
-    """The norm of all gradients' differences over their norm; 0 where there is nothing to lose."""
+    """The norm of all gradients' differences over their norm; 0 where there is nothing to lose.
+
+    Infinite where the lower format's are not finite and FP32's are, or where none of FP32's is.
+    """
     difference = total = 0.0
+    known = nothing = True
     for a, b in zip(exact, low):
         if a is not None and b is not None:
-            difference += float((b.double() - a.double()).square().sum())
-            total += float(a.double().square().sum())
+            sound = torch.isfinite(a)
+            known &= bool(sound.all())
+            nothing &= not bool(sound.any())
+            difference += float((b.double() - a.double())[sound].square().sum())
+            total += float(a.double()[sound].square().sum())
+    if not math.isfinite(difference) or (nothing and not known):
+        return math.inf
     return (difference / total) ** 0.5 if total else 0.0

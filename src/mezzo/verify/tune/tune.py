@@ -22,7 +22,8 @@ from mezzo.verify.tune.request import TuneRequest
 POLICY = "policy.toml"
 TUNING = "tuning.json"
 COMPARISON = "comparison"
-OURS = (POLICY, TUNING, RESULTS, COMPARISON, "runs")
+OURS = (POLICY, TUNING, RESULTS, COMPARISON, "runs", "report.html")
+"""What may lie in a tuning's folder; `mezzo report` writes the last."""
 
 
 @dataclass(frozen=True)
