@@ -355,6 +355,43 @@ def test_a_planted_overflow_is_found_and_the_recommendation_trains(
     assert all(one.skipped for one in read(file) if isinstance(one, UpdateRecord))
 
 
+INSIDE = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x):
+            return self.inner(x) * 1e6 * 1e-6
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(100):
+        x = torch.randn(32, 8)
+        loss = nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+def test_what_overflows_inside_a_module_is_found_by_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(INSIDE))
+    assert main(["calibrate", "train.py", "--steps", "4", "--precision", "fp16", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    kept = [(one["module"], one["why"]) for one in data["recommendation"]["kept"]]
+    assert kept == [("1", "overflowed in the trial")]
+    assert data["check"]["holds"]
+
+
 @pytest.mark.heavy
 def test_the_scale_of_a_demo_is_the_largest_that_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
