@@ -229,9 +229,7 @@ def test_one_of_several_files_with_records_makes_a_page(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none of its 2 [.]jsonl files holds a run record"):
         build_any(tmp_path)
     run_records.write(tmp_path / "b.jsonl", run_records.records(steps=5))
-    assert (
-        "1 line of its records was not read, the first a.jsonl:1: not a run record" in outline(tmp_path).text
-    )
+    assert "1 line of its records was not read: a.jsonl:1: not a run record" in outline(tmp_path).text
 
 
 def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,8 +256,10 @@ def test_lines_after_a_corrupt_one_are_read_and_the_corrupt_counted(tmp_path: Pa
     assert run.ended == whole.ended
     assert run.failed
     text = outline(tmp_path / "r").text
-    assert "3 lines of its records were not read, the first run.jsonl:101: not a run record" in text
+    assert "3 lines of its records were not read, the first: run.jsonl:101: not a run record" in text
     assert "a loss or an update among them is missing from the curves" in text
+    assert "ended well" in text  # the fault is said once in the card
+    assert text.count("were not read") == 1
 
 
 def test_a_comparison_reads_nothing_after_a_corrupt_line_and_says_how_much_that_is(tmp_path: Path) -> None:
@@ -288,6 +288,7 @@ def test_what_is_in_backquotes_is_code(tmp_path: Path) -> None:
     assert "<li>bf16: <code>fp16,op.&lt;b&gt;=fp32</code></li>" in page
     assert "<li>one ` alone</li><li><code>a</code> and <code>b</code></li>" in page
     assert "<li>say <code>mezzo doctor</code>" in page
+    assert "before <code>MixedPrecision</code> clips it" in page
 
 
 def test_the_caption_of_the_scale_is_short_and_in_order_of_step(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class _Lines:
                     self.unread += 1
                     continue
                 try:
-                    record = records.from_line(line)
+                    record = records.from_line(line.rstrip("\r\n"))
                 except UsageError as error:
                     self.unread += 1
                     self._first = self._first or f"{self.path.name}:{number}: {error}"
@@ -184,7 +184,8 @@ class _Lines:
             return [
                 f"{self._first}; {counted(self.unread, 'line')} from there on {_were(self.unread)} not read"
             ]
-        told = f"{counted(self.unread, 'line')} of its records {_were(self.unread)} not read, the first {self._first}"
+        which = "" if self.unread == 1 else ", the first"
+        told = f"{counted(self.unread, 'line')} of its records {_were(self.unread)} not read{which}: {self._first}"
         return [f"{told}; a loss or an update among them is missing from the curves"]
 
 

@@ -53,7 +53,12 @@ def ended(run: Run) -> str:
         return run.fault
     if run.ended is None:
         return "not told"
-    return "well" if run.ended.status == 0 else f"exit status {run.ended.status}"
+    return exited(run.ended.status)
+
+
+def exited(status: int) -> str:
+    """A script's exit status in words."""
+    return "well" if status == 0 else f"exit status {status}"
 
 
 def notes(found: Sequence[Run]) -> list[Markup]:

@@ -8,7 +8,7 @@ from mezzo.report.charts.axis import scale_text
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import count, counted, seconds, significant, size
 from mezzo.report.run import Run
-from mezzo.report.runs import ended
+from mezzo.report.runs import exited
 
 
 def summary(run: Run) -> Markup:
@@ -39,7 +39,7 @@ def summary(run: Run) -> Markup:
     if run.memory:
         stats.append(_stat("Peak memory", size(run.memory.peak_bytes), f"by {run.memory.how}"))
     if run.ended:
-        stats.append(_stat("Time", seconds(run.ended.seconds), f"ended {ended(run)}"))
+        stats.append(_stat("Time", seconds(run.ended.seconds), f"ended {exited(run.ended.status)}"))
     if run.ranges:
         stats.append(
             _stat(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mezzo.core.ranges import WHAT, Histogram
-from mezzo.report.markup import Markup, element, printable
+from mezzo.report.markup import Markup, element, printable, prose
 from mezzo.report.numbers import count, counted, percent, significant
 from mezzo.report.ranges import FORMATS, GRADIENTS, LIMITS, Track, together
 
@@ -96,7 +96,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int, serie
         element(
             "figcaption",
             element("h4", title),
-            element("p", f"{_sentence(WHAT[what])}.", scale, class_="unit"),
+            element("p", prose(f"{_sentence(WHAT[what])}."), scale, class_="unit"),
         ),
         element("label", "Tensor ", element("select", class_="which"), class_="pick", hidden=True),
         drawing,
