@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.launch.storage import Storage
 
 _LOWERED = (torch.bfloat16, torch.float16)
+_AUTOCAST_OFF = ("fp32", "tf32")
+
+FOLLOWS = "_mezzo_follows"
+"""Mark in a module's `__dict__`: the policy has it, or a module around it, in FP32, and no call of it is outermost."""
 
 
 class Preparation:
@@ -125,12 +129,22 @@ class Preparation:
         from mezzo.pytorch.region.modules import apply_module_overrides
 
         try:
-            apply_module_overrides(inner(module), policy, self._session.device_type)
+            overrides = apply_module_overrides(inner(module), policy, self._session.device_type)
+            _mark_followers(inner(module), overrides.formats)
         except UsageError as error:
             # Patterns are written for the script's model. Another module that they don't match is no mistake.
             if first:
                 self._session.fatal = error
                 raise
+
+
+def _mark_followers(model: nn.Module, formats: Mapping[str, str]) -> None:
+    """Let what runs inside a module in FP32 follow it: autocast is off there, and a call would pass for outermost."""
+    for path, fmt in formats.items():
+        if fmt in _AUTOCAST_OFF:
+            for name, module in model.get_submodule(path).named_modules(prefix=path):
+                if name and formats.get(name, fmt) in _AUTOCAST_OFF:
+                    module.__dict__[FOLLOWS] = True
 
 
 def inner(module: nn.Module) -> nn.Module:

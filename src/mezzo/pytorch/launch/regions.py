@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from mezzo.pytorch.launch.outputs import to_fp32
+from mezzo.pytorch.launch.prepare import FOLLOWS
 from mezzo.pytorch.launch.quiet import pass_over, quiet
 from mezzo.pytorch.region import identity
 from mezzo.pytorch.region.autocast import Region, autocast
@@ -122,7 +123,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return fp32_outside(out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _any_autocast() or _label_on(_LABEL):
+        if _any_autocast() or _label_on(_LABEL) or FOLLOWS in self.__dict__:
             return original(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return traced(self, args, kwargs)
