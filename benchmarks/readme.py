@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import readme_emulation as emulation
+import readme_monitoring as monitoring
 import readme_recipes as recipes
 import readme_reproduce as reproduce
 import readme_steps as steps
@@ -244,6 +245,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
     "docs/recurrent.md": {"recurrent": lambda: emulation.recurrent(_read("recurrent.json"))},
     "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
+    "docs/monitoring.md": {
+        "faults": lambda: monitoring.faults(_read("faults.json")),
+    },
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},
     "docs/verdict.md": {"harms": harms},
