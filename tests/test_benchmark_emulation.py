@@ -151,6 +151,6 @@ def test_children_find_the_machine_that_they_are_told(
     assert found["demos"].keys() == {"digits"}
     assert found["demos"]["digits"].keys() == {"own", "none"}
     kept = found["demos"]["digits"]["none"]["policies"]["bf16"]["kept"]
-    # Nothing native: what is kept of a weight is the parameter itself; of activations half, of pooling's indices a quarter.
+    # Nothing native: of a weight the parameter itself is kept, of activations half, of pooling's indices a quarter.
     assert 0.4 < kept < 0.5
     assert "digits, native=none" in capsys.readouterr().out
