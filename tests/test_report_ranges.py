@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 import run_records
 from mezzo.core.formats import named
-from mezzo.core.ranges import WHAT, Histogram, RangeRow
+from mezzo.core.ranges import WHAT, Histogram, RangeRow, shift_of
 from mezzo.core.records import LossRecord, RangesRecord
 from mezzo.report import build_run
 from mezzo.report.charts.exponents import bars, exponents, share_text
 from mezzo.report.charts.heat import COLUMNS, LINES, heat, level
 from mezzo.report.charts.update_ratio import FIGURES, update_ratios
 from mezzo.report.range_section import ranges as section
-from mezzo.report.ranges import FORMATS, LIMITS, Ranges, quantiles, shift_of
+from mezzo.report.ranges import FORMATS, LIMITS, Ranges, quantiles
 from mezzo.report.run import read_run
 from mezzo.report.run_page import render_runs
 from test_report import Outline

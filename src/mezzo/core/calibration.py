@@ -28,7 +28,7 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.core.patterns import is_pattern
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow
 from mezzo.core.records import RangesRecord
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.statistical_scale import ROOM, StatisticalLossScale
@@ -36,7 +36,6 @@ from mezzo.core.statistical_scale import ROOM, StatisticalLossScale
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
 
-GRADIENTS = ("activation gradient", "weight gradient")
 MOST_HEADROOM = 15
 """Doublings: half of the 30 between fp16's smallest normal number and its largest."""
 

@@ -173,6 +173,19 @@ WHAT = {
 """What is looked at, and what is meant by it."""
 
 
+GRADIENTS = ("activation gradient", "weight gradient")
+"""Of `WHAT`, those that a loss scale multiplies."""
+
+
+def shift_of(scale: float) -> int:
+    """The exponent of a loss scale, 0 for one that is none.
+
+    >>> shift_of(65536.0), shift_of(1.0), shift_of(float("nan"))
+    (16, 0, 0)
+    """
+    return round(math.log2(scale)) if 0 < scale < math.inf else 0
+
+
 @dataclass(frozen=True)
 class RangeRow:
     """One tensor's histogram in one step.

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from mezzo.core.ranges import WHAT
+from mezzo.core.ranges import GRADIENTS, WHAT, shift_of
 from mezzo.report.charts.exponents import exponents
 from mezzo.report.charts.heat import heat
 from mezzo.report.charts.update_ratio import update_ratios
 from mezzo.report.document import plots
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import counted
-from mezzo.report.ranges import FORMATS, GRADIENTS, RATIO, Ranges, shift_of
+from mezzo.report.ranges import FORMATS, RATIO, Ranges
 from mezzo.report.run import Run
 
 _LEAST, _MOST = -24, 32
@@ -66,7 +66,7 @@ def _headed(title: str, content: Markup | None) -> Markup | None:
 
 def _format(seen: Ranges, what: str) -> str:
     """The low format that a kind of tensor has in the run; where it has none, that which the run computes in."""
-    for kinds in ((what,), tuple(GRADIENTS), ("activation",)):
+    for kinds in ((what,), GRADIENTS, ("activation",)):
         found = Counter(track.format for kind in kinds for track in seen.of(kind) if track.format in FORMATS)
         if found:
             return found.most_common(1)[0][0]

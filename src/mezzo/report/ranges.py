@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mezzo.core.formats import named
-from mezzo.core.ranges import Histogram
+from mezzo.core.ranges import GRADIENTS, Histogram, shift_of
 from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 """The formats that a report answers for, whichever of them the run used."""
-GRADIENTS = frozenset({"activation gradient", "weight gradient"})
 """What a loss scale multiplies."""
 RATIO = "update ratio"
 QUANTILES = (0.05, 0.5, 0.95)
@@ -167,15 +166,6 @@ class Ranges:
             forward = {track.label: place for place, track in enumerate(self.of("activation"))}
             found.sort(key=lambda track: forward.get(track.label, len(forward)))
         return found
-
-
-def shift_of(scale: float) -> int:
-    """The exponent of a loss scale, 0 for one that is none.
-
-    >>> shift_of(65536.0), shift_of(1.0), shift_of(float("nan"))
-    (16, 0, 0)
-    """
-    return round(math.log2(scale)) if 0 < scale < math.inf else 0
 
 
 def together(tracks: Sequence[Track]) -> Histogram:

@@ -18,6 +18,7 @@ from mezzo.pytorch.region import dispatch
 from mezzo.pytorch.region.fp8_layers import described, introduce
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.training.running_statistics import RunningStatistics
+from mezzo.pytorch.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
@@ -80,7 +81,7 @@ class Preparation:
         own = [p for p in module.parameters() if p.is_floating_point()]
         if not own:
             return False
-        name = type(inner(module)).__name__
+        name = type(unwrapped(module)).__name__
         lowered = next((p.dtype for p in own if p.dtype in _LOWERED), None)
         if (
             lowered is not None and not session.lowered_weights
@@ -103,8 +104,8 @@ class Preparation:
             )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
-        policy = introduce(session.policy, inner(module))
-        for note in described(policy, inner(module), session.device_type)[:1]:
+        policy = introduce(session.policy, unwrapped(module))
+        for note in described(policy, unwrapped(module), session.device_type)[:1]:
             session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(module, policy, first)
@@ -122,15 +123,15 @@ class Preparation:
         if not traced:
             self._storage.settle(module)
         elif not self._storage.knows(module):
-            name = type(inner(module)).__name__
+            name = type(unwrapped(module)).__name__
             self._storage.left_out(f"the weights of {name} stay FP32: a compiled function calls it")
 
     def _override(self, module: nn.Module, policy: Policy, first: bool) -> None:
         from mezzo.pytorch.region.modules import apply_module_overrides
 
         try:
-            overrides = apply_module_overrides(inner(module), policy, self._session.device_type)
-            _mark_followers(inner(module), overrides.formats)
+            overrides = apply_module_overrides(unwrapped(module), policy, self._session.device_type)
+            _mark_followers(unwrapped(module), overrides.formats)
         except UsageError as error:
             # Patterns are written for the script's model. Another module that they don't match is no mistake.
             if first:
@@ -145,14 +146,3 @@ def _mark_followers(model: nn.Module, formats: Mapping[str, str]) -> None:
             for name, module in model.get_submodule(path).named_modules(prefix=path):
                 if name and formats.get(name, fmt) in _AUTOCAST_OFF:
                     module.__dict__[FOLLOWS] = True
-
-
-def inner(module: nn.Module) -> nn.Module:
-    """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
-    while True:
-        wrapped = module._modules.get("_orig_mod")
-        if wrapped is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            wrapped = module.module
-        if wrapped is None:
-            return module
-        module = wrapped

@@ -135,10 +135,10 @@ class Storage:
         self._session.stand_ins[fused] = optimizer
 
     def _lower(self, module: nn.Module) -> None:
-        from mezzo.pytorch.launch.prepare import inner
         from mezzo.pytorch.weights.lowering import lower_weights
+        from mezzo.pytorch.wrappers import unwrapped
 
-        model = inner(module)
+        model = unwrapped(module)
         if _is_sharded(module):
             self.left_out(
                 f"the weights of {type(model).__name__} stay FP32: it is wrapped for data parallelism"

@@ -15,17 +15,6 @@ from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.own_state import changeable, copied, same
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model under the wrappers of `torch.compile` and of data parallelism."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
 class Habits:
     """Of one model.
 

@@ -29,11 +29,12 @@ from mezzo.pytorch.monitor import outside, user_line
 from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
 from mezzo.pytorch.monitor.events import root
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.habits import Habits, unwrapped
+from mezzo.pytorch.monitor.habits import Habits
 from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite
 from mezzo.pytorch.monitor.trial import that_mend
+from mezzo.pytorch.wrappers import unwrapped
 
 WATCHED = 50
 """Regions that are watched live at most, for one overflow that was not explained."""

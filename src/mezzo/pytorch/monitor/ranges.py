@@ -9,7 +9,6 @@ loss, one update. Not evaluation, not what activation checkpointing repeats, not
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections import deque
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.finding import Finding
-from mezzo.core.ranges import WHAT, RangeRow
+from mezzo.core.ranges import WHAT, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
 from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
@@ -289,16 +288,11 @@ class _Watched:
         """The record; waits for the device the first time."""
         if self._device_side is not None:
             rows, ratios, scales, loss_scale, skipped = self._device_side
-            shifts = {what: _exponents_down(float(scale)) for what, scale in scales.items()}
+            shifts = {what: -shift_of(float(scale)) for what, scale in scales.items()}
             found = rows.read(shifts) + ([] if bool(skipped) else ratios.read(shifts))
             self._record = replace(self._record, loss_scale=float(loss_scale), rows=found)
             self._device_side = None
         return self._record
-
-
-def _exponents_down(scale: float) -> int:
-    """What takes a scale away, by whole exponents."""
-    return -round(math.log2(scale)) if 0 < scale < math.inf else 0
 
 
 def _kept(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 from mezzo.core.errors import UsageError
 from mezzo.core.finding import CAUSES, Finding
 from mezzo.core.formats import FORMATS
-from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, shift_of
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
@@ -25,7 +24,6 @@ from mezzo.core.records import (
     UpdateRecord,
 )
 
-_SCALED = frozenset({"activation gradient", "weight gradient"})
 _RATIO = "update ratio"
 # Formats in which a number can be lost at all; of FP32 nobody asks.
 _LOW = tuple(name for name, form in FORMATS.items() if form.bits <= 16)
@@ -119,7 +117,7 @@ class TensorBoardWriter(RecordWriter):
             label = _label(row, record.optimizer)
             if histogram.counts:
                 self._histogram(f"log2 {row.what}/{label}", histogram, record)
-            for tag, share in _lost(row, label, _shift(record.loss_scale)):
+            for tag, share in _lost(row, label, shift_of(record.loss_scale)):
                 self._scalar(tag, share, record.update, record.at)
 
     def _histogram(self, tag: str, histogram: Histogram, record: RangesRecord) -> None:
@@ -181,10 +179,6 @@ def _label(row: RangeRow, optimizer: int) -> str:
     return f"optimizer {optimizer}: {label}" if optimizer else label
 
 
-def _shift(scale: float) -> int:
-    return round(math.log2(scale)) if 0 < scale < math.inf else 0
-
-
 def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
     """The scalars of one tensor: a tag and a share for each; none where no number is finite and not zero."""
     if row.what == _RATIO:
@@ -192,7 +186,7 @@ def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
         return [(tag, share) for tag, share in shares if share is not None]
     if row.format not in _LOW:
         return []
-    found = row.histogram.shares(row.format, shift if row.what in _SCALED else 0)
+    found = row.histogram.shares(row.format, shift if row.what in GRADIENTS else 0)
     return [(f"lost {row.what}/{label}", found.underflow + found.overflow)] if found else []
 
 

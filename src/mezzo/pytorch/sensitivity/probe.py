@@ -28,6 +28,7 @@ from mezzo.pytorch.sensitivity.flow import Flow, floats_in
 from mezzo.pytorch.sensitivity.kept import KeptCall, cloned
 from mezzo.pytorch.sensitivity.measure import LEAST_EXPONENT, Measured, Measurer, NotRepeatableError
 from mezzo.pytorch.sensitivity.settings import Settings
+from mezzo.pytorch.wrappers import unwrapped
 
 CALLS = 4
 """Calls of one module in one step that are measured; the others are taken to be like them."""
@@ -91,7 +92,7 @@ class Probe:
         """See `StepObserver`."""
         if not self._looking or self._inside:
             return
-        module = inner(model)
+        module = unwrapped(model)
         if self._model is None:
             self._begin(module)
         if module is not self._model:
@@ -113,9 +114,9 @@ class Probe:
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """See `StepObserver`."""
-        if self._inside and inner(model) is self._model:
+        if self._inside and unwrapped(model) is self._model:
             self._leave_call()
-            self._after(inner(model), (), {}, output)
+            self._after(unwrapped(model), (), {}, output)
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """See `StepObserver`."""
@@ -262,14 +263,3 @@ class Probe:
             assert self._measurer is not None
             self._casts[elements] = self._measurer.cast_seconds(elements)
         return self._casts[elements]
-
-
-def inner(module: nn.Module) -> nn.Module:
-    """The user's own module inside the wrappers of `torch.compile` and of data parallelism."""
-    while True:
-        wrapped = module._modules.get("_orig_mod")
-        if wrapped is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            wrapped = module.module
-        if wrapped is None:
-            return module
-        module = wrapped

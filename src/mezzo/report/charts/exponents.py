@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mezzo.core.ranges import WHAT, Histogram
+from mezzo.core.ranges import GRADIENTS, WHAT, Histogram
 from mezzo.report.markup import Markup, element, printable, prose
 from mezzo.report.numbers import count, counted, percent, significant
-from mezzo.report.ranges import FORMATS, GRADIENTS, LIMITS, Track, together
+from mezzo.report.ranges import FORMATS, LIMITS, Track, together
 
 ROWS = 150
 """Tensors listed under a figure; those with the most to lose come first."""
