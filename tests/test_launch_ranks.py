@@ -12,7 +12,7 @@ import pytest
 from mezzo.core.records import OverflowRecord, RangesRecord, UpdateRecord, read
 
 SCRIPT = """
-import os, sys
+import gc, os, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -43,6 +43,8 @@ for step in range(4):
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
 print(*(p.double().sum().item().hex() for p in model.parameters()))
+del model, optimizer
+gc.collect()  # or DDP's cycle keeps gloo's threads into the interpreter's end, which aborts now and then
 dist.destroy_process_group()
 """
 

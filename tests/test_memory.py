@@ -22,6 +22,15 @@ def _as_if_nothing_were_compiled(request: pytest.FixtureRequest, monkeypatch: py
         monkeypatch.setattr(memory, "_something_is_compiled", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def _no_garbage() -> Iterator[None]:
+    """Cycles that other tests left behind hold tensors: none is freed between two counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def peak_above_start(work: Callable[[], object]) -> int:
     """The peak less what was alive before: other tests' tensors may live in this process."""
     still = PeakTensorBytes("cpu")
@@ -179,16 +188,6 @@ def test_the_allocator_agrees() -> None:
     assert by_event == pytest.approx(by_storage, rel=0.02)  # it alone sees scratch inside an op
 
 
-@pytest.fixture
-def no_garbage() -> Iterator[None]:
-    """Cycles that other tests left behind hold tensors: none is freed between two counts."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_garbage")
 def test_the_allocators_count_knows_of_blocks_freed_that_it_never_saw_made() -> None:
     held = [torch.ones(1024 * 1024)]  # 4 MB
     allocator, storages = _AllocatorCounter(), PeakTensorBytes()

@@ -5,12 +5,12 @@ Arguments: rank, a file for the ranks to meet at.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,8 +48,7 @@ def main() -> None:
         "number": str(float(agreed_largest(torch.tensor(float(rank))))),
         "NaN": str(float(agreed_largest(torch.tensor(float("nan") if rank == 0 else 1.0)))),
     }
-    dist.destroy_process_group()
-    print(json.dumps(cases))
+    leave(cases)
 
 
 main()

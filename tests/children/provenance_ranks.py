@@ -5,12 +5,12 @@ Arguments: rank, a file for the ranks to meet at.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,8 +64,7 @@ def main() -> None:
     for fault in ("forward", "backward", "loss"):
         results[fault] = case(rank, fault, True)
         results[fault]["untraced"] = case(rank, fault, False)["weights"]
-    dist.destroy_process_group()
-    print(json.dumps(results))
+    leave(results)
 
 
 main()

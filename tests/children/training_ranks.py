@@ -5,12 +5,12 @@ Arguments: rank, a file for the ranks to meet at.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,8 +94,7 @@ def main() -> None:
         "averaged, accumulated": averaged(rank, accumulate=3),
         "refused": refused(rank),
     }
-    dist.destroy_process_group()
-    print(json.dumps(cases))
+    leave(cases)
 
 
 main()

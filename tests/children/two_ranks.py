@@ -5,7 +5,6 @@ Arguments: rank, a file for the ranks to meet at.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leaving import leave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -189,8 +189,7 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> None:
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-    print(json.dumps({name: case(rank) for name, case in CASES.items()}))
-    dist.destroy_process_group()
+    leave({name: case(rank) for name, case in CASES.items()})
 
 
 if __name__ == "__main__":
