@@ -246,6 +246,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/recurrent.md": {"recurrent": lambda: emulation.recurrent(_read("recurrent.json"))},
     "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
     "docs/monitoring.md": {
+        "watch": lambda: monitoring.watch(_read("watch.json")),
+        "tracing": lambda: monitoring.tracing(_read("watch.json")),
         "faults": lambda: monitoring.faults(_read("faults.json")),
     },
     "docs/losses.md": {"losses": _bench(steps.losses)},
