@@ -144,14 +144,15 @@ class Finding:
             names = ", ".join(facts.name for facts in self.inputs)
             return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self._why()}"
+        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self.why}"
 
-    def _why(self) -> str:
-        """The cause in words, of this operation and these numbers where they are known."""
+    @property
+    def why(self) -> str:
+        """The cause in words, of this operation and these numbers where they are known; empty for an unknown cause."""
         if self.cause == "overflow":
             return self._not_fitting() or CAUSES["overflow"]
         if self.cause != "invalid":
-            return CAUSES[self.cause]
+            return CAUSES.get(self.cause, "")
         what, cases = ("slope", _SLOPES) if self.direction == "backward" else ("result", _RESULTS)
         case = f": {cases[self.op]}" if self.op in cases else ""
         return f"the operation has no finite {what} for what went in{case}"

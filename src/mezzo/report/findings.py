@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mezzo.core.finding import CAUSES, Finding, TensorFacts
 from mezzo.core.records import OverflowRecord
+from mezzo.core.remedies import of_constant_scale
+from mezzo.core.scale_numbers import power_text
 from mezzo.report.markup import Child, Markup, element, prose
 from mezzo.report.numbers import counted, seconds, significant, size
 from mezzo.report.run import Run
@@ -23,15 +26,40 @@ class Group:
     Args:
         records: of it, in order.
         runs: the names of the runs in which it was made.
+        constant: the loss scale of those, if their policy has a constant one.
+        scale: what is true of the loss scale in them (`too_high`), of a finding about that.
     """
 
     records: list[OverflowRecord] = field(default_factory=list)
     runs: dict[str, None] = field(default_factory=dict)
+    constant: float | None = None
+    scale: str = ""
 
     @property
     def finding(self) -> Finding:
         """The first of them: what followed may be its consequence."""
         return self.records[0].finding
+
+    @property
+    def why(self) -> str:
+        """The cause in words: what is true of this finding in its run."""
+        return self.scale or self.finding.why
+
+    @property
+    def remedies(self) -> list[str]:
+        """What to try."""
+        return self.finding.remedies if self.constant is None else of_constant_scale(self.constant)
+
+
+def too_high(run: Run) -> str:
+    """Why updates of a run failed that a smaller loss scale would have kept."""
+    if run.constant_scale is not None:
+        return f"the constant loss scale {power_text(run.constant_scale)} is too large for this step"
+    if run.steady_scale is not None:
+        return (
+            f"the loss scale, {power_text(run.steady_scale)} in all of this run, is too large for this step"
+        )
+    return "the loss scale finding its height: the gradients overflow at this one and not at a smaller one"
 
 
 def findings(runs: Sequence[Run]) -> Markup | None:
@@ -68,8 +96,9 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         for record in run.overflows:
             one = record.finding
-            key = (one.cause, one.module, one.op, one.direction, one.line)
-            group = groups.setdefault(key, Group())
+            scale = "" if one.alarms else too_high(run)
+            key = (one.cause, one.module, one.op, one.direction, one.line, scale)
+            group = groups.setdefault(key, Group(constant=run.constant_scale if scale else None, scale=scale))
             group.records.append(record)
             group.runs[run.name] = None
     return list(groups.values())
@@ -77,18 +106,16 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
 
 def _summary(alarms: Sequence[Group], probes: Sequence[Group]) -> Markup:
     steps = sum(len(group.records) for group in alarms)
-    probing = sum(len(group.records) for group in probes)
+    by_scale: Counter[str] = Counter()
+    for group in probes:
+        by_scale[group.scale] += len(group.records)
     words: list[Markup | str] = []
     if alarms:
         told = f"{counted(steps, 'skipped update')} to look into, of {counted(len(alarms), 'kind')}."
         words.append(element("strong", told, class_="bad"))
     else:
         words.append(element("strong", "No alarm."))
-    if probing:
-        was = "was" if probing == 1 else "were"
-        words.append(
-            f" {counted(probing, 'skipped update')} {was} the loss scale finding its height: {CAUSES['loss scale']}."
-        )
+    words += [f" {counted(number, 'skipped update')}: {scale}." for scale, number in by_scale.items()]
     return element("p", words, class_="note")
 
 
@@ -105,8 +132,8 @@ def _row(group: Group, several: bool) -> Markup:
     if one.line:
         where.append(element("code", one.line, class_="source"))
     operation: list[Markup | str] = [element("code", one.op or "–"), element("span", one.direction)]
-    remedies = [element("li", prose(text)) for text in one.remedies]
-    cause = [element("b", one.cause), element("span", CAUSES.get(one.cause, ""))]
+    remedies = [element("li", prose(text)) for text in group.remedies]
+    cause = [element("b", one.cause), element("span", group.why)]
     cells: list[tuple[Child, str]] = [
         (where, "where"),
         (operation, "stack"),

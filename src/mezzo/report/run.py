@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from mezzo.core import records
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import MezzoError, UsageError
+from mezzo.core.loss_scale import StaticLossScale
+from mezzo.core.policy import policy
 from mezzo.report.numbers import counted
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
 LOG_LINES = 25
+_LOST_A_LINE = 1000
 LEFT_ALONE = "left alone: "
 """How the note of a run begins whose script chose its precision itself."""
 _NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
@@ -35,7 +38,8 @@ class Run:
         precision: the name of its policy.
         seed: what was added to the script's own seeds.
         nudged: whether it is a one-ulp twin.
-        losses: of every outermost backward, unscaled.
+        losses: of every outermost backward, unscaled; NaN at the places in `lost`.
+        lost: places of losses whose lines were not read.
         overflows: a record for each skipped update that was looked into.
         ranges: what was seen of the exponents of its tensors.
         fault: what is wrong with the records; ``""`` where nothing is.
@@ -49,6 +53,7 @@ class Run:
     seed: int
     nudged: bool
     losses: Array
+    lost: frozenset[int] = frozenset()
     updates: tuple[records.UpdateRecord, ...] = ()
     started: records.RunStarted | None = None
     memory: records.MemoryRecord | None = None
@@ -78,6 +83,26 @@ class Run:
         return "left alone" if self.left_alone else self.precision
 
     @property
+    def recorded_losses(self) -> int:
+        """How many losses were read."""
+        return len(self.losses) - len(self.lost)
+
+    @property
+    def constant_scale(self) -> float | None:
+        """The loss scale, if the run's policy has a constant one; None where it has another, or none is told."""
+        try:
+            found = policy(self.started.policy).make_loss_scale() if self.started else None
+        except MezzoError:  # a newer version's, or no policy at all
+            return None
+        return found.scale if isinstance(found, StaticLossScale) else None
+
+    @property
+    def steady_scale(self) -> float | None:
+        """The loss scale of every update, if a skipped one did not make it smaller; else None."""
+        scales = {update.loss_scale for update in self.updates}
+        return scales.pop() if len(scales) == 1 and any(u.skipped for u in self.updates[:-1]) else None
+
+    @property
     def skipped(self) -> list[int]:
         """Indices of the updates that were vetoed."""
         return [update.index for update in self.updates if update.skipped]
@@ -96,7 +121,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         path: the ``.jsonl`` file.
         known: `slug` of a precision -> the precision as it was asked for.
     """
-    losses: list[float] = []
+    losses = _Losses()
     updates: list[records.UpdateRecord] = []
     overflows: list[records.OverflowRecord] = []
     ranges = Ranges()
@@ -106,7 +131,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     try:
         for record in lines:
             if isinstance(record, records.LossRecord):
-                losses.append(record.loss)
+                losses.add(record, lines.unread)
             elif isinstance(record, records.UpdateRecord):
                 updates.append(record)
             elif isinstance(record, records.RangesRecord):
@@ -120,7 +145,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     except OSError as error:
         faults.append(str(error).replace(f"{path.parent}/", ""))
     faults += lines.fault
-    of_a_loop = "started" not in once and bool(losses or updates)
+    of_a_loop = "started" not in once and bool(losses.values or updates)
     if "ended" not in once and not of_a_loop and not faults:
         faults.append("the run was cut short: its records have no end")
     found = _NAME.fullmatch(path.stem)
@@ -131,7 +156,8 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         precision=(known or {}).get(slug(precision), precision),
         seed=int(found["seed"]) if found else started.seed_offset if started else 0,
         nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
-        losses=np.array(losses, dtype=float),
+        losses=np.array(losses.values, dtype=float),
+        lost=frozenset(losses.lost),
         updates=tuple(updates),
         overflows=tuple(overflows),
         ranges=ranges,
@@ -141,6 +167,28 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         log=_tail(path.with_suffix(".log")),
         **once,
     )
+
+
+class _Losses:
+    """Losses by their own index: behind a line that was not read, each still stands at its step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.lost: list[int] = []
+
+    def add(self, record: records.LossRecord, unread: int) -> None:
+        """One more.
+
+        Args:
+            record: of it.
+            unread: lines that were not read so far. Without any there is no gap: several loops may share a file.
+        """
+        place = len(self.values)
+        # A line that was cut may have swallowed those behind it; an index beyond that is itself broken.
+        if 0 < record.index - place <= _LOST_A_LINE * unread - len(self.lost):
+            self.lost += range(place, record.index)
+            self.values += [np.nan] * (record.index - place)
+        self.values.append(record.loss)
 
 
 class _Lines:
@@ -186,7 +234,9 @@ class _Lines:
             ]
         which = "" if self.unread == 1 else ", the first"
         told = f"{counted(self.unread, 'line')} of its records {_were(self.unread)} not read{which}: {self._first}"
-        return [f"{told}; a loss or an update among them is missing from the curves"]
+        return [
+            f"{told}; a loss or an update among them is missing from the curves; what follows stands at its step"
+        ]
 
 
 def _were(number: int) -> str:

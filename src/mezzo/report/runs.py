@@ -28,7 +28,7 @@ def runs(found: Sequence[Run]) -> Markup | None:
             [
                 element("td", text, class_="n")
                 for text in (
-                    f"{len(run.losses):,}",
+                    f"{run.recorded_losses:,}",
                     f"{len(run.updates):,}",
                     f"{len(run.skipped):,}",
                     seconds(run.ended.seconds) if run.ended else "–",

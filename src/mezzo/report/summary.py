@@ -17,7 +17,9 @@ def summary(run: Run) -> Markup:
     skipped = len(run.skipped)
     good = run.losses[np.isfinite(run.losses)]
     stats = [
-        _stat("Updates", count(len(run.updates)), f"{counted(len(run.losses), 'loss', 'losses')} recorded"),
+        _stat(
+            "Updates", count(len(run.updates)), f"{counted(run.recorded_losses, 'loss', 'losses')} recorded"
+        ),
         _stat("Skipped", count(skipped), _skips(run, len(alarms))),
         _stat(
             "Last loss",

@@ -118,7 +118,8 @@ def _faults(frame: Frame, name: str, series: str, runs: list[Run], alone: bool) 
     notes = []
     for run in runs:
         who = name if alone else f"{name}, seed {run.seed}"
-        at = first_not_finite(run.losses)
+        # A loss that was not read is a gap, and no NaN.
+        at = first_not_finite(np.where(np.isin(np.arange(len(run.losses)), list(run.lost)), 0.0, run.losses))
         if at is not None:
             kind = "NaN" if np.isnan(run.losses[at]) else "infinite"
             text = f"{who}: the loss is {kind} at step {at:,}, for the first time."

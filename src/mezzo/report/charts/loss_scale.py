@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mezzo.core.finding import CAUSES, Finding
+from mezzo.core.finding import Finding
 from mezzo.core.records import UpdateRecord
 from mezzo.report.charts.axis import Axis, scale_text
 from mezzo.report.charts.frame import Frame, Key
-from mezzo.report.findings import told
+from mezzo.report.findings import told, too_high
 from mezzo.report.markup import Markup
 from mezzo.report.numbers import counted
 from mezzo.report.run import Run
@@ -20,6 +20,7 @@ from mezzo.report.series import Array
 
 # More strokes than this would be a wall of colour: one a bucket is drawn, and the note gives the true count.
 STROKES = 200
+_SPREAD = 1000  # updates of all optimizers to one of these: beyond, an index is broken
 NAMED = 12
 ALARMS = 4
 REASONS, LETTERS = 2, 60
@@ -42,7 +43,8 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
     updates = [update for _, track, _ in tracks for update in track]
     if not any(update.skipped or update.loss_scale != 1.0 for update in updates):
         return None
-    steps = max(len(track) for _, track, _ in tracks)
+    steps = max(stands(track)[-1] + 1 for _, track, _ in tracks)
+    scale = too_high(runs[0])
     scales = [u.loss_scale for u in updates if math.isfinite(u.loss_scale) and u.loss_scale > 0]
     low, high = (min(scales), max(scales)) if scales else (1.0, 2.0)
     told = _grouped(tracks)
@@ -63,7 +65,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
     for who, track, found in tracks:
         frame.line(*_corners(track), series=series, style="line" if len(tracks) == 1 else "thin")
         for place, update in _strokes(track, found):
-            kind, words = _mark(update, found.get(update.index))
+            kind, words = _mark(update, found.get(update.index), scale)
             label = f"{who}, " if who else ""
             frame.tick(place, kind, f"{label}update {place:,.0f} skipped{words}")
             if kind == "alarm":
@@ -81,11 +83,21 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Markup | None:
     return frame.render()
 
 
+def stands(track: Updates) -> list[int]:
+    """Where the updates of one optimizer stand: at their own index among the run's, as findings and ranges name them.
+
+    Those of several loops in one file have the same indices: they are counted.
+    """
+    found = [update.index for update in track]
+    rising = all(a < b for a, b in zip([-1, *found], found))
+    return found if rising and found[-1] < _SPREAD * len(found) else list(range(len(found)))
+
+
 def _culprits(tracks: Sequence[tuple[str, Updates, Found]]) -> list[str]:
     """A sentence for each thing that made updates fail, the first few: what the marks say under the pointer."""
     places: dict[tuple[str, str], list[int]] = {}
     for who, track, found in tracks:
-        for place, update in enumerate(track):
+        for place, update in zip(stands(track), track):
             finding = found.get(update.index) if update.skipped else None
             if finding is not None and finding.alarms:
                 places.setdefault((who, told(finding)), []).append(place)
@@ -98,12 +110,12 @@ def _culprits(tracks: Sequence[tuple[str, Updates, Found]]) -> list[str]:
     return sentences[:ALARMS] + more
 
 
-def _mark(update: UpdateRecord, finding: Finding | None) -> tuple[str, str]:
-    """The class of a skipped update's stroke, and what to say of it."""
+def _mark(update: UpdateRecord, finding: Finding | None, scale: str) -> tuple[str, str]:
+    """The class of a skipped update's stroke, and what to say of it; `scale` where the loss scale was too high."""
     if finding is None:
         return "skip", f": {update.reason}" if update.reason else ""
     if not finding.alarms:
-        return "probe", f": {CAUSES[finding.cause]}"
+        return "probe", f": {scale}"
     return "alarm", f": {told(finding)}"
 
 
@@ -133,7 +145,7 @@ def _grouped(tracks: list[tuple[str, Updates, Found]]) -> list[str]:
 
 
 def _told(track: Updates, found: Found) -> str:
-    skipped = [place for place, update in enumerate(track) if update.skipped]
+    skipped = [place for place, update in zip(stands(track), track) if update.skipped]
     if not skipped:
         return f"none of {counted(len(track), 'update')} skipped."
     named = ", ".join(f"{place:,}" for place in skipped[:NAMED]) + (", …" if len(skipped) > NAMED else "")
@@ -167,7 +179,8 @@ def _corners(updates: Updates) -> tuple[Array, Array]:
     """The steps of the staircase alone: where the scale changes, and both ends."""
     xs: list[float] = []
     ys: list[float] = []
-    for place, update in enumerate(updates):
+    at = stands(updates)
+    for place, update in zip(at, updates):
         scale = update.loss_scale if update.loss_scale > 0 else math.nan
         if ys and scale != ys[-1]:
             xs.append(float(place))
@@ -175,14 +188,15 @@ def _corners(updates: Updates) -> tuple[Array, Array]:
         if not ys or scale != ys[-1]:
             xs.append(float(place))
             ys.append(scale)
-    xs.append(float(max(1, len(updates) - 1)))
+    xs.append(float(max(1, at[-1])))
     ys.append(ys[-1])
     return np.array(xs), np.array(ys)
 
 
 def _strokes(updates: Updates, found: Found) -> list[tuple[float, UpdateRecord]]:
     """The skipped updates to draw, of each bucket one: an alarm before any other."""
-    skipped = [(float(place), update) for place, update in enumerate(updates) if update.skipped]
+    at = stands(updates)
+    skipped = [(float(place), update) for place, update in zip(at, updates) if update.skipped]
     if len(skipped) <= STROKES:
         return skipped
 
@@ -191,7 +205,7 @@ def _strokes(updates: Updates, found: Found) -> list[tuple[float, UpdateRecord]]
 
     kept: dict[int, tuple[float, UpdateRecord]] = {}
     for place, update in skipped:
-        bucket = int(place * STROKES / len(updates))
+        bucket = int(place * STROKES / (at[-1] + 1))
         if bucket not in kept or (alarms(update) and not alarms(kept[bucket][1])):
             kept[bucket] = (place, update)
     return list(kept.values())
