@@ -30,6 +30,7 @@ import torch
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.machine import ASSUME_NATIVE, native_formats
+from mezzo.pytorch.region import compiled_backward
 
 Binding = tuple[tuple[str, Policy], ...]
 
@@ -282,6 +283,7 @@ def _label_for(binding: Binding) -> int:
             for known in _ways:
                 known.work_out()
         _tag_compile_caches()
+        compiled_backward.make_it_outside()
         return code
 
 
