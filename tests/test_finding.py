@@ -66,7 +66,7 @@ BEYOND: dict[str, tuple[list[TensorFacts], str, str]] = {
     "a weight": (
         [facts("input 0", "fp32", 1.0), facts("weight", "fp32", 7e4)],
         "fp16",
-        "a weight of 7e+04 does not fit fp16, whose largest number is 65504: the place that made it is before this one",
+        "a weight of 7e+04 does not fit fp16, whose largest number is 65504",
     ),
     "rounded to the largest": ([facts("input 0", "fp32", 65519.0)], "fp16", CAUSES["overflow"]),
     "rounded to infinity": (

@@ -98,6 +98,29 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
+class Maker:
+    """Where a number was made that is finite there, and beyond the format in which a later operation took it.
+
+    Args:
+        module: as in `Finding`.
+        op: the operation that made it; ``""`` where none did: a parameter, or what the model was given.
+        line: as in `Finding`.
+        result: what it made, in which format and how large; of a parameter or what was given, that.
+    """
+
+    module: str
+    op: str
+    line: str
+    result: TensorFacts
+
+    def __str__(self) -> str:
+        if not self.op:
+            return f"{self.result.name} of {self.module or 'the model'}"
+        where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
+        return f"{self.op} {where}{f' ({self.line})' if self.line else ''}, in {self.result.format}"
+
+
+@dataclass(frozen=True)
 class Finding:
     """Where a value that is not finite was produced, as against those places that only passed it on.
 
@@ -115,6 +138,7 @@ class Finding:
         seconds: what finding it took.
         kept_bytes: bytes that were kept until the step's end for it, beside what the script itself kept.
         note: why it is less than it should be, where it is.
+        maker: of an overflow, who made the finite number that did not fit, where that was before this operation.
     """
 
     cause: str
@@ -130,6 +154,7 @@ class Finding:
     seconds: float = 0.0
     kept_bytes: int = 0
     note: str = ""
+    maker: Maker | None = None
 
     @property
     def alarms(self) -> bool:
@@ -160,18 +185,25 @@ class Finding:
     def _not_fitting(self) -> str:
         """That a number which went in lies itself beyond the format of what came out; empty where none does."""
         # What is kept for backward went into the operation, not into its slope.
-        if self.direction == "backward":
-            return ""
+        backward = self.direction == "backward"
+        went_in = [one for one in self.inputs if not backward or one.name.startswith("gradient")]
         made = next((one.format for one in self.outputs if not one.finite and one.format in _SIXTEEN), None)
-        most = max(self.inputs, key=lambda one: one.largest, default=None)
-        if made is None or most is None:
-            return ""
-        form = named(made)
-        # From half a unit beyond the largest number on it is rounded to infinity.
-        if most.largest < float(form.max) + 2.0 ** (form.maxexp - form.nmant - 2):
+        most = max(went_in, key=lambda one: one.largest, default=None)
+        if made is None or most is None or most.largest < rounded_to_infinity(made):
             return ""
         what = most.name.partition(" ")[0] or "input"
-        return (
+        told = (
             f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
-            f"number is {float(form.max):.6g}: the place that made it is before this one"
+            f"number is {float(named(made).max):.6g}"
         )
+        if what not in ("input", "gradient"):  # a parameter by its name: nothing of this step made it
+            return told
+        if self.maker is None:
+            return f"{told}: the place that made it is before this one"
+        return f"{told}; {'it was made by' if self.maker.op else 'it comes of'} {self.maker}"
+
+
+def rounded_to_infinity(name: str) -> float:
+    """The smallest number that a format rounds to infinity: half a unit beyond its largest."""
+    form = named(name)
+    return float(form.max) + 2.0 ** (form.maxexp - form.nmant - 2)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.finding import Finding, Maker, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
@@ -169,6 +169,8 @@ _NESTED: dict[str, type[Any]] = {
     "finding": Finding,
     "inputs": TensorFacts,
     "outputs": TensorFacts,
+    "maker": Maker,
+    "result": TensorFacts,
 }
 
 # Class -> its fields, and whether each is a float (read once: a run has a hundred thousand lines).
@@ -199,6 +201,8 @@ def from_line(line: str) -> Record:
 
 def _made(cls: type[Any], value: Any) -> Any:
     """A value of a nested class, or a list of them, from plain ones."""
+    if value is None:
+        return None
     if isinstance(value, list):
         return [_made(cls, item) for item in value]
     is_float = _FIELDS[cls]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.finding import OUTSIDE, Finding, Maker
 from mezzo.core.formats import named
-from mezzo.core.policy import policy
+from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
 
 _FP32_MAX = float(named("fp32").max)
@@ -21,9 +22,17 @@ _LESS = 4  # a constant loss scale that is too large is made smaller by so many 
 _CLIPPING = "clipping the gradients' norm helps where the gradients, not the weights, are large"
 
 
-def remedies(finding: Finding) -> list[str]:
-    """What to try, the likeliest first; empty where nothing is known."""
-    return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding)))
+_READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
+
+
+def remedies(finding: Finding, used: Policy | None = None) -> list[str]:
+    """What to try, the likeliest first; empty where nothing is known.
+
+    Args:
+        finding: what is to be mended.
+        used: the policy under which it happened: those that are told keep what it says, and none says what it says.
+    """
+    return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding, used)))
 
 
 def of_constant_scale(scale: float) -> list[str]:
@@ -39,7 +48,7 @@ def of_constant_scale(scale: float) -> list[str]:
     ]
 
 
-def _of_loss_scale(finding: Finding) -> list[str]:
+def _of_loss_scale(finding: Finding, used: Policy | None) -> list[str]:
     return [
         "nothing, if the loss scale is dynamic: the next step has a smaller one",
         "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one holds), "
@@ -48,7 +57,7 @@ def _of_loss_scale(finding: Finding) -> list[str]:
     ]
 
 
-def _of_overflow(finding: Finding) -> list[str]:
+def _of_overflow(finding: Finding, used: Policy | None) -> list[str]:
     found: list[str] = []
     weight = max((one.largest for one in finding.inputs if one.name == "weight"), default=0.0)
     if weight > _GROWN:
@@ -56,20 +65,22 @@ def _of_overflow(finding: Finding) -> list[str]:
     low = _low_format(finding)
     if finding.op in ("half", "bfloat16", "to", "to_copy", "type"):
         found.append("leave the conversion out: the region converts what each operation needs")
-    if finding.direction == "backward":
+    if finding.maker is not None:
+        found.append(_at_its_maker(finding.maker, finding.direction))
+    elif finding.direction == "backward":
         found.append(
             "smaller gradients: a loss divided by a constant, inputs of size 1, or a gate that clips here"
         )
     elif low is None or not _fits_fp32(finding):
         found.append(_smaller(finding))
     if low is not None and (finding.direction == "backward" or _fits_fp32(finding)):
-        found += _in_fp32(finding, low)
+        found += _in_fp32(finding, low, used)
         if low == "fp16":
             found.append("bf16, which has FP32's range: `bf16`")
     return found or ["make what goes in smaller, or clamp it"]
 
 
-def _of_invalid(finding: Finding) -> list[str]:
+def _of_invalid(finding: Finding, used: Policy | None) -> list[str]:
     found = [_POLES[finding.op]] if finding.op in _POLES else []
     if finding.direction == "backward" and finding.op in _SLOPES:
         found = [_SLOPES[finding.op]]
@@ -85,11 +96,11 @@ def _of_invalid(finding: Finding) -> list[str]:
         )
     if low is not None:
         # Not the op alone: a number that was rounded to 0 before it is 0 in FP32 too.
-        found += [one for one in _in_fp32(finding, low) if ",op." not in one]
+        found += [one for one in _in_fp32(finding, low, used) if ",op." not in one]
     return found
 
 
-def _of_input(finding: Finding) -> list[str]:
+def _of_input(finding: Finding, used: Policy | None) -> list[str]:
     what = "what the loss is given" if finding.module == OUTSIDE else "what the model is given"
     return [
         f"look at the data: {what} has {_bad(finding)}",
@@ -97,7 +108,7 @@ def _of_input(finding: Finding) -> list[str]:
     ]
 
 
-def _of_state(finding: Finding) -> list[str]:
+def _of_state(finding: Finding, used: Policy | None) -> list[str]:
     name = f"{finding.module}.{finding.op}".strip(".")
     found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
     if "running_" in finding.op:
@@ -106,11 +117,11 @@ def _of_state(finding: Finding) -> list[str]:
     return found
 
 
-def _of_unknown(finding: Finding) -> list[str]:
+def _of_unknown(finding: Finding, used: Policy | None) -> list[str]:
     return []
 
 
-_BY_CAUSE: dict[str, Callable[[Finding], list[str]]] = {
+_BY_CAUSE: dict[str, Callable[[Finding, Policy | None], list[str]]] = {
     "loss scale": _of_loss_scale,
     "overflow": _of_overflow,
     "invalid": _of_invalid,
@@ -162,36 +173,64 @@ def _low_format(finding: Finding) -> str | None:
     return next((form for form in formats if form in ("fp16", "bf16")), None)
 
 
-def _in_fp32(finding: Finding, low: str) -> list[str]:
-    """Policies under which the operation is FP32's: in its module, in the whole run."""
+def _at_its_maker(maker: Maker, direction: str) -> str:
+    """What to do where a number was made that did not fit later."""
+    where = f"{maker}, made {maker.result.largest:.4g}"
+    if not maker.op:
+        return f"a smaller one, normalised say, in place of {maker}, which has {maker.result.largest:.4g}"
+    if direction == "backward":
+        return f"smaller gradients where it was made: {where}; or a gate that clips there"
+    return f"scale, normalise or clamp where it was made: {where}"
+
+
+def _in_fp32(finding: Finding, low: str, used: Policy | None) -> list[str]:
+    """Policies under which the operation is FP32's: in its module, in those beside it as well, in the whole run."""
     if finding.module == OUTSIDE:
         return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
+    base = used or policy(low)
     found = []
-    if finding.module and _is_policy(f"{low},module.{finding.module}=fp32"):
-        found.append(f"this module in FP32: `{low},module.{finding.module}=fp32`")
-        after = next((path for path in _readers(finding) if _is_policy(f"{low},module.{path}=fp32")), None)
-        if after is not None:
-            both = f"{low},module.{finding.module}=fp32,module.{after}=fp32"
-            found.append(f"this module and the one that reads it in FP32: `{both}`")
+    if finding.module:
+        alone = _kept(base, finding.module)
+        if alone is not None and not _is_fp32(base, finding.module):
+            found.append(f"this module in FP32: `{alone}`")
+        # A number that fp16 can't hold goes on through as many modules as leave it as large.
+        reach = [path for path in _readers(finding) if not _is_fp32(base, path) and _kept(base, path)]
+        for count in range(1, min(len(reach), _READERS if finding.maker else 1) + 1):
+            several = _kept(base, finding.module, *reach[:count])
+            if several is not None:
+                found.append(f"this module and {_beside(count, finding.direction)} in FP32: `{several}`")
     rule = RULES.get(finding.op)
     if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
-        # Last: it is for every such operation of the run.
-        found.append(f"{finding.op} in FP32: `{low},op.{finding.op}=fp32`")
+        ops = {**dict(base.ops), finding.op: "fp32"}
+        if ops != dict(base.ops):  # last: it is for every such operation of the run
+            found.append(f"{finding.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
     return found
 
 
-def _readers(finding: Finding) -> list[str]:
-    """Paths of the modules that passed on what this one made."""
-    paths = [one.partition(": ")[0] for one in finding.propagators]
-    return [path for path in paths if path not in (finding.module, OUTSIDE, "the model")]
+def _beside(count: int, direction: str) -> str:
+    if direction == "backward":
+        return "the one before it" if count == 1 else f"the {count} before it"
+    return "the one that reads it" if count == 1 else f"the {count} after it"
 
 
-def _is_policy(text: str) -> bool:
+def _is_fp32(base: Policy, path: str) -> bool:
+    return base.format_for_module(path) == "fp32"
+
+
+def _kept(base: Policy, *paths: str) -> str | None:
+    """The policy with modules in FP32 as well; None where one of their names can't stand in it."""
+    new = [path for path in paths if not _is_fp32(base, path)]
+    modules = [pair for pair in base.modules if pair[0] not in new] + [(path, "fp32") for path in new]
     try:
-        policy(text)
+        return str(replace(base, modules=tuple(modules)))
     except MezzoError:
-        return False
-    return True
+        return None
+
+
+def _readers(finding: Finding) -> list[str]:
+    """Paths of the modules that passed on what this one made, in order."""
+    paths = [one.partition(": ")[0] for one in finding.propagators]
+    return list(dict.fromkeys(path for path in paths if path not in (finding.module, OUTSIDE, "the model")))
 
 
 def _fits_fp32(finding: Finding) -> bool:

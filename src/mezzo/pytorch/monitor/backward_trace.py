@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import TensorFacts
+from mezzo.core.finding import Maker, TensorFacts
 from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.events import Place
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
+from mezzo.pytorch.monitor.makers import BackwardMakers
 from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
-
-SUM = "sum of gradients"
-"""What is no operation: several gradients of one tensor added up."""
 
 
 @dataclass
@@ -32,6 +30,7 @@ class Backward:
         cause: ``overflow`` or ``invalid``.
         inputs, outputs: the gradients that came in and went out, and what the operation had saved.
         passed: the operations that passed it on, in order.
+        maker: of an overflow, who made the finite gradient that did not fit.
     """
 
     finite: bool = True
@@ -40,6 +39,7 @@ class Backward:
     inputs: list[TensorFacts] = field(default_factory=list)
     outputs: list[TensorFacts] = field(default_factory=list)
     passed: list[Place] = field(default_factory=list)
+    maker: Maker | None = None
 
 
 def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Backward:
@@ -64,7 +64,7 @@ def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor])
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
     found.finite = not bad
     if bad and found.produced is None:  # each of several uses was finite, and not their sum
-        found.produced = Place(trace.module_of(bad[0]), SUM)
+        found.produced = Place(trace.module_of(bad[0]), op_names.SUM)
     return found
 
 
@@ -73,6 +73,7 @@ class _Watch:
         self._trace = trace
         self._sent: set[Any] = set()
         self._senders: Counter[Any] = Counter()
+        self._makers = BackwardMakers()
         self.found = Backward()
 
     def hook(self, node: Any) -> Any:
@@ -89,9 +90,10 @@ class _Watch:
             if bad:
                 self._sent.add(following)
         bad_coming = any(grad is not None and not finite(grad) for grad in coming)
-        if not any(bad_going) and not bad_coming:
-            return
         place = self._trace.places[node]
+        if not any(bad_going) and not bad_coming:
+            self._makers.ran(node, place, going, coming)
+            return
         if self.found.produced is not None:
             self.found.passed.append(place)
         elif not bad_coming:
@@ -99,9 +101,9 @@ class _Watch:
             self._describe(node, going, coming)
         elif node not in self._sent:
             several = self._senders[node] > 1
-            self.found.produced = Place(place.module, SUM if several else op_names.HOOK, place.line)
+            self.found.produced = Place(place.module, op_names.SUM if several else op_names.HOOK, place.line)
             self.found.cause = "overflow" if several else "invalid"
-            self.found.outputs = [facts(g, "sum of gradients") for g in coming if g is not None][:3]
+            self.found.outputs = [facts(g, op_names.SUM) for g in coming if g is not None][:3]
 
     def _describe(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         found = self.found
@@ -112,3 +114,6 @@ class _Watch:
         ][:3]
         place = self._trace.places[node]
         found.cause = cause_of_slope(node, place.op, kept, found.outputs, place.zeros)
+        if found.cause == "overflow":
+            made = self._makers.behind(node, place, coming)
+            found.maker = None if made is None else made.told()

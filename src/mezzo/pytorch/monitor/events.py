@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import TensorFacts
+from mezzo.core.finding import Maker, TensorFacts
 from mezzo.pytorch.monitor import op_names, user_line
 from mezzo.pytorch.monitor.tensor_facts import tensors
 
@@ -41,6 +41,7 @@ class Event:
         parents: where what went in came from.
         inputs, outputs: what went in and came out; of those that only passed it on, nothing.
         unseen: of a tensor that is on the graph, by an operation that nobody watched.
+        maker: of an overflow, who made the finite number that did not fit, where that was before.
     """
 
     place: Place
@@ -50,6 +51,7 @@ class Event:
     inputs: list[TensorFacts] = field(default_factory=list)
     outputs: list[TensorFacts] = field(default_factory=list)
     unseen: bool = False
+    maker: Maker | None = None
 
     @property
     def meant(self) -> bool:

@@ -32,6 +32,7 @@ from torch.utils._device import DeviceContext
 from mezzo.core.finding import OUTSIDE
 from mezzo.pytorch.monitor import op_names, user_line
 from mezzo.pytorch.monitor.events import Event, Place, cause_of, writes_infinity
+from mezzo.pytorch.monitor.makers import ForwardMakers
 from mezzo.pytorch.monitor.tensor_facts import bare, facts, finite, only_minus_infinity, tensors, values
 
 _UNDEFINED = frozenset(
@@ -78,6 +79,7 @@ class ForwardTrace(TorchFunctionMode):
         self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
         self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
+        self._makers = ForwardMakers(self._stood_there)
         self._held: list[Tensor] = []
         self._count = 0
         self._running = False
@@ -250,10 +252,14 @@ class ForwardTrace(TorchFunctionMode):
             ins, bad = self._without_statistics(ins, bad)
         for tensor in outs:
             self._events.pop(id(tensor), None)
+        ids = {id(tensor) for tensor in written}
         if bad:
             place = self._place(name)
             rerun = not written and not transformed
-            self._note(place, func, args, kwargs, ins, {id(tensor) for tensor in written}, bad, rerun=rerun)
+            self._note(place, func, args, kwargs, ins, ids, bad, rerun=rerun)
+        if name not in _UNDEFINED:
+            good = [tensor for tensor in outs if not any(tensor is one for one in bad)]
+            self._makers.ran(lambda: place or self._place(name), ins, ids, good)
         if transformed:  # nobody else holds what is under a transform's wrappers
             self._held += bad
         if any(tensor.requires_grad for tensor in outs):
@@ -310,6 +316,9 @@ class ForwardTrace(TorchFunctionMode):
                 facts(t, _input_name(self._states.get(t.data_ptr()), n)) for n, t in enumerate(ins)
             ][:6]
             event.outputs = [facts(t, "output") for t in bad][:3]
+        if kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):
+            made = self._makers.behind(ins, written)
+            event.maker = None if made is None else made.told()
         for tensor in bad:
             self._set(tensor, event)
 
@@ -351,6 +360,13 @@ class ForwardTrace(TorchFunctionMode):
         self._count += 1
         self._set(tensor, event)
         return event
+
+    def _stood_there(self, tensor: Tensor) -> tuple[str, str] | None:
+        """Whose a tensor is that no operation made, and its name."""
+        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        if pointer in self._states:
+            return self._states[pointer][:2]
+        return ("", self._given[pointer]) if pointer in self._given else None
 
     def reached(self, tensor: Tensor) -> Event | None:
         """Behind a tensor that isn't finite; None if it is, or if it holds no more than a mask."""

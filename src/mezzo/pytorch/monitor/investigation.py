@@ -100,6 +100,7 @@ def _outside(event: OutsideEvent, direction: str) -> Finding:
         propagators=list(dict.fromkeys(event.passed))[:_PASSED],
         line=user_line.text(event.line),
         how="live",
+        maker=event.maker,
         note="" if event.sure else "the operation is what is left over, not what was seen",
     )
 
@@ -147,6 +148,7 @@ def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:
         event.outputs,
         _propagators([one.place for one in passed]),
         user_line.text(event.place.line),
+        maker=event.maker,
     )
 
 
@@ -181,6 +183,7 @@ def _backward_finding(found: Backward, cause: str) -> Finding:
         found.outputs,
         _propagators(found.passed),
         user_line.text(place.line),
+        maker=found.maker,
     )
 
 

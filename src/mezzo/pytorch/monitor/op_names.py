@@ -27,6 +27,9 @@ _DUNDERS = {
 HOOK = "gradient hook"
 """What is no operation: a function of the script's own on a gradient."""
 
+SUM = "sum of gradients"
+"""What is no operation: several gradients of one tensor added up."""
+
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
 linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
 nll_loss lgamma digamma erfinv tan linalg_inv inverse cholesky linalg_solve"""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import OUTSIDE, TensorFacts
+from mezzo.core.finding import OUTSIDE, Maker, TensorFacts
 from mezzo.pytorch.monitor import op_names
-from mezzo.pytorch.monitor.backward_trace import SUM
 from mezzo.pytorch.monitor.events import Event, Place, root
 from mezzo.pytorch.monitor.kept_call import OF_CALL
+from mezzo.pytorch.monitor.makers import BackwardMakers
 from mezzo.pytorch.monitor.node_values import cause_of_slope, result, saved
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 from mezzo.pytorch.monitor.user_line import Line
@@ -38,6 +38,8 @@ class OutsideEvent:
         passed: the operations that passed it on, as in `Finding`.
         sure: whether the values say it, and not only what is left over.
         module, line: where it is, if it was seen to go forward.
+        maker: as in `Finding`, where operations were watched forward.
+        node: of the graph that made it, where that is known.
     """
 
     op: str
@@ -48,6 +50,8 @@ class OutsideEvent:
     sure: bool = True
     module: str = OUTSIDE
     line: Line | None = None
+    maker: Maker | None = None
+    node: Any = None
 
 
 def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -> Iterator[Any]:
@@ -86,6 +90,8 @@ class OutsideBackward:
             int, dict[int, Tensor]
         ] = {}  # call -> place among its outputs -> unscaled gradient
         seen = places is not None
+        # One more pass over each gradient, so only where the step is slow anyway.
+        self._makers = BackwardMakers(float(scale)) if seen else None
         self._handles = [
             node.register_hook(_Look(self, node))
             for node in nodes(start, most=100_000 if seen else MOST, into_calls=seen)
@@ -105,6 +111,8 @@ class OutsideBackward:
     def look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         """A node has run."""
         if all(grad is None or _surely_finite(grad) for grad in going):
+            if self._makers is not None and self.event is None:
+                self._makers.ran(node, self._place(node), going, coming)
             return
         place = self._place(node)
         if self.event is not None:
@@ -122,7 +130,9 @@ class OutsideBackward:
     ) -> OutsideEvent:
         inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
         if not all(one.finite for one in inputs):
-            return OutsideEvent(SUM, "loss scale", outputs=inputs, module=place.module, line=place.line)
+            return OutsideEvent(
+                op_names.SUM, "loss scale", outputs=inputs, module=place.module, line=place.line
+            )
         kept = saved(node)
         outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
         cause = "loss scale"
@@ -133,7 +143,18 @@ class OutsideBackward:
             first, passed = root(place.event)
             if first.place is not place or first.kind != "invalid":
                 return of_forward(first, passed)
-        return OutsideEvent(place.op, cause, inputs + kept, outputs[:3], module=place.module, line=place.line)
+        made = None if self._makers is None else self._makers.behind(node, place, coming)
+        maker = made.told() if made is not None and cause == "overflow" else None
+        return OutsideEvent(
+            place.op,
+            cause,
+            inputs + kept,
+            outputs[:3],
+            module=place.module,
+            line=place.line,
+            maker=maker,
+            node=node,
+        )
 
     def _look_deeper(self, node: Any, place: Place, coming: Sequence[Tensor | None]) -> OutsideEvent | None:
         """With the loss scale out of the way: whether this node has another fault."""
@@ -145,7 +166,7 @@ class OutsideBackward:
         kept = saved(node)
         cause = cause_of_slope(node, place.op, kept, [], place.zeros)
         inputs = [facts(grad, "gradient of output") for grad in unscaled if grad is not None] + kept
-        return OutsideEvent(place.op, cause, inputs, module=place.module, line=place.line)
+        return OutsideEvent(place.op, cause, inputs, module=place.module, line=place.line, node=node)
 
     def _goes_on(self, node: Any, grads: Sequence[Tensor | None]) -> bool:
         """Run a node by hand on unscaled gradients, and hand on what it makes of them; False if that isn't finite."""
@@ -197,6 +218,7 @@ def of_forward(first: Event, passed: Sequence[Event]) -> OutsideEvent:
         [str(one.place) for one in passed],
         module=first.place.module,
         line=first.place.line,
+        maker=first.maker,
     )
 
 
@@ -248,6 +270,7 @@ def forward(loss: Tensor) -> OutsideEvent:
         [facts(loss if value is None else value, "output")],
         [str(Place(OUTSIDE, op_names.of_node(node))) for node in after if good[node] is not True],
         sure=value is not None and bool(_inputs(culprit)) and all(one.finite for one in _inputs(culprit)),
+        node=culprit,
     )
 
 

@@ -33,7 +33,7 @@ from mezzo.pytorch.monitor.habits import Habits
 from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite
-from mezzo.pytorch.monitor.trial import that_mend
+from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
 from mezzo.pytorch.wrappers import unwrapped
 
 WATCHED = 50
@@ -320,7 +320,8 @@ class OverflowTracer:
                 self._loss_event,
                 [watch.event for watch in self._outside.values() if watch.event is not None],
             )
-            finding = replace(finding, remedies=that_mend(remedies(finding), finding, call, scales))
+            tries = remedies(finding, policy_of_call(call))
+            finding = replace(finding, remedies=that_mend(tries, finding, call, scales))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":

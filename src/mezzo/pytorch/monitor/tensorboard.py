@@ -198,6 +198,7 @@ def _told(finding: Finding) -> list[str]:
     if finding.line:
         lines.append(f"line: {finding.line}")
     lines += [f"in: {tensor}" for tensor in finding.inputs] + [f"out: {tensor}" for tensor in finding.outputs]
+    lines += [f"made by: {finding.maker}"] if finding.maker else []
     lines += [f"passed on by: {text}" for text in finding.propagators]
     lines += [f"try: {text}" for text in finding.remedies]
     return [*lines, *([finding.note] if finding.note else [])]

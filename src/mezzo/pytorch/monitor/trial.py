@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mezzo.core.finding import Finding
+from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.kept_call import KeptCall
@@ -40,11 +42,26 @@ def that_mend(
             kept.append(sentence)
             continue
         text = found.group(1)
-        more_than_needed = any(text.startswith(f"{less},") for less in mending)
+        more_than_needed = any(_asks_more(text, less) for less in mending)
         if call is not None and not more_than_needed and _mends(text, call, scales):
             mending.append(text)
             kept.append(sentence)
     return kept
+
+
+def policy_of_call(call: KeptCall | None) -> Policy | None:
+    """The policy in whose region a call was made."""
+    if call is None:
+        return None
+    with call.enter() as region:
+        return getattr(region, "policy", None)
+
+
+def _asks_more(text: str, less: str) -> bool:
+    """Whether a policy keeps in FP32 all that another one does, and more."""
+    one, other = policy_of(text), policy_of(less)
+    same = replace(one, modules=other.modules) == other
+    return same and set(one.modules) > set(other.modules)
 
 
 def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> bool:

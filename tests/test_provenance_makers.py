@@ -1,0 +1,201 @@
+"""A number that FP32 makes and fp16 can't hold: who made it is told beside where it became infinite, and what mends."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core.finding import Finding
+from mezzo.core.records import OverflowRecord, from_line, to_line
+
+
+class Grows(nn.Module):
+    """Makes numbers of a million, which FP32 holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x.float()) * 1e6
+
+
+class Raises(nn.Module):
+    """By an op that is FP32's by its rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x.clamp(-1, 1) + 14.0)
+
+
+class Steep(nn.Module):
+    """The identity, nearly, and a slope of 1e11."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.float() - x.detach().float()) * 1e11
+
+
+class Calms(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e-6
+
+
+def layers(place: nn.Module, *after: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), place, nn.ReLU(), nn.Linear(6, 6), *after, nn.Linear(6, 2))
+
+
+def found(model: nn.Module, precision: str = "fp16", factor: float = 1.0) -> Finding:
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), precision, loss_scale=1.0, trace=True
+    )
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * factor
+    with mp.autocast():
+        loss = model(x).float().mean() * 1e-3
+    finding = mp.step(loss).finding
+    mp.close()
+    assert finding is not None
+    return finding
+
+
+def policies(finding: Finding) -> list[str]:
+    return [text for one in finding.remedies for text in re.findall(r"`((?:fp16|bf16)[^`]*)`", one)]
+
+
+def taken(model: nn.Module, precision: str) -> bool:
+    """Whether the same step is taken under a policy."""
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), precision, loss_scale=1.0, trace=False
+    )
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    with mp.autocast():
+        loss = model(x).float().mean() * 1e-3
+    moved = bool(mp.step(loss).moved)
+    mp.close()
+    return moved
+
+
+def test_a_module_that_is_kept_in_fp32_is_named_beside_the_one_that_took_its_number_in_fp16() -> None:
+    told = found(layers(Grows()), "fp16,module.1=fp32")
+    assert (told.cause, told.module, told.op, told.direction) == ("overflow", "3", "linear", "forward")
+    assert told.maker is not None
+    assert (told.maker.module, told.maker.op) == ("1", "mul")
+    assert told.maker.line.endswith("return torch.tanh(x.float()) * 1e6")
+    assert told.maker.result.format == "fp32"
+    assert 1e5 < told.maker.result.largest < 1e6
+    assert "made by mul in 1 (" in str(told)
+    assert "before this one" not in str(told)
+
+
+def test_who_only_passed_it_on_did_not_make_it() -> None:
+    told = found(layers(nn.Sequential(Grows(), nn.Identity(), nn.ReLU())), "fp16,module.1=fp32")
+    assert told.maker is not None
+    assert (told.maker.module, told.maker.op) == ("1.0", "mul")
+
+
+def test_an_op_that_fp32_computes_by_its_rule() -> None:
+    told = found(layers(Raises()))
+    assert (told.module, told.op) == ("3", "linear")
+    assert told.maker is not None
+    assert (told.maker.module, told.maker.op) == ("1", "exp")
+
+
+def test_an_op_within_the_module_that_overflows() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.linear(torch.exp(x.clamp(-1, 1) + 14.0), self.weight) * 1e-6
+
+    told = found(layers(Both()))
+    assert (told.module, told.op) == ("1", "linear")
+    assert told.maker is not None
+    assert (told.maker.module, told.maker.op) == ("1", "exp")
+
+
+def test_a_weight_and_what_the_model_is_given() -> None:
+    model = layers(nn.Identity())
+    with torch.no_grad():
+        model[3].weight[0, 0] = 1e5
+    told = found(model)
+    assert str(told).endswith("a weight of 1e+05 does not fit fp16, whose largest number is 65504")
+
+    told = found(layers(nn.Identity()), factor=1e6)
+    assert (told.module, told.op) == ("0", "linear")
+    assert told.maker is not None
+    assert (told.maker.op, told.maker.result.name) == ("", "input 0")
+    assert str(told).endswith("; it comes of input 0 of the model")
+
+
+def test_backward_names_the_slope_that_made_the_gradient() -> None:
+    told = found(layers(Steep()), "fp16,module.1=fp32")
+    assert (told.cause, told.module, told.direction) == ("overflow", "1", "backward")
+    assert told.maker is not None
+    assert (told.maker.module, told.maker.op) == ("1", "mul")
+    assert told.maker.line.endswith("* 1e11")
+    assert "made by mul in 1 (" in str(told)
+
+
+CASES: dict[str, tuple[Any, str, set[str]]] = {
+    "forward, one reader": (
+        lambda: layers(Grows(), Calms()),
+        "fp16,module.1=fp32",
+        {"fp16,module.1=fp32,module.3=fp32", "fp16,op.linear=fp32,module.1=fp32", "bf16"},
+    ),
+    "forward, several readers": (
+        lambda: layers(Grows(), nn.Linear(6, 6)),
+        "fp16,module.1=fp32,loss_scale=1",
+        {"fp16,loss_scale=1,module.1=fp32,module.3=fp32,module.4=fp32,module.5=fp32", "bf16"},
+    ),
+    "forward, by rule": (
+        lambda: layers(Raises()),
+        "fp16",
+        {"fp16,module.3=fp32,module.4=fp32", "bf16"},
+    ),
+    "backward": (lambda: layers(Steep()), "fp16,module.1=fp32", {"fp16,module.1=fp32,module.0=fp32", "bf16"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_told_mends_and_is_not_what_was_so_already(name: str) -> None:
+    make, precision, some = CASES[name]
+    told = found(make(), precision)
+    offered = policies(told)
+    assert some <= set(offered), offered
+    assert precision not in offered
+    kept = [text for text in offered if text.startswith("fp16")]
+    assert all(set(mezzo.policy(precision).modules) <= set(mezzo.policy(text).modules) for text in kept)
+    for text in offered:
+        assert taken(make(), text), text
+    first = told.remedies[0]
+    assert told.maker is not None
+    assert f"{told.maker.op} in {told.maker.module}" in first
+
+
+def test_it_is_written_and_read_again() -> None:
+    told = found(layers(Raises()))
+    record = OverflowRecord(1, 0, 0.5, 1.0, told)
+    assert from_line(to_line(record)) == record
+    plain = OverflowRecord(1, 0, 0.5, 1.0, Finding("overflow"))
+    assert from_line(to_line(plain)) == plain
+
+
+def test_watched_live_in_the_loss() -> None:
+    model = layers(nn.Identity())
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", loss_scale=1.0, trace=True
+    )
+    told = []
+    for number in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        with mp.autocast():
+            wide = model(x).float() + 1e6
+            loss = (wide @ torch.ones(2, 1)).square().mean()
+        finding = mp.step(loss).finding
+        assert finding is not None
+        told.append(finding)
+    assert told[1].maker is not None
+    assert told[1].maker.line.endswith("wide = model(x).float() + 1e6")
+    assert told[1].line.endswith("loss = (wide @ torch.ones(2, 1)).square().mean()")
