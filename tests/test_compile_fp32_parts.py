@@ -1,4 +1,4 @@
-"""What a policy keeps in FP32 stays there under torch.compile, backward too: numbers beyond fp16 don't overflow in it."""
+"""What a policy keeps in FP32 stays there under torch.compile, backward too, where numbers lie beyond fp16."""
 
 from __future__ import annotations
 
