@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mezzo.core import range_rules, tuning
 from mezzo.core.errors import UnknownNameError, UsageError
@@ -123,10 +125,34 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
         tune(Sensitivities("fp16", losses=[1.0, math.nan], units=[unit("a")]))
 
 
-def test_a_module_that_stays_inside_one_that_stays_has_a_line() -> None:
-    """`mezzo run` would take its call for one of the whole model's, and lower it."""
-    units = (unit("block.inner", change=1.0), unit("block", change=1.0, inner=["block.inner"]), unit("c"))
-    assert str(tune(measured(*units)).policy) == "bf16,module.block=fp32,module.block.inner=fp32"
+def test_one_line_says_that_a_module_stays_with_all_inside_it_and_counts_them() -> None:
+    paths = ("block.inner", "block.inner.deep", "block.other")
+    units = [unit(path, change=1.0) for path in paths]
+    block = unit("block", change=1.0, inner=["block.inner", "block.other"])
+    tuned = tune(measured(*units, block, unit("c"), unit("alone", change=1.0)))
+    assert str(tuned.policy) == "bf16,module.alone=fp32,module.block=fp32"
+    assert reason(tuned, "block").endswith(" margin of 0.01; with it 3 modules inside it that stay too")
+    assert reason(tuned, "block.inner").endswith(" margin of 0.01")
+    assert "inside" not in reason(tuned, "alone")
+    assert tuned.to_toml().count('= "fp32"') == 2
+    one = tune(measured(unit("block.inner", change=1.0), unit("block", change=1.0), unit("c")))
+    assert reason(one, "block").endswith("; with it 1 module inside it that stays too")
+
+
+TREE = ("a", "a.b", "a.b.c", "a.b.d", "a.e.f", "g", "g.h.i", "g.h.i.j", "")
+
+
+@given(st.fixed_dictionaries({path: st.booleans() for path in TREE}))
+def test_the_lines_give_each_module_the_format_that_was_chosen_for_it(fragile: dict[str, bool]) -> None:
+    """What runs inside a module follows it, unless a line of its own says otherwise."""
+    tuned = tune(measured(*(unit(path, change=1.0 if fragile[path] else 1e-6) for path in TREE)))
+    chosen = {choice.module: choice.format for choice in tuned.choices}
+    assert chosen == {path: "fp32" if fragile[path] else "bf16" for path in TREE} or tuned.policy.is_fp32
+    for path, format in chosen.items():
+        pieces = path.split(".") if path else []
+        around = [".".join(pieces[:length]) for length in range(len(pieces), 0, -1)]
+        lines = [found for one in around if (found := tuned.policy.format_for_module(one))]
+        assert (lines or [tuned.policy.compute])[0] == format, path
 
 
 def test_a_module_that_16_bits_slow_down_stays_if_that_is_worth_a_line() -> None:
@@ -190,7 +216,7 @@ def test_a_region_for_a_module_inside_another_takes_time() -> None:
     free = tune(measured(*units))
     assert str(free.policy) == "bf16,module.block.inner=fp32"
     dear = tune(measured(*units, region_seconds=0.5e-3))
-    assert str(dear.policy) == "bf16,module.block=fp32,module.block.inner=fp32"
+    assert str(dear.policy) == "bf16,module.block=fp32"
 
 
 @pytest.mark.parametrize("path", ["heads.a b", "heads.x=(1, 'y')[0]", "heads.#1"])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -76,6 +77,7 @@ class Tuned:
             one of them overflows or fails).
         seconds: predicted for the modules' work in a step; `preset_seconds`, `fp32_seconds` likewise.
         notes: what could not be measured.
+        goal: a key of `GOALS`.
     """
 
     policy: Policy
@@ -89,6 +91,7 @@ class Tuned:
     preset_seconds: float
     fp32_seconds: float
     notes: tuple[str, ...] = field(default=())
+    goal: str = "time"
 
     def to_toml(self) -> str:
         """The policy as a TOML file, with a reason on each line."""
@@ -110,7 +113,7 @@ class Tuned:
         if self.policy.compute == "fp32":
             root = next((choice for choice in rest if not choice.module), None)
             return (
-                "nothing is gained by 16 bits"
+                "nothing is gained by 16 bits without harm"
                 if root is None
                 else _one_line(f"the model itself: {root.reason}")
             )
@@ -164,17 +167,18 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
     else:
         # What no line names, the model's own arithmetic included, runs in the policy's own format.
         base = "" not in graph.nodes or "" in found.lowered
-        lines = _lines(graph.nodes, found.lowered, base)
+        lines = lines_of({path: path in found.lowered for path in graph.nodes}, base)
         modules = {_pattern(path): measured.format if low else "fp32" for path, low in lines.items()}
         policy = Policy(measured.format if base else "fp32", modules=tuple(modules.items()))
     infinite = broken(measured)
     why = _Reasons(graph, found, budget, measured.format)
+    follow = _followers(graph.nodes, found.lowered, lines)
     choices = tuple(
         Choice(
             unit.path,
             unit.kind,
             measured.format if unit.path in found.lowered else "fp32",
-            why.of(unit),
+            why.of(unit) + _with(follow.get(unit.path, 0)),
             _pattern(unit.path) if unit.path in lines else "",
             graph.nodes[unit.path].fp32_seconds - graph.nodes[unit.path].low_seconds,
             math.inf if unit.path in infinite else math.sqrt(graph.nodes[unit.path].error),
@@ -193,21 +197,18 @@ def tune(measured: Sensitivities, *, margin: float = 0.005, goal: str = "time") 
         preset.seconds,
         fp32.seconds,
         tuple(measured.notes) + _unseen(measured),
+        goal,
     )
 
 
-def _lines(paths: Iterable[str], lowered: Collection[str], base: bool) -> dict[str, bool]:
-    """`lines_of`, and a line for each module inside one that has a line for FP32 and stays in FP32 itself.
-
-    It runs as that one does without a line, where calls are met in a region only. But `mezzo run` meets modules' calls
-    wherever autocast is off, and a call inside an FP32 module is one of these.
-    """
-    lines = lines_of({path: path in lowered for path in paths}, base)
-    wide = [path for path, low in lines.items() if not low]
-    lines |= {
-        path: False for path in paths if path not in lowered and any(_within(path, one) for one in wide)
-    }
-    return dict(sorted(lines.items(), key=lambda line: (line[0].count("."), line[0])))
+def _followers(paths: Iterable[str], lowered: Collection[str], lines: Collection[str]) -> dict[str, int]:
+    """Line for FP32 -> how many modules inside it stay in FP32 by it: each counts for the nearest line around it."""
+    found: Counter[str] = Counter()
+    for path in paths:
+        if path not in lines and path not in lowered:
+            around = [line for line in lines if line and _within(path, line)]
+            found.update([max(around, key=len)] if around else [])
+    return found
 
 
 def _or_zero(error: float) -> float:
@@ -314,6 +315,13 @@ def _time(saved: float) -> str:
         if saved < 0.0
         else "saves no time that could be measured"
     )
+
+
+def _with(inside: int) -> str:
+    """What a line's reason adds of the modules that have none because it covers them."""
+    if not inside:
+        return ""
+    return f"; with it {inside} module{'' if inside == 1 else 's'} inside it that stay{'s' if inside == 1 else ''} too"
 
 
 def _unseen(measured: Sensitivities) -> tuple[str, ...]:

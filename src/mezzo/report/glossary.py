@@ -58,7 +58,7 @@ _TERMS = {
     ),
     "skipped step": (
         "An update that did not happen because a scaled gradient overflowed. A few at the start are how "
-        "the scale finds its height; many, or late ones, deserve a look."
+        "a dynamic scale finds its height; many, or late ones, deserve a look."
     ),
     "alarm": (
         "A skipped update whose cause is not the loss scale alone: a number that no smaller scale would have kept "

@@ -12,7 +12,7 @@ from mezzo.core.policy import policy
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 from mezzo.verify.finished import FinishedRun
 from mezzo.verify.folder import strict
-from mezzo.verify.measure import speed
+from mezzo.verify.measure import Speed, speed
 from mezzo.verify.request import BASELINE, TWIN, Request
 
 SCHEMA = 1
@@ -71,6 +71,7 @@ def _candidate(
         text = f"Step time: {fast.speedup:.2f} times FP32's speed ({low:.2f} to {high:.2f}): {fast.word}."
         judged = replace(judged, reason=f"{judged.reason} {text}")
     peak, fp32_peak, how = _peaks([baseline[k] for k in numbers], [finished[k] for k in numbers])
+    ratio = peak / fp32_peak if peak and fp32_peak else None
     loss, metric = judged.loss, judged.metric
     status = (
         failed.ended.status
@@ -87,7 +88,7 @@ def _candidate(
             "speedup_interval": list(fast.interval) if fast else None,
             "speed_word": fast.word if fast else None,
             "steps_timed": fast.steps if fast else 0,
-            "peak_memory_ratio": peak / fp32_peak if peak and fp32_peak else None,
+            "peak_memory_ratio": ratio,
             "peak_memory_bytes": peak,
             "fp32_peak_memory_bytes": fp32_peak,
             "memory_how": how,
@@ -112,7 +113,7 @@ def _candidate(
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *_emulated(runs), *_run_notes(runs)],
+            "notes": [*judged.notes, *_emulated(runs, ratio, fast), *_run_notes(runs)],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -146,8 +147,14 @@ def _failure(run: FinishedRun) -> str:
     return f"Failed: {run.name} ended with exit status {status}, FP32 did not (see {where}): {last.strip()}"
 
 
-def _emulated(runs: Mapping[int, FinishedRun]) -> list[str]:
-    """What a reader of the speeds must know: the 16-bit formats that the device only stores."""
+def _emulated(runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None) -> list[str]:
+    """What a reader of the speeds must know: the 16-bit formats that the device only stores.
+
+    Args:
+        runs: of a candidate.
+        memory: its peak over FP32's.
+        fast: its speed.
+    """
     notes: dict[str, None] = {}
     for run in runs.values():
         native = run.machine.get("native_formats")
@@ -156,16 +163,36 @@ def _emulated(runs: Mapping[int, FinishedRun]) -> list[str]:
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            notes[f"{name} is emulated on {here}: {_SAVED.get(name, _IN_16_BITS)}"] = None
+            notes[f"{name} is emulated on {here}: {_HOW.get(name, _IN_16_BITS)}: {saved(memory, fast)}"] = (
+                None
+            )
     return list(notes)
 
 
-_IN_16_BITS = "stored in 16 bits, computed in FP32: memory is saved, time is not"
-# What a format that no device here has saves when it is emulated.
-_SAVED = {
-    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format: memory is saved, time is not",
-    "tf32": "factors are rounded and multiplied in FP32: it shows what TF32 does to the numbers, and saves nothing",
+_IN_16_BITS = "stored in 16 bits, computed in FP32"
+# What is done in a format that no device here has.
+_HOW = {
+    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format",
+    "tf32": "factors are rounded and multiplied in FP32, which shows what TF32 does to the numbers",
 }
+
+
+def saved(memory: float | None, fast: Speed | None) -> str:
+    """What a candidate saves, in words that follow the figures as they are printed.
+
+    Args:
+        memory: its peak over FP32's; None where it was not measured.
+        fast: its speed; None where it was not measured.
+    """
+    less = memory is not None and round(memory, 2) < 1.0
+    of_memory = (
+        "was not measured" if memory is None else "is saved" if less else f"is not saved ({memory:.2f}x)"
+    )
+    not_told = "is not" if less else "is not saved"
+    of_time = (
+        {"faster": "is saved", "slower": "is lost"}.get(fast.word, not_told) if fast else "was not measured"
+    )
+    return f"memory {of_memory}, time {of_time}"
 
 
 def _run_notes(runs: Mapping[int, FinishedRun]) -> list[str]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.core.tuning import Choice
+from mezzo.core.tuning import Choice, Tuned
 from mezzo.verify.tune.tune import Outcome
 
 
@@ -42,10 +42,19 @@ def show(console: Console, outcome: Outcome) -> None:
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if tuned.policy.is_fp32:
-        console.print("FP32 it is: no module runs faster in 16 bits here without harm.", soft_wrap=True)
+        console.print(_all_fp32(tuned), soft_wrap=True)
     console.print(Text.assemble(("Policy: ", "bold"), str(outcome.policy)), soft_wrap=True)
     if outcome.finding:
         console.print(Text(outcome.finding, style="bold red"), soft_wrap=True)
+
+
+def _all_fp32(tuned: Tuned) -> str:
+    """Why nothing is lowered, by what was measured."""
+    if tuned.goal == "memory":
+        return "FP32 it is: no module can run in 16 bits here without harm."
+    if all(choice.saved_seconds <= 0.0 for choice in tuned.choices):
+        return "FP32 it is: no module runs faster in 16 bits here."
+    return "FP32 it is: what runs faster in 16 bits here does harm, or its casts take more than it saves."
 
 
 def _cells(choice: Choice) -> tuple[str, str, str, str]:
