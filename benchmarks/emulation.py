@@ -6,9 +6,9 @@
 
 Columns. `ms`: the median step. `time / fp32`: the whole step (forward, backward, unscaling, the optimizer), each
 policy with FP32 in turn, in an order drawn anew each round; a ratio of medians with a 95 % bootstrap interval over
-rounds. `kept`, over FP32's: bytes that came into being in forward and are alive at its end, which is what backward
-waits for, each storage once: what autograd saved, with 16-bit copies of weights, the loss and whatever a kernel keeps.
-Bytes have no noise.
+processes and their rounds, for one process may differ from the next by a tenth. `kept`, over FP32's: bytes that came
+into being in forward and are alive at its end, which is what backward waits for, each storage once: what autograd
+saved, with 16-bit copies of weights, the loss and whatever a kernel keeps. Bytes have no noise.
 
 `native` says which formats count as the machine's own: `own`, what it has (`mezzo doctor`), and `none`, nothing, as
 with MEZZO_ASSUME_NATIVE="": everything is stored in its format and computed in FP32. Each runs in a process of its
@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from live import tensors_in
 from mezzo.demos import DEMOS
 from mezzo.demos import text_lstm as lstm_demo
 from models import WORKLOADS, Workload
-from pairs import ratio_of_medians
+from pairs import ratio_of_medians, ratio_over_processes
 
 RESULTS = Path(__file__).parent / "results" / "emulation.json"
 FP32 = "fp32"
@@ -162,7 +162,7 @@ def kept_bytes(demo: str, policy: str) -> list[tuple[int, str]]:
 
 
 def measure(demo: str, policies: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    """Every policy and FP32 on one demo's model, in this process, as plain JSON values."""
+    """Every policy and FP32 on one demo's model, in this process, as plain JSON values: seconds, bytes, what raised."""
     from mezzo.core.errors import UnknownNameError
     from mezzo.core.policy import policy as policy_of
 
@@ -191,16 +191,32 @@ def measure(demo: str, policies: tuple[str, ...], rounds: int) -> dict[str, Any]
         draw.shuffle(order)
         for policy in order:
             times[policy].append(seconds(contenders[policy].step, "cpu"))
+    return {"summary": MODELS[demo]().summary, "seconds": times, "kept_bytes": kept, "raised": raised}
+
+
+def beside_fp32(processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several processes measured of one demo, a row for each policy that none of them raised under."""
+    first = processes[0]
+    raised = {policy: why for found in processes for policy, why in found["raised"].items()}
     rows = {}
-    for policy in contenders:
-        ratio = ratio_of_medians(times[policy], times[FP32])
+    for policy in (policy for policy in first["seconds"] if policy not in raised):
+        times, fp32 = ([found["seconds"][name] for found in processes] for name in (policy, FP32))
+        ratio = ratio_over_processes(times, fp32)
+        kept = first["kept_bytes"]
         rows[policy] = {
-            "milliseconds": float(f"{1e3 * statistics.median(times[policy]):.5g}"),
+            "milliseconds": float(f"{1e3 * statistics.median(t for one in times for t in one):.5g}"),
             "time": [round(value, 4) for value in (ratio.value, ratio.low, ratio.high)],
+            "time_by_process": [round(ratio_of_medians(*pair).value, 4) for pair in zip(times, fp32)],
             "kept_bytes": kept[policy],
             "kept": round(kept[policy] / kept[FP32], 4),
         }
-    return {"summary": MODELS[demo]().summary, "rounds": rounds, "policies": rows, "raised": raised}
+    return {
+        "summary": first["summary"],
+        "processes": len(processes),
+        "rounds": len(first["seconds"][FP32]),
+        "policies": rows,
+        "raised": raised,
+    }
 
 
 def judge(policy: str, row: Mapping[str, Any]) -> dict[str, str]:
@@ -282,7 +298,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--native", choices=(*NATIVE, "both"), default="both", help="default %(default)s")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="timed steps of each policy (default %(default)s)"
+        "--rounds", type=int, default=8, help="timed steps of each policy in a process (default %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=4, help="of each row, one after the other (default %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default %(default)s")
     parser.add_argument("--where", type=int, metavar="N", help="show what is kept instead of measuring")
@@ -299,6 +318,8 @@ def main() -> None:
     options = _parser().parse_args()
     if options.rounds < 2:
         raise SystemExit(f"--rounds {options.rounds}: an interval needs 2 rounds or more")
+    if options.processes < 1:
+        raise SystemExit(f"--processes {options.processes}: 1 or more")
     console = Console(highlight=False)
     policies = tuple(options.policy or POLICIES)
     natives = tuple(NATIVE) if options.native == "both" else (options.native,)
@@ -316,9 +337,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     rows = [(demo, native) for demo in demos for native in natives]
     for demo, native in track(rows, "demos", console=Console(stderr=True), transient=True):
-        found.setdefault(demo, {})[native] = in_a_process(
-            demo, policies, native, options.rounds, options.threads
-        )
+        measured = [
+            in_a_process(demo, policies, native, options.rounds, options.threads)
+            for _ in range(options.processes)
+        ]
+        found.setdefault(demo, {})[native] = beside_fp32(measured)
     results = {
         "schema": 1,
         "machine": describe() | {"threads": options.threads},

@@ -37,3 +37,29 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float]) -> Ratio:
     )
     low, high = found.confidence_interval
     return Ratio(float(_ratio(*pair)), float(low), float(high))
+
+
+def ratio_over_processes(
+    above: Sequence[Sequence[float]], below: Sequence[Sequence[float]], resamples: int = 4000
+) -> Ratio:
+    """The same over several processes, which differ by more than the rounds of one do.
+
+    Whole processes are resampled, and then the rounds of each, as pairs. Of one process it is the interval over its
+    rounds.
+
+    Args:
+        above: the seconds of each process, one a round.
+        below: seconds of the other contender in the same rounds of the same processes.
+    """
+    pairs = [np.stack([np.asarray(one), np.asarray(other)]) for one, other in zip(above, below, strict=True)]
+    rng = np.random.default_rng(0)
+    found = np.empty(resamples)
+    for number in range(resamples):
+        drawn = [pairs[i] for i in rng.integers(len(pairs), size=len(pairs))]
+        rounds = np.concatenate(
+            [pair[:, rng.integers(pair.shape[1], size=pair.shape[1])] for pair in drawn], axis=1
+        )
+        found[number] = _ratio(rounds[0], rounds[1])
+    whole = np.concatenate(pairs, axis=1)
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Ratio(float(_ratio(whole[0], whole[1])), float(low), float(high))

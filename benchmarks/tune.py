@@ -6,7 +6,7 @@
 Each demo is tuned once, for time, from the preset that `mezzo tune` chooses on this machine. Then a training step
 (forward, backward, the optimizer) of its model is timed under FP32, the preset and the tuned policy, in turns, in an
 order drawn anew each round, in several processes one after the other. Ratios are of medians, with a 95 % bootstrap
-interval over the rounds of all processes. Where tuning finds nothing to change, the policy *is* the preset, and there
+interval over processes and their rounds. Where tuning finds nothing to change, the policy *is* the preset, and there
 is nothing to time.
 """
 
@@ -31,7 +31,7 @@ from clocks import seconds
 from emulation import FP32, MODELS, Contender
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.machine import describe
-from pairs import ratio_of_medians
+from pairs import ratio_over_processes
 
 RESULTS = Path(__file__).parent / "results" / "tune.json"
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "MEZZO_ASSUME_NATIVE"}
@@ -89,7 +89,7 @@ def measure(demo: str, rounds: int, processes: int, progress: Progress) -> dict[
             "predicted": found["preset_predicted_seconds"] / found["predicted_seconds"],
         }
         names = {FP32: FP32, "preset": preset} | ({} if row["is_preset"] else {"tuned": str(policy)})
-        times: dict[str, list[float]] = {name: [] for name in names}
+        times: dict[str, list[list[float]]] = {name: [] for name in names}
         for number in range(processes):
             words = [
                 sys.executable,
@@ -105,11 +105,11 @@ def measure(demo: str, rounds: int, processes: int, progress: Progress) -> dict[
                 raise SystemExit(f"{demo}: exit status {done.returncode}\n{done.stderr}")
             said = json.loads(done.stdout.splitlines()[-1])
             for name, policy_name in names.items():
-                times[name] += said[policy_name]
+                times[name].append(said[policy_name])
             progress.advance(task)
     for name, other in (("tuned", "preset"), ("tuned", FP32), ("preset", FP32)):
         if name in times:
-            ratio = ratio_of_medians(times[other], times[name])
+            ratio = ratio_over_processes(times[other], times[name])
             row[f"{name} over {other}"] = [ratio.value, ratio.low, ratio.high]
     return row
 
@@ -139,8 +139,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=20, help="of each process (default %(default)s)")
-    parser.add_argument("--processes", type=int, default=3, help="one after the other (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="of each process (default %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="one after the other (default %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console()

@@ -75,7 +75,8 @@ def test_policies_are_measured_beside_fp32_and_the_unknown_are_left_out_aloud(
 ) -> None:
     del tiny
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
-    found = bench.measure("digits", ("fp16", "fp17", "fp16,op.softmax=fp32"), rounds=3)
+    measured = bench.measure("digits", ("fp16", "fp17", "fp16,op.softmax=fp32"), rounds=3)
+    found = bench.beside_fp32([measured, measured])
     assert found["policies"].keys() == {"fp32", "fp16", "fp16,op.softmax=fp32"}
     assert found["raised"]["fp17"].startswith("left out: ")
     assert "'fp17'" in found["raised"]["fp17"]
@@ -100,12 +101,26 @@ def test_a_policy_that_raises_is_a_result_and_fp32s_failure_is_not(
 
     monkeypatch.setattr(bench.Contender, "step", broken)
     wrong = "bf16"
-    found = bench.measure("digits", ("bf16", "fp16"), rounds=2)
+    found = bench.beside_fp32([bench.measure("digits", ("bf16", "fp16"), rounds=2)])
     assert found["raised"] == {"bf16": "RuntimeError: boom"}
     assert found["policies"].keys() == {"fp32", "fp16"}
     wrong = "fp32"
     with pytest.raises(RuntimeError, match="boom"):
         bench.measure("digits", ("bf16",), rounds=2)
+
+
+def test_an_interval_knows_of_processes_that_differ(bench: ModuleType) -> None:
+    def process(slower: float) -> dict[str, Any]:
+        seconds = {"fp32": [1.0, 1.1, 0.9, 1.0], "fp16": [slower * t for t in (1.0, 1.1, 0.9, 1.0)]}
+        return {"summary": "", "seconds": seconds, "kept_bytes": {"fp32": 2, "fp16": 1}, "raised": {}}
+
+    alone = bench.beside_fp32([process(1.2)])["policies"]["fp16"]
+    assert alone["time"] == [1.2, 1.2, 1.2]
+    three = bench.beside_fp32([process(slower) for slower in (1.2, 1.5, 1.25)])["policies"]["fp16"]
+    assert three["time_by_process"] == [1.2, 1.5, 1.25]
+    value, low, high = three["time"]
+    assert low <= 1.2 < value < 1.5 <= high
+    assert three["kept"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -142,7 +157,8 @@ def test_children_find_the_machine_that_they_are_told(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "found.json"
-    words = ["--only", "digits", "--policy", "bf16", "--rounds", "2", "--threads", "1", "--out", str(out)]
+    words = ["--only", "digits", "--policy", "bf16", "--rounds", "2", "--processes", "1", "--threads", "1"]
+    words += ["--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["emulation.py", *words])
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")  # a child is told by its own column
     bench.main()
