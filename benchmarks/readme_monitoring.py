@@ -1,4 +1,4 @@
-"""The parts of docs/monitoring.md: what looking costs, and how many planted faults are named."""
+"""The parts of docs/monitoring.md and docs/tune.md: what looking costs, how many faults are named, what tuning gains."""
 
 from __future__ import annotations
 
@@ -52,3 +52,27 @@ def faults(results: dict[str, Any]) -> str:
     lines += [f"| {what} | {right} | {total} |" for what, (right, total) in results["counts"].items()]
     families = ", ".join(f"{name} {total}" for name, (_, total) in results["by_family"].items())
     return "\n".join(lines) + f"\n\nFaults by family: {families}."
+
+
+def tuned(results: dict[str, Any]) -> str:
+    """A row for each demo that was tuned."""
+    machine = results["machine"]
+    lines = [
+        f"`python benchmarks/tune.py` on {machine['threads']} threads of {machine['cpu']}, {results['processes']}",
+        f"processes of {results['rounds']} rounds each. Speeds: above 1 is faster.",
+        "",
+        "| demo | preset | in FP32 | tuned / preset | predicted, of modules alone | tuned / FP32 | preset / FP32 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for demo, row in results["rows"].items():
+        same = row["is_preset"]
+        mine, over = (
+            ("is the preset", "")
+            if same
+            else (_ratio(row[f"tuned over {name}"]) for name in ("preset", "fp32"))
+        )
+        lines.append(
+            f"| {demo} | {row['preset']} | {len(row['fp32_modules'])} of {row['modules']} | {mine} |"
+            f" {row['predicted']:.3f} | {over} | {_ratio(row['preset over fp32'])} |"
+        )
+    return "\n".join(lines)
