@@ -1,4 +1,4 @@
-"""The parts of docs/monitoring.md and docs/tune.md: what looking costs, how many faults are named, what tuning gains."""
+"""Parts of docs/monitoring.md and docs/tune.md: what looking costs, how many faults are named, what tuning gains."""
 
 from __future__ import annotations
 
