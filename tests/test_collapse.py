@@ -19,7 +19,7 @@ from torch import nn
 import mezzo
 from bad_steps import is_finite, same
 from launching import launcher
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import Observation, from_state_dict
 from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.training.state import anew_if_collapsed
@@ -150,7 +150,9 @@ def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
     for number in range(3):
         train(number)
     before = reloaded([model.state_dict(), optimizer.state_dict()])
-    with pytest.raises(LossScaleCollapseError, match="the last 4 steps were skipped"):
+    with pytest.raises(
+        LossScaleCollapseError, match=r"the last 4 steps were skipped.*scaler\.update\(1024\)"
+    ):
         again_and_again(lambda: train(0, NAN))
     saved = reloaded([model.state_dict(), optimizer.state_dict(), gradients.state_dict()])
     assert same(saved[:2], before)
@@ -236,3 +238,49 @@ def test_a_collapsed_statistical_scale_keeps_what_it_has_learned() -> None:
     collapsed = {**begun.state_dict(), "limit": begun.floor, "stuck": 3}
     assert from_state_dict(collapsed) != begun
     assert from_state_dict(anew_if_collapsed(collapsed)) == begun
+
+
+@pytest.mark.parametrize("name", [*SCALES, "statistical"])
+def test_a_training_whose_fault_is_mended_goes_on_in_place(name: str, decides: str) -> None:
+    scales = {**SCALES, "statistical": lambda: StatisticalLossScale(init=2.0**10, floor=1.0, patience=4)}
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=scales[name]())
+    assert step(mp, 0).moved
+    with pytest.raises(
+        LossScaleCollapseError, match=r"Once that is mended, mp\.reset_loss_scale\(\)"
+    ) as raised:
+        again_and_again(lambda: step(mp, 0, NAN))
+    constant = name == "static"
+    assert ("anew, at 2^10: without it training goes on from 2^0" in str(raised.value)) != constant
+    mp.reset_loss_scale()
+    assert mp.loss_scale == 2.0**10
+    assert step(mp, 0, NAN).skipped  # one more bad step is not the end again
+    assert all(step(mp, number).moved for number in range(1, 5))
+
+
+def test_without_a_loss_scale_there_is_none_to_begin_anew() -> None:
+    model = network()
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
+    with pytest.raises(UsageError, match=r"bf16 has no loss scale.*loss_scale="):
+        mp.reset_loss_scale()
+
+
+def test_an_open_window_keeps_the_scale_that_it_began_with() -> None:
+    model = network()
+    mp = mezzo.MixedPrecision(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        "fp16",
+        loss_scale=mezzo.DynamicLossScale(init=2.0**10, floor=1.0),
+        accumulate=2,
+    )
+    for number in (0, 1):
+        step(mp, number, NAN)
+    assert mp.loss_scale == 2.0**9
+    step(mp, 2)
+    mp.reset_loss_scale()
+    result = step(mp, 3)
+    assert result.moved
+    assert result.loss_scale == 2.0**9
+    assert mp.loss_scale == 2.0**10

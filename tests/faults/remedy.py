@@ -12,7 +12,7 @@ from faults.rows import Fault
 from faults.runs import of_fault
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.finding import Finding
-from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 _FLOOR = DynamicLossScale().floor
 _QUOTED = re.compile(r"`([^`]+)`")
@@ -40,7 +40,8 @@ def mends(row: Fault, part: str, policy: str) -> bool:
         policy: in place of the row's.
     """
     precision = defaultdict(lambda: row.precision, {part: policy})
-    scales = [None] if "loss_scale=" in policy else [row.scale, _FLOOR]
+    constant = isinstance(mezzo.policy(policy).make_loss_scale(), StaticLossScale)
+    scales = [None] if constant else [row.scale, _FLOOR]
     return any(_taken(row, part, precision, scale) for scale in scales)
 
 

@@ -41,6 +41,10 @@ class LossScaleCollapseError(MezzoError, RuntimeError):
         """The same, with what makes the steps fail."""
         return LossScaleCollapseError(f"{self} What makes them fail: {culprit}.")
 
+    def going_on(self, how: str) -> LossScaleCollapseError:
+        """The same, with what to call once that is mended."""
+        return LossScaleCollapseError(f"{self} Once that is mended, {how}.")
+
 
 class ScriptError(MezzoError, RuntimeError):
     """The user's script failed under its FP32 baseline, so there is nothing to compare with."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError, UsageError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
@@ -401,7 +401,13 @@ class GradScaler(ScalerNumbers):
         self._unchecked += 1
         if host_knows or self._unchecked >= self._machine.pure.patience:
             self._unchecked = 0
-            self._machine.check()
+            try:
+                self._machine.check()
+            except LossScaleCollapseError as collapse:
+                init = self._machine.pure.init
+                raise collapse.going_on(
+                    f"scaler.update({init:.17g}) sets the scale with which it began"
+                ) from collapse
 
     def _begin_iteration(self) -> None:
         for state in self._optimizers.values():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from mezzo.core.errors import CallOrderError, LossScaleCollapseError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale, StaticLossScale
 from mezzo.core.policy import Policy
@@ -257,6 +257,24 @@ class MixedPrecision:
         machine = self._in_force.scaling
         return 1.0 if machine is None else float(machine.scale)
 
+    def reset_loss_scale(self) -> None:
+        """Let the loss scale begin anew, as it did first: after a `LossScaleCollapseError` whose cause is mended.
+
+        A scale that collapsed stands at its floor, which says what bad steps did to it and nothing of the gradients to
+        come. A dynamic one goes on from its `init`; a statistical one from what it has learned of gradients; a constant
+        one forgets its skips in a row. An open window keeps the scale that it began with.
+
+        Raises:
+            UsageError: this training has no loss scale.
+        """
+        machine = self._in_force.machine
+        if machine is None:
+            raise UsageError(
+                f"reset_loss_scale(): precision {self.policy} has no loss scale, so there is none to begin anew. Only "
+                "fp16 has one by itself; loss_scale= gives one to any precision."
+            )
+        self._in_force.set_scale(training_state.begun_anew(machine))
+
     def autocast(self) -> AbstractContextManager[Region]:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
@@ -405,9 +423,10 @@ class MixedPrecision:
             self._in_force.check(machine, skipped)
         except LossScaleCollapseError as collapse:
             self._journal.flush()
-            if self._findings:
-                raise collapse.named(self._findings[-1]) from collapse
-            raise
+            found_out = collapse.named(self._findings[-1]) if self._findings else collapse
+            if machine is not None:
+                found_out = found_out.going_on(training_state.how_to_go_on(machine))
+            raise found_out from collapse
         return result
 
     def _clear_gradients(self) -> None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, StaticLossScale, from_state_dict
+from mezzo.core.scale_numbers import power_text
+from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.core.trial import TrialDecision
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling import state as scaler_state
+from mezzo.pytorch.scaling.device_scale import DeviceLossScale
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
@@ -130,7 +133,32 @@ def anew_if_collapsed(scale: dict[str, Any]) -> dict[str, Any]:
     skips = scale.get("stuck", scale.get("skips", 0))
     if "patience" not in scale or skips < scale["patience"]:
         return scale
+    return _anew(scale)
+
+
+def _anew(scale: dict[str, Any]) -> dict[str, Any]:
     return {**scale, **_ANEW.get(str(scale.get("kind")), {})}
+
+
+def begun_anew(machine: DeviceLossScale) -> LossScale:
+    """A loss scale with its settings, and with what it has learned of gradients, as if no step had been skipped."""
+    return from_state_dict(_anew(machine.on_host().state_dict()))
+
+
+def how_to_go_on(machine: DeviceLossScale) -> str:
+    """What to call after a collapse that was mended, and what would be without."""
+    again = begun_anew(machine)
+    if isinstance(again, StaticLossScale):
+        return "mp.reset_loss_scale() forgets the skips: without it the next one raises this again"
+    slow = ""
+    if isinstance(again, DynamicLossScale):
+        slow = f", growing {again.growth_factor:g} times in {again.growth_interval} good steps"
+    elif isinstance(again, StatisticalLossScale):
+        slow = f", doubling in {again.recovery} good steps"
+    return (
+        f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes on "
+        f"from {power_text(float(machine.scale))}{slow}"
+    )
 
 
 def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:
