@@ -3,8 +3,9 @@ is imported.
 
 Told by their first use: `torch.autocast` (through which Accelerate and Lightning's `bf16-mixed` go as well)
 entered by code that is neither PyTorch's nor ours, `GradScaler.scale`, `deepspeed.initialize`,
-`apex.amp.initialize`. Models whose parameters are 16-bit already are told by `Preparation`. A region that
-only switches autocast off (`enabled=False`, as many libraries do around a sensitive op) is no use of it.
+`apex.amp.initialize`. Models whose parameters are 16-bit already are told by `Preparation`, Mezzo's own names
+by `own_use`. A region that only switches autocast off (`enabled=False`, as many libraries do around a sensitive op)
+is no use of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
 
 
+SWITCH_OFF = (
+    "to have Mezzo do it, run the script with its own mixed precision switched off (by an option of its own, or "
+    "enabled=False)"
+)
+"""What to do about a script that uses PyTorch's."""
+
+
 def watch_torch(session: Session, patches: Patches) -> None:
     """Notice the first use of PyTorch's own mixed precision."""
     import torch
@@ -31,9 +39,9 @@ def watch_torch(session: Session, patches: Patches) -> None:
     @functools.wraps(enter)
     def entering(self: Any) -> Any:
         if self._enabled and session.left_alone is None:
-            frame = _caller(sys._getframe(1))
+            frame = caller(sys._getframe(1))
             if frame is not None:
-                session.stand_back(f"it uses torch.autocast itself ({_place(frame)})")
+                session.stand_back(f"it uses torch.autocast itself ({place(frame)})", SWITCH_OFF)
         return enter(self)
 
     patches.set(autocast, "__enter__", entering)
@@ -43,9 +51,9 @@ def watch_torch(session: Session, patches: Patches) -> None:
     @functools.wraps(scale)
     def scale_(self: Any, outputs: Any) -> Any:
         if self.is_enabled() and session.left_alone is None:
-            frame = _caller(sys._getframe(1))
+            frame = caller(sys._getframe(1))
             if frame is not None:
-                session.stand_back(f"it uses GradScaler itself ({_place(frame)})")
+                session.stand_back(f"it uses GradScaler itself ({place(frame)})", SWITCH_OFF)
         return scale(self, outputs)
 
     patches.set(scaler, "scale", scale_)
@@ -61,7 +69,8 @@ def watch_initialize(session: Session, patches: Patches, what: str) -> Callable[
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            session.stand_back(f"it uses {what}")
+            mend = f"to have Mezzo do it, switch 16 bits off in what {what} is given, or take its initialize() out"
+            session.stand_back(f"it uses {what}", mend)
             return original(*args, **kwargs)
 
         patches.set(module, "initialize", initialize)
@@ -69,7 +78,7 @@ def watch_initialize(session: Session, patches: Patches, what: str) -> Callable[
     return imported
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
+def caller(frame: FrameType | None) -> FrameType | None:
     """The frame that asked for mixed precision, or None if it was PyTorch's own doing, or Mezzo's."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -87,7 +96,8 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 _TRANSPARENT = frozenset({"decorate_autocast", "entering", "scale_", "scale", "<genexpr>", "apply_scale"})
 
 
-def _place(frame: FrameType) -> str:
+def place(frame: FrameType) -> str:
+    """Where a frame's code stands, for a reader: whose it is, its file and line."""
     name = str(frame.f_globals.get("__name__", ""))
     package = name.partition(".")[0]
     file = os.path.basename(frame.f_code.co_filename)

@@ -8,6 +8,7 @@
 | `Optimizer._patch_step_function`         | the `step` of each optimizer's class: records; veto       |
 | `Optimizer.zero_grad` (1)                | what was not finite and is cleared                        |
 | `autocast.__enter__`, `GradScaler.scale` | to notice a script that does all this itself              |
+| `mezzo.autocast`, `MixedPrecision`, ...  | likewise, with Mezzo                                      |
 
 (1) only where the policy has a loss scale. `auto` is decided when the first model call shows the device, so
 it gets these too, and each asks the session whether there is a scale.
@@ -62,7 +63,7 @@ class Instrument:
         self._patches.undo()
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
-        from mezzo.pytorch.launch import backward, foreign, regions
+        from mezzo.pytorch.launch import backward, foreign, own_use, regions
         from mezzo.pytorch.launch.optimizers import Steps
         from mezzo.pytorch.launch.prepare import Preparation
         from mezzo.pytorch.launch.storage import Storage
@@ -89,6 +90,7 @@ class Instrument:
             patches.set(autograd, "grad", backward.make_grad(session, autograd.grad))
             patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
         foreign.watch_torch(session, patches)
+        own_use.watch(session, patches, self._imports)
         if session.policy.compute != "fp32":
             checkpoint.install()  # before the script's first: it may checkpoint the call that makes the first region
         if session.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again

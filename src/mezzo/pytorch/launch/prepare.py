@@ -88,7 +88,8 @@ class Preparation:
         ):  # else it may be by us, or a copy of such a one
             session.stand_back(
                 f"{name} holds {str(lowered).removeprefix('torch.')} parameters: "
-                "the script chooses its formats itself"
+                "the script chooses its formats itself",
+                "to have Mezzo do it, keep the model in FP32: take out the line that makes it 16 bits",
             )
             return False
         first = not session.device_type

@@ -79,8 +79,8 @@ class Session:
         """Whether backward passes are scaled."""
         return self.left_alone is None and not isinstance(self.scale, NoLossScale)
 
-    def stand_back(self, why: str) -> None:
-        """Leave the script alone from here on; the first reason is the one told.
+    def stand_back(self, why: str, mend: str) -> None:
+        """Leave the script alone from here on; the first reason is the one told, with what the user may do about it.
 
         Once weights are in 16 bits, a call outside a region would fail for its FP32 inputs. So regions then go on,
         and what the script does itself rules only inside its own.
@@ -95,6 +95,7 @@ class Session:
             self.left_alone = why
             self.companions.step_dropped()
             self.journal.note(f"left alone: {why}")
+            self.journal.note(mend)
 
     def resolve(self, device_type: str) -> None:
         """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""

@@ -53,7 +53,14 @@ def summary(session: Session) -> str:
 
 def _headline(session: Session) -> str:
     if session.left_alone is not None:
-        return "this script ran as it is; Mezzo changed nothing"
+        if before := session.lowered_calls:
+            calls = _count(before, "call")
+            return (
+                f"this script ran as it is from there on; {calls} before that ran in {session.policy.compute}"
+            )
+        asked = session.request.policy
+        ignored = "" if asked == "auto" else f": {asked} was not applied"
+        return f"this script ran as it is; Mezzo changed nothing{ignored}"
     if not session.device_type:
         return "no model was called, so there was nothing to run in another precision"
     text = f"policy {session.policy}"
