@@ -60,12 +60,17 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
 
 
 def numbers(
-    *, clip_norm: float | None, clip_value: float | None, accumulate: int, watch: bool | int = False
+    *,
+    clip_norm: float | None,
+    clip_value: float | None,
+    accumulate: int,
+    watch: bool | int = False,
+    trace: bool | None = None,
 ) -> None:
-    """Check the numbers' ranges.
+    """Check the numbers' ranges, and who is to look.
 
     Raises:
-        UsageError: one is out of range.
+        UsageError: one is out of range, or neither a number nor a truth value where it must be.
     """
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         measures = name == "clip_norm" and bound == math.inf
@@ -78,7 +83,25 @@ def numbers(
         raise UsageError(f"MixedPrecision: accumulate is {accumulate!r}; give a whole number of at least 1")
     if not isinstance(watch, int) or watch < 0:
         raise UsageError(
-            f"MixedPrecision: watch is {watch!r}; give True, or the updates from one that is watched to the next"
+            f"MixedPrecision: watch is {watch!r}; give True, False, or the updates from one that is watched to the next"
+        )
+    if trace is not None and not isinstance(trace, bool):
+        raise UsageError(
+            f"MixedPrecision: trace is {trace!r}; give True (look into every skipped step), False (into none), or None "
+            "(where that makes nobody wait)"
+        )
+
+
+def writer(records: Any) -> None:
+    """Check that records can be written.
+
+    Raises:
+        UsageError: there is no way to write one.
+    """
+    if records is not None and not hasattr(records, "write"):
+        raise UsageError(
+            f"MixedPrecision: records is {records!r}; give a RecordWriter, such as "
+            'mezzo.core.records.RecordWriter("run.jsonl"), or a mezzo.TensorBoardWriter'
         )
 
 

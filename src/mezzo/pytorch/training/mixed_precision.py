@@ -144,8 +144,11 @@ class MixedPrecision:
         records: RecordWriter | None = None,
     ) -> None:
         checks.model_and_optimizer(model, optimizer, _ALIVE)
-        checks.numbers(clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch)
+        checks.numbers(
+            clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch, trace=trace
+        )
         checks.scheduler(scheduler)
+        checks.writer(records)
         if release_gradients:
             checks.release(clip_value)
             if accumulate == 1:
