@@ -45,8 +45,18 @@ def test_where_there_is_nothing_it_says_so(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "verdict.json").write_text("[]")
     assert main(["report", str(tmp_path)]) == 2
     assert 'it has no object "candidates"' in capsys.readouterr().err
+
+
+def test_bare_it_says_what_it_could_be_given(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     assert main(["report"]) == 2
-    assert "DIR" in capsys.readouterr().err
+    told = "mezzo report: give DIR, a folder with run records, or a .jsonl file. For instance: mezzo report "
+    assert capsys.readouterr().err == f"{told}mezzo-run.\n"
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    assert capsys.readouterr().err == f"{told}run. In this folder there are run.\n"
 
 
 def test_a_full_disk_is_one_line(

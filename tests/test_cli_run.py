@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mezzo.cli import run as verb
 from mezzo.cli.main import main
 from mezzo.core import records
+from mezzo.pytorch.launch import event_folder
 
 PAGE = Path(__file__).parents[1] / "docs" / "run.md"
 
@@ -149,6 +151,12 @@ def test_a_second_run_takes_the_place_of_the_first(
     [
         (["--watch=0"], "'0' is no number of updates. Write --watch, or --watch=50"),
         (["--watch=x"], "'x' is no number of updates"),
+        (["--watch", "5"], "For every 5th update write --watch=5, in one word."),
+        (["--presicion", "bf16"], "unrecognized arguments: --presicion. Did you mean --precision?"),
+        (["--records", "."], "can't write records to '.': Is a directory. Name a file that can be written"),
+        (["--policy", "absent.toml"], "Give the path of a TOML file that can be read, such as"),
+        (["-m", "absent.module"], "Give the dotted name of a module that can be imported from"),
+        ([""], "the script's name is empty"),
         (["--out", "full"], "holds other files (comparison.json)"),
         (["--out", "train.py"], "Name a folder that can be written"),
         (["--out", "a", "--records", "b"], "not allowed with argument"),
@@ -200,13 +208,110 @@ def test_records_go_to_tensorboard_too(train: str, tmp_path: Path, monkeypatch: 
 
 
 def test_tensorboard_is_missed_before_the_script_runs(
-    train: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
-    )
-    assert main(["run", "--tensorboard", "events", train]) == 2
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, event_folder.WRITER, None)
+    assert main(["run", "--tensorboard=events", "--out", "here", train]) == 2
     captured = capsys.readouterr()
-    assert "pip install 'mezzo[tensorboard]'" in captured.err
+    assert captured.err.startswith("mezzo run: --tensorboard ")
+    assert captured.err.endswith("Install it: pip install tensorboard\n")
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("train.py", "/train.py: is a file. Name a folder"),
+        ("train.py/events", "/train.py/events: Not a directory. Name a folder"),
+    ],
+)
+def test_a_folder_for_events_that_is_none_is_refused_before_the_script_runs(
+    folder: str, why: str, train: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    assert main(["run", f"--tensorboard={folder}", train]) == 2
+    captured = capsys.readouterr()
+    assert why in captured.err
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert (tmp_path / "train.py").read_text() == TRAIN
+
+
+def test_whether_events_can_be_written_is_asked_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    code = (
+        "import sys; from pathlib import Path\nfrom mezzo.pytorch.launch.event_folder import check\n"
+        "check(Path(sys.argv[1]))\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a" / "b")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_runs_that_are_watched_never_overwrite_one_another(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for policy, folder in (("bf16", "mezzo-run"), ("fp32", "mezzo-run-2"), ("fp16", "mezzo-run-3")):
+        monkeypatch.chdir(tmp_path)  # the script has left it
+        assert main(["run", "--watch", "--precision", policy, train]) == 3
+        (started, *_) = records.read(tmp_path / folder / "runs" / "run.jsonl")
+        assert isinstance(started, records.RunStarted)
+        assert started.policy == policy
+        told = capsys.readouterr().err
+        assert f"mezzo: report: {tmp_path / folder / 'report.html'}\n" in told
+        said = f"mezzo: mezzo-run holds something already, so this run is in {folder}\n"
+        assert (said in told) == (folder != "mezzo-run")
+
+
+def test_a_run_that_is_replaced_is_told_and_leaves_nothing(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"mezzo: the run that {tmp_path / 'here'} held is replaced by this one"
+    for already in (False, True):
+        monkeypatch.chdir(tmp_path)
+        assert main(["run", "--out", "here", train]) == 3
+        assert (said in capsys.readouterr().err) == already
+        (tmp_path / "here" / "runs" / "run-rank1.jsonl").write_text("of a run on two processes")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--quiet", "--out", "here", train]) == 3
+    assert capsys.readouterr().err == ""
+    assert [p.name for p in (tmp_path / "here" / "runs").iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize("wrong", [["--precision", "bf17", "train.py"], ["nowhere.py"]])
+def test_what_cannot_run_leaves_the_earlier_run_as_it_was(
+    wrong: list[str], train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["run", "--quiet", "--out", "here", train]) == 3
+    monkeypatch.chdir(tmp_path)
+    before = {p: p.read_bytes() for p in (tmp_path / "here").rglob("*.*")}
+    assert len(before) == 2
+    assert main(["run", "--out", "here", *wrong]) == 2
+    assert {p: p.read_bytes() for p in (tmp_path / "here").rglob("*.*")} == before
+
+
+def test_a_report_that_cannot_be_made_leaves_the_script_its_status(
+    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path) -> Path:
+        raise OSError(28, "No space left on device", str(folder / "report.html"))
+
+    monkeypatch.setattr("mezzo.report.build_run", full)
+    assert main(["run", "--out", "here", train]) == 3
+    place = tmp_path / "here"
+    why = f"{place / 'report.html'}: No space left on device"
+    assert f"mezzo: no report: {why}. Once that is mended: mezzo report {place}\n" in capsys.readouterr().err
+
+
+def test_the_help_has_the_interval_and_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY
+
+    assert main(["run", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"the first update and every Nth after it (default {DEFAULT_EVERY})" in told
+    assert "Exit status: the script's own, whether it trains or not; 1 if it raises, 130 after an" in told
+    assert f"every {DEFAULT_EVERY}th" in PAGE.read_text(encoding="utf-8")

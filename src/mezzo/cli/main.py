@@ -7,7 +7,6 @@ where it says `PASSES_ON = True`, all that follows `--` is a script's and reache
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import os
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from mezzo import __version__
+from mezzo.cli.parser import Parser
 from mezzo.core.errors import MezzoError, unknown_name
 
 VERBS = {
@@ -67,22 +67,18 @@ def _leave_the_pipe() -> None:
 
 def _run(verb: str, words: list[str]) -> int:
     module: ModuleType = importlib.import_module(f"mezzo.cli.{verb.replace('-', '_')}")
-    parser = argparse.ArgumentParser(
-        prog=f"mezzo {verb}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    passes_on = getattr(module, "PASSES_ON", False)
+    parser = Parser(f"mezzo {verb}", module.__doc__, passes_on=passes_on)
     module.configure(parser)
     rest: list[str] = []
-    if getattr(module, "PASSES_ON", False) and "--" in words:  # argparse gives what follows to any positional
+    if passes_on and "--" in words:  # argparse gives what follows to any positional
         cut = words.index("--")
         words, rest = words[:cut], words[cut + 1 :]
     try:
         arguments = parser.parse_args(words)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
-    if getattr(module, "PASSES_ON", False):
+    if passes_on:
         arguments.argv = rest
     status: int = module.run(arguments)
     return status

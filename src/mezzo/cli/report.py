@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import webbrowser
+from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.report import build_any
@@ -23,13 +24,24 @@ from mezzo.report import build_any
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("place", metavar="DIR", help="a folder with run records, or a .jsonl file")
+    parser.add_argument("place", nargs="?", metavar="DIR", help="a folder with run records, or a .jsonl file")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     parser.add_argument("--json", action="store_true", help="print the page's path as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the page and print its path."""
+    """Build the page and print its path.
+
+    Raises:
+        UsageError: nothing is named, or no page can be made of it.
+    """
+    if arguments.place is None:
+        here = sorted({path.parent.parent.name for path in Path().glob("*/runs/*.jsonl")})
+        found = f" In this folder there are {', '.join(here[:5])}." if here else ""
+        raise UsageError(
+            "give DIR, a folder with run records, or a .jsonl file. For instance: mezzo report "
+            f"{here[0] if here else 'mezzo-run'}.{found}"
+        )
     try:
         page = build_any(arguments.place)
     except OSError as error:

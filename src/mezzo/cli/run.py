@@ -9,6 +9,10 @@
 What follows the script's name belongs to the script. It runs as it does under python: the same arguments,
 the same output, the same exit status; a few lines on stderr at the end say what ran in which precision, and
 in fp16 where each value came from that was not finite.
+
+Exit status: the script's own, whether it trains or not; 1 if it raises, 130 after an interrupt, 2 where nothing could
+be run (no such script or module, a wrong policy, records or events that can't be written) or a module pattern of the
+policy matches nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +25,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mezzo.core.errors import MezzoError, UsageError
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.request import RunRequest
+from mezzo.pytorch.launch.runner import checked
 from mezzo.pytorch.launch.runner import run as run_request
 
 _FOLDER = Path("mezzo-run")
+_RECORDS = Path("runs") / "run.jsonl"
 _OURS = ("runs", "report.html")
 _DEFAULT = "default"
+EVERY = 100
+"""Updates from one that a bare ``--watch`` looks at to the next (`mezzo.pytorch.monitor.ranges`, which needs torch)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const=-1,
         default=0,
         help="--watch, or --watch=N: look at the exponents of weights, activations, gradients and updates, by module, "
-        "at every Nth update",
+        f"at the first update and every Nth after it (default {EVERY})",
     )
     parser.add_argument(
         "--no-trace",
@@ -60,7 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="DIR",
         type=Path,
-        help=f"folder for the run's records and a report made from them (default with --watch: {_FOLDER})",
+        help="folder for the run's records and a report made from them; a run that it holds is replaced (default with "
+        f"--watch: {_FOLDER}, or {_FOLDER}-2 and so on if that holds something)",
     )
     where.add_argument(
         "--records", metavar="FILE", type=Path, help="write the run's records here, as JSON lines"
@@ -116,15 +125,16 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--policy {policy!r}: give a TOML file (its name ends in .toml), or use --precision"
             )
     target, *argv = arguments.command
-    folder, records = arguments.out, arguments.records
-    if arguments.watch and records is None and folder is None:
-        folder = _FOLDER
+    if arguments.watch == -1 and target.isdigit() and not (arguments.module or Path(target).exists()):
+        raise UsageError(
+            f"no script {target!r} in {os.getcwd()}. For every {target}th update write --watch={target}, in one word."
+        )
     request = RunRequest(
         target=target,
         argv=tuple(argv),
         is_module=arguments.module,
         policy=policy,
-        records=records,
+        records=arguments.records,
         observe=arguments.observe,
         summary=not arguments.quiet,
         watch=arguments.watch,
@@ -132,12 +142,17 @@ def run(arguments: argparse.Namespace) -> int:
         # The script may change the working directory; of several processes one is enough.
         tensorboard=None if arguments.tensorboard is None or _rank() else arguments.tensorboard.absolute(),
     )
-    if folder is None:
+    folder = arguments.out
+    if folder is None and (not arguments.watch or arguments.records is not None):
         return run_request(request)
-    folder = folder.absolute()  # the script may change the working directory
+    checked(request)  # before anything of an earlier run is touched
+    folder = (folder or _unused(_FOLDER)).absolute()  # the script may change the working directory
     rank = _rank()
+    said = _about(folder)
     status = run_request(replace(request, records=_prepared(folder, rank)))
     if rank == 0:
+        if said and not arguments.quiet:
+            print(f"mezzo: {said}", file=sys.stderr)
         _report(folder, quiet=arguments.quiet)
     return status
 
@@ -148,6 +163,47 @@ def _rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def _ranks() -> int:
+    """How many processes torchrun started; 1 for one alone."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 1
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or the first of its name with a number behind it that holds nothing.
+
+    Of several processes each would find another one: they share the folder, and what it holds is replaced.
+    """
+    number, found = 1, folder
+    while _ranks() == 1 and not _rank() and _holds_something(found):
+        number += 1
+        found = folder.with_name(f"{folder.name}-{number}")
+    return found
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file, or a folder that can't be read
+        return True
+
+
+def _about(folder: Path) -> str:
+    """What becomes of an earlier run in the folder's place, to be said; empty where there was none."""
+    if os.path.exists(folder / _RECORDS):
+        return f"the run that {folder} held is replaced by this one (another --out keeps both)"
+    default = _FOLDER.absolute()
+    if (
+        folder.parent == default.parent
+        and folder.name.startswith(f"{_FOLDER}-")
+        and _holds_something(default)
+    ):
+        return f"{_FOLDER} holds something already, so this run is in {folder.name}"
+    return ""
+
+
 def _prepared(folder: Path, rank: int) -> Path:
     """The file for this process's records, in a folder that is ours.
 
@@ -155,7 +211,7 @@ def _prepared(folder: Path, rank: int) -> Path:
         UsageError: the folder holds something else, or can't be made.
     """
     try:
-        if folder.exists() and not (folder / "runs" / "run.jsonl").exists():
+        if folder.exists() and not (folder / _RECORDS).exists():
             strangers = sorted(
                 p.name for p in folder.iterdir() if p.name not in _OURS and not p.name.startswith(".")
             )
@@ -166,19 +222,22 @@ def _prepared(folder: Path, rank: int) -> Path:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # it would tell of other records
+            for old in (folder / "runs").glob("run-rank*.jsonl"):
+                number = old.stem.removeprefix("run-rank")
+                if (
+                    number.isdigit() and int(number) >= _ranks()
+                ):  # of a run on more processes; theirs are in use
+                    old.unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}. Name a folder that can be written.") from error
-    return folder / "runs" / ("run.jsonl" if rank == 0 else f"run-rank{rank}.jsonl")
+    return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))
 
 
 def _report(folder: Path, *, quiet: bool) -> None:
     """Make the report. The script has run: where that fails, it is said, and the script's status stands."""
+    from mezzo.cli.page import page
     from mezzo.report import build_run
 
-    try:
-        page = build_run(folder)
-    except (MezzoError, OSError) as error:
-        print(f"mezzo: no report: {error}", file=sys.stderr)
-        return
-    if not quiet:
-        print(f"mezzo: report: {page}", file=sys.stderr)
+    made = page(build_run, folder)
+    if made is not None and not quiet:
+        print(f"mezzo: report: {made}", file=sys.stderr)

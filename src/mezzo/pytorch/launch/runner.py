@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 from mezzo.core.errors import UsageError
+from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import RunStarted
-from mezzo.pytorch.launch import script
+from mezzo.pytorch.launch import event_folder, script
 from mezzo.pytorch.launch.imports import ImportWatch
 from mezzo.pytorch.launch.instrument import Instrument
 from mezzo.pytorch.launch.journal import Journal, now_text
@@ -28,21 +28,18 @@ def run(request: RunRequest) -> int:
     CPU the script computes what it computes without Mezzo, to the last bit.
 
     Raises:
-        UsageError: the script is missing, the policy is wrong, or the records can't be written; nothing has
-        run.
+        UsageError: the script is missing, the policy is wrong, records or TensorBoard's events can't be written;
+        nothing has run.
         MezzoError: likewise, from the policy.
     """
-    policy = policy_of(request.policy)
-    check(policy)
-    if request.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "TensorBoard's package is not installed. Install it with: pip install 'mezzo[tensorboard]'"
-        )
-    target = script.locate(request.target, is_module=request.is_module)
+    policy, target = checked(request)
     try:
         journal = Journal(request.records, lambda: _started(session), request.tensorboard)
     except OSError as error:
-        raise UsageError(f"can't write records to {str(request.records)!r}: {error.strerror}") from error
+        raise UsageError(
+            f"can't write records to {str(request.records)!r}: {error.strerror}. Name a file that can be written, in a "
+            "folder that is there."
+        ) from error
     session = Session(request, policy, journal)
     imports = ImportWatch()
     instrument = Instrument(session, imports)
@@ -74,6 +71,21 @@ def run(request: RunRequest) -> int:
         sys.stdout.flush()
         print(summary(session), file=sys.stderr)
     return status
+
+
+def checked(request: RunRequest) -> tuple[Policy, script.Target]:
+    """A request's policy, and its script's place; nothing is imported of PyTorch.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, or TensorBoard's events can't be written.
+        MezzoError: likewise, from the policy.
+    """
+    policy = policy_of(request.policy)
+    check(policy)
+    target = script.locate(request.target, is_module=request.is_module)
+    if request.tensorboard is not None:
+        event_folder.check(request.tensorboard)
+    return policy, target
 
 
 def _started(session: Session) -> RunStarted:

@@ -48,6 +48,8 @@ def locate(target: str, *, is_module: bool) -> Target:
 
 
 def _script(target: str) -> Target:
+    if not target:
+        raise UsageError("'': the script's name is empty. Give the path of a Python script.")
     path = Path(target)
     folder = path.is_dir()
     file = path / "__main__.py" if folder else path
@@ -74,7 +76,10 @@ def _module(target: str) -> Target:
         details: Any = runpy._get_module_details  # type: ignore[attr-defined]
         name, spec, code = details(target, _NoModuleError)
     except _NoModuleError as error:
-        raise UsageError(f"-m {target}: {error}") from error
+        raise UsageError(
+            f"-m {target}: {error}. Give the dotted name of a module that can be imported from {os.getcwd()}, as after "
+            "python -m."
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     return Target(name, spec.origin, os.getcwd(), spec.origin, code, spec, spec.parent)
