@@ -101,7 +101,17 @@ def _outside(event: OutsideEvent, direction: str) -> Finding:
         line=user_line.text(event.line),
         how="live",
         maker=event.maker,
-        note="" if event.sure else "the operation is what is left over, not what was seen",
+        note="; ".join(
+            text
+            for text, is_so in (
+                ("the operation is what is left over, not what was seen", not event.sure),
+                (
+                    "the line is that of an earlier overflow at the same place of the same graph",
+                    event.recalled,
+                ),
+            )
+            if is_so
+        ),
     )
 
 

@@ -8,7 +8,7 @@ before backward frees it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class OutsideEvent:
         module, line: where it is, if it was seen to go forward.
         maker: as in `Finding`, where operations were watched forward.
         node: of the graph that made it, where that is known.
+        start: the loss's node, from which that graph goes down.
+        recalled: whether the line is that of an earlier step.
     """
 
     op: str
@@ -52,6 +54,8 @@ class OutsideEvent:
     line: Line | None = None
     maker: Maker | None = None
     node: Any = None
+    start: Any = None
+    recalled: bool = False
 
 
 def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -> Iterator[Any]:
@@ -83,6 +87,7 @@ class OutsideBackward:
     ) -> None:
         self._scale = scale
         self._places = places
+        self._start = start[0]
         self._unscaled: dict[tuple[Any, int], Tensor] = {}
         self.event: OutsideEvent | None = None
         self.trouble = ""
@@ -119,11 +124,11 @@ class OutsideBackward:
             if self.event.cause == "loss scale":
                 alarm = self._look_deeper(node, place, coming)
                 if alarm is not None:
-                    self.event = alarm
+                    self.event = replace(alarm, start=self._start)
                     return
             self.event.passed.append(str(place))
             return
-        self.event = self._event(node, place, going, coming)
+        self.event = replace(self._event(node, place, going, coming), start=self._start)
 
     def _event(
         self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
@@ -142,7 +147,7 @@ class OutsideBackward:
         if place.event is not None and cause != "loss scale" and not place.event.meant:
             first, passed = root(place.event)
             if first.place is not place or first.kind != "invalid":
-                return of_forward(first, passed)
+                return of_forward(first, passed, self._places)
         made = None if self._makers is None else self._makers.behind(node, place, coming)
         maker = made.told() if made is not None and cause == "overflow" else None
         return OutsideEvent(
@@ -208,8 +213,17 @@ class _Look:
             self._watch.trouble = f"{type(error).__name__}: {error}"
 
 
-def of_forward(first: Event, passed: Sequence[Event]) -> OutsideEvent:
-    """As an event of what was seen to go forward."""
+def of_forward(
+    first: Event, passed: Sequence[Event], places: Mapping[Any, Place] | None = None, start: Any = None
+) -> OutsideEvent:
+    """As an event of what was seen to go forward.
+
+    Args:
+        first: what produced it.
+        passed: what passed it on.
+        places: node -> where it is.
+        start: the loss's node.
+    """
     return OutsideEvent(
         first.place.op,
         "overflow" if first.kind == "passed" else first.kind,
@@ -219,6 +233,9 @@ def of_forward(first: Event, passed: Sequence[Event]) -> OutsideEvent:
         module=first.place.module,
         line=first.place.line,
         maker=first.maker,
+        # An operation's own result comes before the casts of what it was given.
+        node=next((node for node, place in (places or {}).items() if place is first.place), None),
+        start=start,
     )
 
 
@@ -271,6 +288,7 @@ def forward(loss: Tensor) -> OutsideEvent:
         [str(Place(OUTSIDE, op_names.of_node(node))) for node in after if good[node] is not True],
         sure=value is not None and bool(_inputs(culprit)) and all(one.finite for one in _inputs(culprit)),
         node=culprit,
+        start=loss.grad_fn,
     )
 
 

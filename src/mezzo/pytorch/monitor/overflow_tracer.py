@@ -32,6 +32,7 @@ from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.habits import Habits
 from mezzo.pytorch.monitor.investigation import investigate, told
 from mezzo.pytorch.monitor.kept_call import KeptCall
+from mezzo.pytorch.monitor.known_lines import KnownLines
 from mezzo.pytorch.monitor.tensor_facts import finite
 from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
 from mezzo.pytorch.wrappers import unwrapped
@@ -107,6 +108,7 @@ class OverflowTracer:
         self._finding: Finding | None = None
         self._last: Finding | None = None
         self._records: list[Record] = []
+        self._known = KnownLines()
         _ALL.add(self)
 
     @property
@@ -180,7 +182,8 @@ class OverflowTracer:
             if first is None or first[0].unseen:
                 self._loss_event = outside.forward(loss)
             else:
-                self._loss_event = outside.of_forward(*first)
+                places = None if live is None else live.places
+                self._loss_event = outside.of_forward(*first, places, loss.grad_fn)
         if live is not None:
             places = live.places
             self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn], scale, places)
@@ -314,6 +317,7 @@ class OverflowTracer:
             kept = sum(call.nbytes for call in calls)
             self._learn(calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
+            self._say_again([call.line for call in calls])
             finding, call = investigate(
                 sorted(calls, key=lambda call: call.number),
                 scales,
@@ -330,6 +334,15 @@ class OverflowTracer:
             self._trouble += "; " * bool(self._trouble) + f"watching failed: {self._live.trouble}"
         note = "; ".join(filter(None, (finding.note, self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
+
+    def _say_again(self, called: Sequence[user_line.Line | None]) -> None:
+        """Lines outside of the models that were learnt in an earlier step, or are now."""
+        lines = [*called, user_line.find()]
+        if self._loss_event is not None:
+            self._known.tell(self._loss_event, "forward", lines)
+        for watch in self._outside.values():
+            if watch.event is not None:
+                self._known.tell(watch.event, "backward", lines)
 
     def _learn(self, calls: Sequence[KeptCall]) -> None:
         """What backward showed of the calls, and what was written of their arguments since."""
