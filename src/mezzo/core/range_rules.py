@@ -26,13 +26,19 @@ def range_rule(unit: UnitFacts, format: str) -> str:
     if unit.overflow == "input":
         return f"an input of it is not finite in {format}, and is in FP32"
     if unit.overflow == "output":
-        return f"its output is not finite in {format}, and is in FP32"
+        first = f": {unit.inside_op} inside it makes the first such number" if unit.inside_op else ""
+        return f"its output is not finite in {format}, and is in FP32{first}"
     if unit.overflow:
         return f"its gradients are not finite in {format} at any loss scale, and are in FP32"
     if unit.largest * HEADROOM > limit:
         return (
             f"its largest output, {unit.largest:.4g}, is within a factor of {HEADROOM:g} of the largest {format} "
             f"number, {limit:g}"
+        )
+    if unit.inside * HEADROOM > limit:
+        return (
+            f"a number inside it, {unit.inside:.4g} of {unit.inside_op}, is within a factor of {HEADROOM:g} of the "
+            f"largest {format} number, {limit:g}"
         )
     if not math.isfinite(expected_square(unit.roundings)):
         return f"what it does to the loss in {format} is not finite"

@@ -74,6 +74,9 @@ class UnitFacts:
             either), ``output``, ``gradient``; ``""``.
         failed: the error that the lower format raises; ``""``.
         unseen: whether it ran without gradients, so that its errors could not be weighed.
+        inside: the largest finite magnitude, in the lower format, that its own operations made on the way and the loss
+            depends on, where that is close to the format's largest; else 0.
+        inside_op: the operation that made it, or the first number that is not finite.
     """
 
     path: str
@@ -89,6 +92,8 @@ class UnitFacts:
     overflow: str = ""
     failed: str = ""
     unseen: bool = False
+    inside: float = 0.0
+    inside_op: str = ""
 
     @property
     def fp32_seconds(self) -> float:

@@ -26,6 +26,8 @@ class Unit:
     exponent: int = 0
     overflow: str = ""
     failed: str = ""
+    inside: float = 0.0
+    inside_op: str = ""
     seen: bool = False
 
 
@@ -58,9 +60,13 @@ class Collected:
         total = Rounding()
         for call, found in calls:
             total = total.plus(found.rounding)
-            unit.inner.update(call.inner)
+            unit.inner.update(dict.fromkeys(call.inner))
             unit.seconds += found.seconds
             unit.largest = max(unit.largest, found.largest)
+            if found.own.largest > unit.inside:
+                unit.inside, unit.inside_op = found.own.largest, found.own.op
+            if found.overflow and not unit.inside:
+                unit.inside_op = unit.inside_op or found.own.first
             unit.exponent = min(unit.exponent, found.exponent) if unit.seen else found.exponent
             unit.overflow = unit.overflow or found.overflow
             unit.seen |= any(g is not None for g in call.gradients)
@@ -122,6 +128,8 @@ class Collected:
                 unit.overflow,
                 unit.failed,
                 unseen=not unit.seen and not unit.failed,
+                inside=unit.inside,
+                inside_op=unit.inside_op,
             )
             for path, unit in self._units.items()
         ]

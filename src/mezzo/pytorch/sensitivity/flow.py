@@ -30,7 +30,8 @@ _COPY_NAMES = """
     replication_pad1d replication_pad2d replication_pad3d repeat repeat_interleave flip roll tril triu native_dropout
     bernoulli zero fill neg abs maximum minimum sort topk lift_fresh detach slice_scatter select_scatter
 """
-_COPIES = frozenset(_COPY_NAMES.split())
+COPIES = frozenset(_COPY_NAMES.split())
+"""Operations that round nothing."""
 # Below autograd an op of the table goes by another name: what stands around it is cut off.
 _AROUND = ("native_", "_native_", "cudnn_", "miopen_", "mkldnn_", "_")
 _AFTER = ("_legit", "_backend", "_forward", "_")
@@ -111,7 +112,7 @@ class Flow(TorchDispatchMode):
         name = _table_name(func._schema.name.split("::")[1])
         makers = frozenset[str]().union(*map(self.makers, inputs))
         low = self._low_after(name, inputs)
-        if inputs and not (exact or name in _COPIES or func.is_view):
+        if inputs and not (exact or name in COPIES or func.is_view):
             self.ops.setdefault(unit, {}).setdefault(name)
             lowers = _rule(name, self._format) is Rule.LOWER
             for tensor in inputs:
@@ -151,7 +152,7 @@ def _table_name(name: str) -> str:
         candidates += [one.removesuffix(end) for one in candidates if one.endswith(end)]
     for start in _AROUND:
         candidates += [one.removeprefix(start) for one in candidates if one.startswith(start)]
-    return next((one for one in candidates if one in RULES or one in _COPIES), name)
+    return next((one for one in candidates if one in RULES or one in COPIES), name)
 
 
 def _storage(tensor: Tensor) -> int:

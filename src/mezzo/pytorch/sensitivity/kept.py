@@ -23,7 +23,7 @@ class KeptCall:
         low: for each floating tensor among them, in order, whether it would come in the lower format.
         makers: the same: the units that made it.
         versions: of those tensors when the call began.
-        inner: paths of the modules that it called directly.
+        inner: the modules that it called directly, by path.
         outputs: its floating outputs, detached.
         gradients: of the loss with respect to those; None until backward has reached them.
         with_gradients: whether gradients were on.
@@ -37,7 +37,7 @@ class KeptCall:
     makers: list[frozenset[str]]
     versions: list[int]
     with_gradients: bool
-    inner: dict[str, None] = field(default_factory=dict)
+    inner: dict[str, nn.Module] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 

@@ -35,6 +35,7 @@ from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity.flow import floats_in
 from mezzo.pytorch.sensitivity.kept import KeptCall, as_finite, finite, largest
 from mezzo.pytorch.sensitivity.kept_state import KeptState
+from mezzo.pytorch.sensitivity.own_ops import OwnOps
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PAIRS = 4
@@ -59,7 +60,8 @@ class Measured:
     """What one call showed; see `UnitFacts`.
 
     `inputs`: what rounding each floating input does to the loss. `input_largest`: the largest finite magnitude of each,
-    of the elements that the loss depends on. `largest`: in FP32, of what comes out in 16 bits.
+    of the elements that the loss depends on. `largest`: in FP32, of what comes out in 16 bits. `own`: what the unit's
+    own operations made in 16 bits.
     """
 
     rounding: Rounding
@@ -70,6 +72,7 @@ class Measured:
     gradient_error: float
     exponent: int
     overflow: str
+    own: OwnOps
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class _Run:
     outputs: list[Tensor]
     gradients: list[Tensor | None]
     seconds: float
+    own: OwnOps
 
 
 class Measurer:
@@ -158,6 +162,7 @@ class Measurer:
             _relative(exact.gradients, low.gradients),
             exponent,
             overflow,
+            low.own,
         )
 
     def rounding(self, call: KeptCall) -> Rounding:
@@ -239,6 +244,9 @@ class Measurer:
         seeds = [None if g is None else g * scale for g in call.gradients]
         with ExitStack() as stack:
             policy = Policy(self._format if low else "fp32", modules=self._inner(call, low, way))
+            own = OwnOps(self._dtype, call.inner.values())
+            if low and weigh:
+                stack.enter_context(own.watching())
             if policy.modules:
                 stack.enter_context(apply_module_overrides(call.module, policy, self._device.type))
             stack.enter_context(torch.set_grad_enabled(grads_on))
@@ -257,7 +265,7 @@ class Measurer:
         every = [by_id.get(id(t)) for t in [*inputs, *params]]
         dense = [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in every]
         unscaled = [None if g is None else g.float() / scale for g in dense]
-        return _Run([y.detach() for y in outputs], unscaled, seconds)
+        return _Run([y.detach() for y in outputs], unscaled, seconds, own)
 
     def _inner(self, call: KeptCall, low: bool, way: _Way) -> tuple[tuple[str, str], ...]:
         if low == way.inner_low:

@@ -176,7 +176,7 @@ class Probe:
         path = self._paths[module]
         self._flow.enter(path, module)
         if self._open:
-            self._open[-1].inner.setdefault(path)
+            self._open[-1].inner.setdefault(path, module)
         if path in self._rewritten:
             args, kwargs = cloned(args), cloned(kwargs)
         tensors = [*floats_in(args), *floats_in(kwargs)]
