@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launching import Ran, launcher
-from mezzo.core.finding import Finding
+from mezzo.core.finding import Finding, Maker, TensorFacts
 from mezzo.core.records import OverflowRecord
 from mezzo.pytorch.launch import summary
 from mezzo.pytorch.launch.summary import findings
@@ -60,6 +61,21 @@ def test_three_remedies_are_told_and_where_the_others_are() -> None:
         "  and 2 more in the records and the report that is made of them",
     ]
     assert findings(records(BAD))[-1] == "  and 2 more in the report of --out DIR"
+
+
+def test_one_place_is_told_once_whatever_its_numbers() -> None:
+    def too_large(size: float) -> Finding:
+        went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
+        came_out = TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)
+        maker = Maker("1", "mul", "net.py:3: x * 1e6", replace(went_in, name="output"))
+        return Finding("overflow", "2", "linear", inputs=[went_in], outputs=[came_out], maker=maker)
+
+    told = findings(records(too_large(1e6), too_large(2e6), too_large(3e6)))
+    assert told == [
+        "update 0 skipped, and 2 later ones: forward of linear in 2: an input of 1e+06 does not fit fp16, whose "
+        "largest number is 65504; it was made by mul in 1 (net.py:3: x * 1e6), in fp32"
+    ]
+    assert len(findings(records(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
 
 
 def test_a_constant_scale_finds_no_place() -> None:

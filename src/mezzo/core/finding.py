@@ -113,11 +113,16 @@ class Maker:
     line: str
     result: TensorFacts
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Which operation it is, or whose tensor."""
         if not self.op:
             return f"{self.result.name} of {self.module or 'the model'}"
         where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
-        return f"{self.op} {where}{f' ({self.line})' if self.line else ''}, in {self.result.format}"
+        return f"{self.op} {where}{f' ({self.line})' if self.line else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.where}, in {self.result.format}" if self.op else self.where
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,14 @@ class Finding:
     def alarms(self) -> bool:
         """Whether it is something to mend, and not a dynamic loss scale that finds its place."""
         return self.cause != "loss scale"
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What is the same of findings that say the same of different numbers."""
+        names = [one.name for one in self.inputs] if self.cause in ("input", "state") else []
+        why_not = self.note if self.cause == "unknown" else ""
+        made = "" if self.maker is None else self.maker.where
+        return (self.cause, self.module, self.op, self.direction, self.line, made, why_not, *names)
 
     def __str__(self) -> str:
         if self.cause == "unknown":

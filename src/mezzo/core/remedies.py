@@ -175,12 +175,11 @@ def _low_format(finding: Finding) -> str | None:
 
 def _at_its_maker(maker: Maker, direction: str) -> str:
     """What to do where a number was made that did not fit later."""
-    where = f"{maker}, made {maker.result.largest:.4g}"
     if not maker.op:
-        return f"a smaller one, normalised say, in place of {maker}, which has {maker.result.largest:.4g}"
+        return f"smaller numbers in {maker.where}: normalised, say"
     if direction == "backward":
-        return f"smaller gradients where it was made: {where}; or a gate that clips there"
-    return f"scale, normalise or clamp where it was made: {where}"
+        return f"smaller gradients where they are made, {maker.where}: a smaller slope, or a gate that clips them"
+    return f"scale, normalise or clamp what is made by {maker.where}"
 
 
 def _in_fp32(finding: Finding, low: str, used: Policy | None) -> list[str]:

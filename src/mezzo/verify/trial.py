@@ -72,11 +72,11 @@ def check_of(run: FinishedRun, written: Iterable[records.Record]) -> Check:
 
 def _lines(overflows: list[records.OverflowRecord]) -> list[str]:
     """A line for each finding that differs, in the order in which they came."""
-    texts = [(record.update, str(record.finding)) for record in overflows]
-    first = {text: update for update, text in reversed(texts)}
-    counts = Counter(text for _, text in texts)
+    first = {record.finding.place: record for record in reversed(overflows)}
+    counts = Counter(record.finding.place for record in overflows)
     return [
-        f"{f'step {first[text]}' if count == 1 else counted(count)}: {text}" for text, count in counts.items()
+        f"{f'step {first[place].update}' if count == 1 else counted(count)}: {first[place].finding}"
+        for place, count in counts.items()
     ]
 
 

@@ -106,13 +106,13 @@ def findings(
         recorded: whether `records` are in a file as well.
     """
     lines = _scale_lines([record for record in records if not record.finding.alarms], constant)
-    places: dict[str, list[OverflowRecord]] = {}
+    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
     for record in records:
         if record.finding.alarms:
-            places.setdefault(str(record.finding), []).append(record)
-    for place, same in list(places.items())[:_PLACES]:
+            places.setdefault(record.finding.place, []).append(record)
+    for same in list(places.values())[:_PLACES]:
         times = f", and {_count(len(same) - 1, 'later one')}" if len(same) > 1 else ""
-        lines.append(f"update {same[0].update} skipped{times}: {place}")
+        lines.append(f"update {same[0].update} skipped{times}: {same[0].finding}")
         lines += _tries(same[0].finding.remedies, recorded)
     if len(places) > _PLACES:
         where = "in the records" if recorded else "which --out DIR writes down"
