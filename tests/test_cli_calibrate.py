@@ -14,6 +14,7 @@ import pytest
 
 import mezzo.cli.calibrate as verb
 from mezzo.cli.main import main
+from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
 from mezzo.pytorch.launch.request import RunRequest
@@ -220,7 +221,7 @@ def test_nothing_looked_at_is_told(
     assert main(["calibrate", script(here), "--no-check"]) == 0
     capsys.readouterr()
     name = script(here, ranges=False, **behaviour)
-    assert main(["calibrate", name, *(["--json"] if json_too else [])]) == 1
+    assert main(["calibrate", name, *(["--json"] if json_too else [])]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     for each in (*words, "mezzo calibrate: train.py: nothing to calibrate with", "mezzo.calibrate(model"):
@@ -253,7 +254,14 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
         "give one of SCRIPT, --demo NAME and -m MODULE; received train.py, digits",
     ),
     ({}, [], "received none"),
-    ({}, ["trian.py"], "script 'trian.py': no such file"),
+    ({}, ["trian.py"], "no script 'trian.py' in "),
+    ({}, ["."], "'.' is a directory without a __main__.py. Give the path of a Python script."),
+    ({}, ["train.py", "--steps", "x"], "--steps: 'x' is no whole number of updates: write one such as 20"),
+    (
+        {},
+        ["train.py", "--headroom", "x"],
+        "--headroom: 'x' is no whole number of doublings: write one such as 1",
+    ),
     ({}, ["--demo", "digit"], "Did you mean 'digits'"),
     ({}, ["train.py", "--steps", "0"], "--steps 0: give how many updates"),
     ({}, ["train.py", "--headroom", "-1"], "--headroom -1"),
@@ -281,6 +289,29 @@ def test_what_is_wrong_is_told(
     script(here, **behaviour)
     assert main(["calibrate", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "report.html"), UsageError("report.html: no room.")]
+)
+def test_a_report_that_cannot_be_made_loses_no_result(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    json_too: bool,
+) -> None:
+    def fails(folder: Path) -> Path:
+        raise error
+
+    monkeypatch.setattr(verb, "build_run", fails)
+    assert main(["calibrate", script(here), *(["--json"] if json_too else [])]) == 0
+    out, err = capsys.readouterr()
+    assert "mezzo: no report: report.html: " in err
+    assert ". Once that is mended: mezzo report mezzo-calibrate-train\n" in err
+    assert "Report:" not in out
+    assert json.loads(out)["check"]["holds"] if json_too else "\nUse it:      mezzo run --policy" in out
 
 
 def test_a_folder_that_can_not_be_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

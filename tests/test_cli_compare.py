@@ -125,6 +125,21 @@ def test_an_interrupt_says_how_to_go_on(
     )
 
 
+def test_a_report_that_cannot_be_made_loses_no_verdict(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path) -> Path:
+        raise OSError(28, "No space left on device", str(folder / "report.html"))
+
+    monkeypatch.setattr(verb, "build", full)
+    assert main(["compare", script(here, {}), "--precision", "bf16"]) == 0
+    out, err = capsys.readouterr()
+    assert "bf16 is equivalent. Final loss" in out
+    assert "Report:" not in out
+    why = "mezzo-compare-train/report.html: No space left on device"
+    assert f"mezzo: no report: {why}. Once that is mended: mezzo report mezzo-compare-train\n" in err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -139,7 +154,7 @@ def test_an_interrupt_says_how_to_go_on(
         (["train.py", "--precision", "bf16,op.sofmax=fp32"], "softmax"),
         (["train.py", "--precision", "fp32"], "no candidate is left"),
         (["train.py", "--seeds", "0"], "--seeds 0: give 1 or more"),
-        (["train.py", "--seeds", "many"], "invalid int value: 'many'"),
+        (["train.py", "--seeds", "many"], "--seeds: 'many' is no whole number of pairs: write one such as 3"),
         (["train.py", "--margin", "0"], "--margin 0: give a share"),
         (["train.py", "--margin", "much"], "'much' is no number: write 0.005 or 0.5%"),
         (["train.py", "--metric", "accuracy"], "no group"),

@@ -87,6 +87,19 @@ def test_a_policy_is_found_written_and_compared(here: Path, capsys: pytest.Captu
     assert calls(here).count("calibration") == 2
 
 
+def test_a_report_that_cannot_be_made_loses_no_policy(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(folder: Path) -> Path:
+        raise OSError(28, "No space left on device", str(folder / "report.html"))
+
+    monkeypatch.setattr("mezzo.cli.tune.build", full)
+    assert main(["tune", script(here, FRAGILE), "--precision", "fp16", "--budget", "4", "--first", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert f"{TUNED} is equivalent." in out
+    assert f"Once that is mended: mezzo report {OUT}/comparison\n" in err
+
+
 def test_its_own_report_is_no_other_file(here: Path) -> None:
     words = ["tune", script(here, SOUND), "--precision", "bf16", "--no-compare"]
     assert main(words) == 0
@@ -160,7 +173,7 @@ def test_the_comparison_has_the_last_word(
         ({"sensitivity": {"losses": [], "units": []}}, [], "nothing could be measured. A module's call"),
         ({}, [], "nothing could be measured. A module's call"),
         ({}, ["--budget", "0"], "--budget 0: give 1 or more"),
-        ({}, ["--budget", "x"], "--budget: 'x' is no number of steps: write one such as 6"),
+        ({}, ["--budget", "x"], "--budget: 'x' is no whole number of steps: write one such as 6"),
         ({}, ["--margin", "-1%"], "--margin -0.01: give a share"),
         ({}, ["--first", "-1"], "--first -1: give"),
         ({}, ["--margin", "0"], "--margin 0: give a share"),

@@ -13,7 +13,8 @@ On a GPU a size fails when an allocation does. A CPU would swap, so there the by
 counted and held against --limit. A step is one step of the optimizer; samples/s is the size over its time,
 data loading included. The batch size of an accumulating script is that of one backward pass.
 
-Exit status: 0 found, 1 nothing fits (not even the smallest size), 2 wrong usage or a script that fails.
+Exit status: 0 found, 1 nothing fits (not even the smallest size), 2 wrong usage, or a script that fails or never
+trains.
 
 Examples:
   mezzo batch-size train.py --vary=--batch-size
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.cli.numbers import whole
 from mezzo.core.batch_result import HEADS, BatchSizeResult, columns
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import UsageError, unknown_name
@@ -81,14 +83,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what a step may take, such as 4GiB (default on a CPU: what is available, less 10 %% or 512 MiB; on a "
         "GPU: until an allocation fails)",
     )
-    parser.add_argument("--start", type=int, default=8, metavar="N", help="the first size (default 8)")
-    parser.add_argument("--max", type=int, metavar="N", help="try no size above it")
     parser.add_argument(
-        "--multiple-of", type=int, default=1, metavar="N", help="sizes are multiples of it (default 1)"
+        "--start", type=whole("", 8), default=8, metavar="N", help="the first size (default 8)"
+    )
+    parser.add_argument("--max", type=whole("", 256), metavar="N", help="try no size above it")
+    parser.add_argument(
+        "--multiple-of",
+        type=whole("", 8),
+        default=1,
+        metavar="N",
+        help="sizes are multiples of it (default 1)",
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=whole("steps", 12),
         default=12,
         metavar="N",
         help="end each run after so many optimizer steps (default 12)",

@@ -12,7 +12,7 @@ histogram, report.html with the watched steps, and the records and output of bot
 Gradients change over a run. What the first steps show is where to start, and no proof: mezzo compare proves.
 
 Exit status: 0 the recommendation holds (or was not tried), 1 under it a step was skipped or a loss was not finite,
-or no update could be looked at, 2 wrong usage or a script that fails.
+2 wrong usage, or a script that fails or never trains (no update could be looked at).
 
 Examples:
   mezzo calibrate train.py
@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from mezzo.cli.numbers import whole
+from mezzo.cli.page import page
 from mezzo.core.calibration import FORMATS
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import DEMOS
@@ -39,7 +40,6 @@ from mezzo.verify.calibrate import (
     POLICY,
     Calibrated,
     CalibrationRequest,
-    NothingLookedAtError,
     calibrate_script,
 )
 from mezzo.verify.progress import Silent, Watcher, watcher
@@ -61,7 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
     )
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="updates that are watched (default 20)"
+        "--steps",
+        type=whole("updates", 20),
+        default=20,
+        metavar="N",
+        help="updates that are watched (default 20)",
     )
     parser.add_argument(
         "--precision",
@@ -70,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--headroom",
-        type=int,
+        type=whole("doublings", 1),
         default=1,
         metavar="BITS",
         help="doublings that the largest numbers may still make in the rest of the run, 0 to 15 (default 1)",
@@ -87,15 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     stem = arguments.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
     folder = Path(arguments.out or f"mezzo-calibrate-{stem}")
     told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
-    try:
-        found = calibrate_script(request, folder, watcher=told)
-    except NothingLookedAtError as error:
-        print(f"mezzo calibrate: {error}", file=sys.stderr)
-        return 1
-    try:
-        report = build_run(folder)
-    except OSError as error:
-        raise UsageError(f"{folder}/report.html: {error.strerror or error}") from error
+    found = calibrate_script(request, folder, watcher=told)
+    report = page(build_run, folder)
     if arguments.json:
         print(found.to_json(request), end="")
     else:
@@ -129,7 +126,7 @@ def request_of(arguments: argparse.Namespace) -> CalibrationRequest:
     )
 
 
-def show(console: Console, found: Calibrated, folder: Path, report: Path, script: list[str]) -> None:
+def show(console: Console, found: Calibrated, folder: Path, report: Path | None, script: list[str]) -> None:
     """Print a recommendation, a line each, with its histograms."""
 
     def line(label: str, value: str, style: str = "") -> None:
@@ -153,7 +150,8 @@ def show(console: Console, found: Calibrated, folder: Path, report: Path, script
     for note in recommendation.notes:
         line("note", note, "dim")
     console.print()
-    line("Report:", str(report))
+    if report is not None:
+        line("Report:", str(report))
     if failed:
         line("Not for use:", f"{folder / POLICY} failed its trial", "bold red")
     else:

@@ -15,7 +15,7 @@ The words, for each candidate (docs/verdict.md tells how they are earned):
   inconclusive  the runs are too few or too noisy to tell
   divergent     harm is established, or the training broke
 
-Exit status: 0 no candidate is divergent, 1 one is, 2 wrong usage or a script that fails in FP32.
+Exit status: 0 no candidate is divergent, 1 one is, 2 wrong usage, or a script that fails in FP32 or never trains.
 
 Examples:
   mezzo compare --demo digits
@@ -34,6 +34,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mezzo.cli.numbers import number, share, whole
+from mezzo.cli.page import page
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import DEMOS
 from mezzo.report import build
@@ -64,10 +66,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="presets, policy strings or .toml files, with commas or given again (default bf16,fp16)",
     )
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="pairs of runs (default 3)")
+    parser.add_argument(
+        "--seeds", type=whole("pairs", 3), default=3, metavar="N", help="pairs of runs (default 3)"
+    )
     parser.add_argument(
         "--margin",
-        type=_share,
+        type=share,
         default=0.005,
         metavar="X",
         help="the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)",
@@ -83,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metric-margin",
-        type=float,
+        type=number(0.2),
         metavar="X",
         help="the same for the metric, in its units (default 0.2 points; as --margin if lower is better)",
     )
@@ -108,12 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"finished runs are kept in {folder}: the same command goes on from here", file=sys.stderr)
         raise
-    try:
-        report = build(folder)
-    except OSError as error:
-        raise UsageError(
-            f"{folder}/report.html: {error.strerror}. The runs are kept: give the same command again."
-        ) from error
+    report = page(build, folder)
     if arguments.json:
         print(json.dumps(verdict, indent=2))
     else:
@@ -178,10 +177,3 @@ def command_line(request: Request, folder: Path) -> list[str]:
         words += ["--metric-margin", f"{request.metric_margin:g}"]
     words += ["--out", str(folder), "--fresh"]
     return [*words, "--", *request.argv] if request.argv else words
-
-
-def _share(text: str) -> float:
-    try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.005 or 0.5%") from None

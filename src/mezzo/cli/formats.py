@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
     if words and words[0] != "show":
+        if words[0][-1:].isdigit():
+            raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
         raise unknown_name("word", words[0], ["show"])
     if words and not words[1:]:
         raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")

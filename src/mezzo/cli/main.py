@@ -1,6 +1,7 @@
 """`mezzo VERB ...`: find the verb's file, parse, call, and turn every error into one line and an exit status.
 
-Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage (130 after an interrupt). A verb is a module
+Exit status, for every verb: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains (130 after an
+interrupt); `run` ends as its script does. A verb is a module
 of this package with `configure(parser)` and `run(arguments) -> int`, imported only when it is asked for;
 where it says `PASSES_ON = True`, all that follows `--` is a script's and reaches it as `arguments.argv`.
 """
@@ -93,6 +94,8 @@ def _help() -> str:
         "Start with:\n"
         "  mezzo compare --demo digits              what Mezzo does, on real data, in a few minutes\n"
         "  mezzo compare train.py -- --epochs 3     the same for a script of yours, unchanged\n\n"
+        "Exit status: 0 pass, 1 a finding, 2 wrong usage, or a script that fails or never trains; 130 after an\n"
+        "interrupt. `mezzo run` ends as its script does.\n\n"
         "`mezzo COMMAND --help` explains a command."
     )
 

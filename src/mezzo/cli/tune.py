@@ -7,8 +7,8 @@ the least time, the casts between modules included, whose expected change of the
 The folder gets policy.toml, with a reason on each line, for --policy and --precision everywhere; and a comparison of
 the preset and of that policy with FP32 (see mezzo compare), which has the last word.
 
-Exit status: 0 the policy holds, 1 the comparison finds it divergent or slower than the preset, 2 wrong usage or a
-script that fails in FP32.
+Exit status: 0 the policy holds, 1 the comparison finds it divergent or slower than the preset, 2 wrong usage, or a
+script that fails in FP32 or never trains.
 
 Examples:
   mezzo tune train.py -- --epochs 3
@@ -28,6 +28,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mezzo.cli.compare import command_line
+from mezzo.cli.numbers import share, whole
+from mezzo.cli.page import page
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.tuning import GOALS
 from mezzo.demos import DEMOS
@@ -57,10 +59,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the preset to begin from: bf16, fp16, or auto (the default): what this machine is good at",
     )
     parser.add_argument(
-        "--budget", type=_steps, default=6, metavar="N", help="training steps spent on measuring (default 6)"
+        "--budget",
+        type=whole("steps", 6),
+        default=6,
+        metavar="N",
+        help="training steps spent on measuring (default 6)",
     )
     parser.add_argument(
-        "--first", type=_steps, default=10, metavar="N", help="steps that go by before them (default 10)"
+        "--first",
+        type=whole("steps", 10),
+        default=10,
+        metavar="N",
+        help="steps that go by before them (default 10)",
     )
     parser.add_argument(
         "--margin",
@@ -77,7 +87,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-compare", action="store_true", help="write the policy, and do not judge it")
     parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="pairs of runs of the comparison (default 3)"
+        "--seeds",
+        type=whole("pairs", 3),
+        default=3,
+        metavar="N",
+        help="pairs of runs of the comparison (default 3)",
     )
     parser.add_argument("--metric", metavar="REGEX", help="for the comparison: where the metric is printed")
     parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-tune-SCRIPT)")
@@ -96,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Silent() if arguments.json and not errors.is_terminal else watcher(errors)
 
     outcome = tune_script(request, folder, judged=not arguments.no_compare, watcher=told)
-    report = None if outcome.verdict is None else build(folder / COMPARISON)
+    report = None if outcome.verdict is None else page(build, folder / COMPARISON)
     if arguments.json:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
@@ -162,16 +176,6 @@ def _native() -> tuple[str, str]:
     )
 
 
-def _steps(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps: write one such as 6") from None
-
-
 def _share(text: str) -> float:
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.005 or 0.5%") from None
+    value = share(text)
     return value if math.isfinite(value) else 0.0

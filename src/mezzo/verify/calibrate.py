@@ -22,6 +22,7 @@ from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, coun
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
 from mezzo.core.scale_numbers import power_text
 from mezzo.pytorch.launch.request import RunRequest
+from mezzo.pytorch.launch.script import locate
 from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, write_whole
@@ -67,12 +68,8 @@ class CalibrationRequest:
         check_headroom(self.headroom_bits, "--headroom ")
         if self.format is not None and self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS, where="--precision: ")
-        if not self.is_module and not Path(self.target).exists():
-            raise UsageError(f"script {self.target!r}: no such file. Give the path of a Python script.")
-
-
-class NothingLookedAtError(ScriptError):
-    """The script ran, and no update of it could be looked at: what a calibration has found, and no failure of it."""
+        if not self.is_module:
+            locate(self.target, is_module=False)
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ def calibrate_script(
         command: what runs a request's file, in place of `python -m mezzo.pytorch.launch` (for tests).
 
     Raises:
-        ScriptError: the script fails, or has no gradient that is finite and not 0.
-        NothingLookedAtError: no update could be looked at.
+        ScriptError: the script fails, no update could be looked at, or no gradient is finite and not 0.
         UsageError: the folder can't be written.
     """
     runs = 2 if request.check else 1
@@ -185,13 +181,12 @@ def recommendation_of(
     """The recommendation from a watched run's records.
 
     Raises:
-        NothingLookedAtError: no update was looked at.
-        ScriptError: there is no gradient in them to go by.
+        ScriptError: no update was looked at, or there is no gradient in them to go by.
     """
     ranges = [record for record in written if isinstance(record, records.RangesRecord)]
     said = " ".join(run.ended.notes) if run.ended else ""
     if not any(record.rows for record in ranges):
-        raise NothingLookedAtError(f"{request.target}: {_why_nothing(run)} {said}".rstrip())
+        raise ScriptError(f"{request.target}: {_why_nothing(run)} {said}".rstrip())
     native = set(run.machine.get("native_formats", ()))
     try:
         return recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)

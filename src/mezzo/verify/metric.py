@@ -49,7 +49,10 @@ class Metric:
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise UsageError(f"--metric {self.pattern!r}: not a regular expression: {error}") from error
+            raise UsageError(
+                f"--metric {self.pattern!r}: not a regular expression: {error}. Put a "
+                "backslash before a sign that stands for itself; for instance 'accuracy: ([0-9.]+)'"
+            ) from error
         if not groups:
             raise UsageError(
                 f"--metric {self.pattern!r}: no group. Put parentheses around the number, "

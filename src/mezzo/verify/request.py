@@ -161,8 +161,9 @@ def _script(path: Path) -> Path:
     if not inner.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         hint = f" In {path.parent} there is: {', '.join(near[:8])}." if near else ""
+        why = "a directory without a __main__.py" if path.is_dir() else "no such file"
         raise UsageError(
-            f"script {str(path)!r}: no such file.{hint} Give the path of a Python script, or --demo NAME."
+            f"script {str(path)!r}: {why}.{hint} Give the path of a Python script, or --demo NAME."
         )
     return inner
 

@@ -87,8 +87,9 @@ def _nothing(request: TuneRequest, run: FinishedRun) -> str:
             f"{request.target} made {run.steps} updates, and the first {request.first} are not measured. "
             "Give it more steps, or fewer to pass over with --first 0."
         )
-    notes = " ".join(run.ended.notes) if run.ended else ""
+    notes = "; ".join(run.ended.notes) if run.ended else ""
     return (
         f"{request.target}: nothing could be measured. A module's call in training mode, a backward pass and an "
-        f"optimizer's step must follow each other. {notes}".rstrip()
+        f"optimizer's step must follow each other. Give a script, and arguments of its own after --, with which it "
+        f"trains. {f'It says: {notes}.' if notes else ''}".rstrip()
     )

@@ -1,0 +1,86 @@
+"""Wrong words: every complaint of a command ends with what to write instead, and with status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo.cli.main import main
+
+AFTER = "What belongs to the script goes after --: mezzo {} train.py -- --epochs 3"
+
+WRONG: list[tuple[list[str], str]] = [
+    (["calibrate", "train.py", "--steps", "x"], "'x' is no whole number of updates: write one such as 20"),
+    (["compare", "train.py", "--metric-margin", "x"], "'x' is no number: write one such as 0.2"),
+    (["compare", "train.py", "--metric", "("], "for instance 'accuracy: ([0-9.]+)'"),
+    (["compare", "."], "script '.': a directory without a __main__.py. In . there is: train.py."),
+    (["tune", "train.py", "--first", "x"], "'x' is no whole number of steps: write one such as 10"),
+    (["tune", "train.py", "--seeds", "x"], "'x' is no whole number of pairs: write one such as 3"),
+    (["tune", "train.py", "--margin", "x"], "'x' is no number: write 0.005 or 0.5%"),
+    (["batch-size", "train.py", "--vary=--b", "--start", "x"], "'x' is no whole number: write one such as 8"),
+    (["batch-size", "train.py", "--vary", "--batch"], "Write --vary=VALUE, all in one word where the value"),
+    (["calibrate", "train.py", "--epochs", "3"], AFTER.format("calibrate")),
+    (["compare", "train.py", "--epochs", "3"], AFTER.format("compare")),
+    (["tune", "train.py", "--epochs", "3"], AFTER.format("tune")),
+    (["batch-size", "train.py", "--vary=--b", "--epochs", "3"], AFTER.format("batch-size")),
+    (["compare", "train.py", "--presicion=bf16"], "Did you mean --precision?"),
+    (["doctor", "--qick"], "Did you mean --quick?"),
+    (["doctor", "A100"], "unrecognized arguments: A100. `mezzo doctor --help` has what it takes"),
+    (["doctor", "--gpu"], "--gpu: expected one argument. Write --gpu=VALUE"),
+    (["formats", "3.5", "1/3"], "to see what becomes of a number write: mezzo formats show 3.5 1/3"),
+]
+
+
+@pytest.mark.parametrize(("words", "mend"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_the_mend_is_said(
+    words: list[str],
+    mend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert mend in captured.err
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+TRAINS_NOT = {
+    "compare": (
+        [],
+        "ended without a call of backward(), so it has no loss to compare. Compare a script that trains",
+    ),
+    "calibrate": ([], "give a script, and arguments of its own after --, with which it trains"),
+    "tune": (
+        ["--precision", "bf16"],
+        "Give a script, and arguments of its own after --, with which it trains",
+    ),
+    "batch-size": (["--vary={}", "--", "{}"], "Let it train for longer"),
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("verb", TRAINS_NOT)
+def test_a_script_that_never_trains_is_status_2_everywhere(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("print('no training here')\n")
+    monkeypatch.chdir(tmp_path)
+    words, mend = TRAINS_NOT[verb]
+    assert main([verb, "train.py", *words]) == 2
+    assert mend in capsys.readouterr().err
+    assert main([verb, "--help"]) == 0
+    assert "never trains" in " ".join(capsys.readouterr().out.split())
+
+
+def test_run_ends_as_a_script_that_never_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "train.py"]) == 7
+    assert "the script never called backward()" in capsys.readouterr().err
