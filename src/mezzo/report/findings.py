@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mezzo.core.finding import CAUSES, Finding, TensorFacts
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import of_constant_scale
-from mezzo.core.scale_numbers import power_text
+from mezzo.report.charts.axis import scale_text
 from mezzo.report.markup import Child, Markup, element, prose
 from mezzo.report.numbers import counted, seconds, significant, size
 from mezzo.report.run import Run
@@ -28,12 +28,14 @@ class Group:
         runs: the names of the runs in which it was made.
         constant: the loss scale of those, if their policy has a constant one.
         scale: what is true of the loss scale in them (`too_high`), of a finding about that.
+        lasting: whether that scale stays as it is, so that it has to be mended.
     """
 
     records: list[OverflowRecord] = field(default_factory=list)
     runs: dict[str, None] = field(default_factory=dict)
     constant: float | None = None
     scale: str = ""
+    lasting: bool = False
 
     @property
     def finding(self) -> Finding:
@@ -54,12 +56,17 @@ class Group:
 def too_high(run: Run) -> str:
     """Why updates of a run failed that a smaller loss scale would have kept."""
     if run.constant_scale is not None:
-        return f"the constant loss scale {power_text(run.constant_scale)} is too large for this step"
+        return f"the constant loss scale {scale_text(run.constant_scale)} is too large for this step"
     if run.steady_scale is not None:
         return (
-            f"the loss scale, {power_text(run.steady_scale)} in all of this run, is too large for this step"
+            f"the loss scale, {scale_text(run.steady_scale)} in all of this run, is too large for this step"
         )
-    return "the loss scale finding its height: the gradients overflow at this one and not at a smaller one"
+    return "the loss scale was finding its height (gradients overflow at this one, and not at a smaller one)"
+
+
+def lasting(run: Run) -> bool:
+    """Whether a loss scale that is too large stays so: a constant, or one that no skipped update made smaller."""
+    return run.constant_scale is not None or run.steady_scale is not None
 
 
 def findings(runs: Sequence[Run]) -> Markup | None:
@@ -79,7 +86,12 @@ def findings(runs: Sequence[Run]) -> Markup | None:
         table = _table(probes[:ROWS], several, "Steps that a smaller scale would have kept")
         shown = counted(len(probes), "place")
         parts.append(
-            element("details", element("summary", f"Where the loss scale was too high: {shown}"), table)
+            element(
+                "details",
+                element("summary", f"Where the loss scale was too high: {shown}"),
+                table,
+                open=any(group.lasting for group in probes),
+            )
         )
     return element("div", parts, class_="found")
 
@@ -98,7 +110,9 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
             one = record.finding
             scale = "" if one.alarms else too_high(run)
             key = (one.cause, one.module, one.op, one.direction, one.line, scale)
-            group = groups.setdefault(key, Group(constant=run.constant_scale if scale else None, scale=scale))
+            group = groups.setdefault(key, Group(scale=scale))
+            if scale:
+                group.constant, group.lasting = run.constant_scale, lasting(run)
             group.records.append(record)
             group.runs[run.name] = None
     return list(groups.values())
@@ -113,9 +127,12 @@ def _summary(alarms: Sequence[Group], probes: Sequence[Group]) -> Markup:
     if alarms:
         told = f"{counted(steps, 'skipped update')} to look into, of {counted(len(alarms), 'kind')}."
         words.append(element("strong", told, class_="bad"))
-    else:
+    elif not any(group.lasting for group in probes):
         words.append(element("strong", "No alarm."))
-    words += [f" {counted(number, 'skipped update')}: {scale}." for scale, number in by_scale.items()]
+    lasting = {group.scale for group in probes if group.lasting}
+    for scale, number in by_scale.items():
+        told = f"{counted(number, 'skipped update')}: {scale}."
+        words += [" ", element("strong", told, class_="bad") if scale in lasting else told]
     return element("p", words, class_="note")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mezzo.report.charts.axis import scale_text
+from mezzo.report.findings import lasting
 from mezzo.report.markup import Markup, element
 from mezzo.report.numbers import count, counted, seconds, significant, size
 from mezzo.report.run import Run
@@ -67,7 +68,7 @@ def summary(run: Run) -> Markup:
         fault,
         alone,
         element("dl", stats, class_="stats"),
-        class_="card" + (" p-divergent" if run.failed or alarms else ""),
+        class_="card" + (" p-divergent" if run.failed or alarms or (run.overflows and lasting(run)) else ""),
     )
 
 
@@ -77,7 +78,8 @@ def _skips(run: Run, alarms: int) -> str:
     if not run.overflows:
         return "not looked into"
     probing = len(run.overflows) - alarms
-    return f"{counted(alarms, 'alarm')}, {probing:,} by a scale too high"
+    which = "constant loss scale that is too large" if run.constant_scale is not None else "scale too high"
+    return f"{counted(alarms, 'alarm')}, {probing:,} by a {which}"
 
 
 def _stat(term: str, value: str, detail: str) -> Markup:
