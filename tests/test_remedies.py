@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import mezzo
-from mezzo.core.finding import CAUSES, OUTSIDE, Finding, TensorFacts
+from mezzo.core.finding import CAUSES, OUTSIDE, Finding, Maker, TensorFacts
 from mezzo.core.remedies import _POLES, _SLOPES, of_constant_scale, remedies
 from mezzo.core.rules import RULES
 
@@ -142,6 +143,58 @@ def test_what_is_nearest_to_the_finding_comes_first() -> None:
         "fp16,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
         "fp16,op.mul=fp32",
     ]
+
+
+def policies(told: list[str]) -> list[str]:
+    return [text for one in told for text in re.findall(r"`((?:fp16|bf16)[^`]*)`", one)]
+
+
+# the run's policy, direction -> the policies that are told
+KEPT: dict[tuple[str, str], list[str]] = {
+    ("fp16,module.front=fp32,loss_scale=1024", "forward"): [
+        "fp16,loss_scale=1024,module.front=fp32,module.blocks.1.mlp=fp32",
+        "fp16,loss_scale=1024,module.front=fp32,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
+        "fp16,loss_scale=1024,op.mul=fp32,module.front=fp32",
+        "bf16",
+    ],
+    ("fp16,module.blocks.1.mlp=fp32", "forward"): [
+        "fp16,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
+        "fp16,op.mul=fp32,module.blocks.1.mlp=fp32",
+        "bf16",
+    ],
+    ("fp16,op.mul=fp32", "backward"): [
+        "fp16,op.mul=fp32,module.blocks.1.mlp=fp32",
+        "fp16,op.mul=fp32,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
+        "bf16",
+    ],
+    ("fp16,module.blocks.1.mlp=bf16", "forward"): [
+        "fp16,module.blocks.1.mlp=fp32",
+        "fp16,module.blocks.1.mlp=fp32,module.blocks.2=fp32",
+        "fp16,op.mul=fp32,module.blocks.1.mlp=bf16",
+        "bf16",
+    ],
+    ("fp16,module.blocks.**=fp32", "forward"): ["fp16,op.mul=fp32,module.blocks.**=fp32", "bf16"],
+}
+
+
+@pytest.mark.parametrize(("used", "direction"), KEPT)
+def test_a_policy_that_is_told_keeps_the_run_s_own_and_is_another(used: str, direction: str) -> None:
+    given = finding(propagators=["blocks.2: linear"], direction=direction)
+    assert policies(remedies(given, mezzo.policy(used))) == KEPT[used, direction]
+
+
+def test_a_number_made_before_is_to_be_made_smaller_there_and_may_take_several_modules() -> None:
+    maker = Maker("front", "exp", "net.py:3: x.exp()", fact("fp32", 1e6, "output"))
+    passed = [f"blocks.{n}: linear" for n in (2, 3, 4, 5)]
+    told = remedies(finding(op="linear", maker=maker, propagators=passed), mezzo.policy("fp16"))
+    assert told[0] == "scale, normalise or clamp what is made by exp in front (net.py:3: x.exp())"
+    assert [text.count("module.") for text in policies(told)] == [1, 2, 3, 4, 0, 0]
+    assert "this module and the 3 after it in FP32" in told[4]
+    back = remedies(finding(op="float", maker=maker, propagators=passed, direction="backward"))
+    assert back[0].startswith("smaller gradients where they are made, exp in front")
+    assert "the one before it in FP32" in back[2]
+    given = replace(maker, op="", module="", result=fact("fp32", 1e6))
+    assert remedies(finding(maker=given))[0] == "smaller numbers in input 0 of the model: normalised, say"
 
 
 @pytest.mark.parametrize(
