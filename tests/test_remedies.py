@@ -10,10 +10,11 @@ import pytest
 
 import mezzo
 from mezzo.core.finding import CAUSES, OUTSIDE, Finding, Maker, TensorFacts
-from mezzo.core.remedies import _POLES, _SLOPES, of_constant_scale, remedies
+from mezzo.core.remedies import of_constant_scale, remedies
 from mezzo.core.rules import RULES
+from mezzo.core.weak_ops import WEAK_OPS, mends_of
 
-OPS = sorted({*_POLES, *_SLOPES, "exp", "mul", "linear", "half", "sum of gradients", "my own op", ""})
+OPS = sorted({*WEAK_OPS, "exp", "mul", "linear", "half", "sum of gradients", "my own op", ""})
 
 
 def fact(form: str = "fp16", largest: float = 12.0, name: str = "input 0", **counts: int) -> TensorFacts:
@@ -129,7 +130,14 @@ def test_what_is_told(case: str) -> None:
 
 def test_ops_with_a_sentence_of_their_own_are_called_as_the_table_calls_them() -> None:
     beyond = {"atanh", "gradient hook", "sqrt"}
-    assert {op for op in (*_POLES, *_SLOPES) if op not in RULES} <= beyond
+    assert {op for op in WEAK_OPS if op not in RULES} <= beyond
+
+
+@pytest.mark.parametrize("op", WEAK_OPS)
+def test_where_it_is_said_what_an_op_lacks_it_is_said_what_mends_that(op: str) -> None:
+    weak = WEAK_OPS[op]
+    assert not weak.result or list(mends_of(op, "forward"))
+    assert not weak.slope or list(mends_of(op, "backward"))
 
 
 def test_what_is_nearest_to_the_finding_comes_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mezzo.core.formats import named
+from mezzo.core.weak_ops import weakness_of
 
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
@@ -21,43 +22,6 @@ CAUSES = {
 """What can be behind a step whose gradients are not finite."""
 
 _SIXTEEN = ("fp16", "bf16")
-
-_RESULTS = {
-    **dict.fromkeys(("log", "log2", "log10"), "a logarithm has one only above 0"),
-    "log1p": "log1p has one only above -1",
-    **dict.fromkeys(("logit", "special_logit"), "logit has one only between 0 and 1"),
-    **dict.fromkeys(("div", "addcdiv"), "a division by 0 has none"),
-    "reciprocal": "0 has no reciprocal",
-    "rsqrt": "one over a root has one only above 0",
-    "sqrt": "a negative number has no root",
-    **dict.fromkeys(
-        ("pow", "float_power"),
-        "0 to a negative power has none, nor has a negative number to a fraction",
-    ),
-    **dict.fromkeys(
-        ("softmax", "log_softmax", "scaled_dot_product_attention"),
-        "a row that is -inf throughout has no softmax",
-    ),
-    **dict.fromkeys(("acos", "asin"), "there is one only from -1 to 1"),
-    "atanh": "there is one only between -1 and 1",
-    "mean": "there is no mean over nothing",
-    **dict.fromkeys(("std", "var"), "there is none of fewer than two elements"),
-    **dict.fromkeys(("nll_loss", "cross_entropy_loss"), "there is no mean over no target"),
-}
-"""Op -> for which finite numbers it has no finite result."""
-
-_SLOPES = {
-    **dict.fromkeys(("sqrt", "rsqrt"), "that of a root is infinite at 0"),
-    **dict.fromkeys(("log", "log2", "log10"), "that of a logarithm is infinite at 0"),
-    **dict.fromkeys(
-        ("div", "addcdiv", "reciprocal"), "that of a division is infinite where the divisor is 0"
-    ),
-    **dict.fromkeys(("pow", "float_power"), "that of a power below 1 is infinite at 0"),
-    **dict.fromkeys(("norm", "linalg_vector_norm"), "a length has none at 0"),
-    "std": "a deviation has none at 0",
-    **dict.fromkeys(("acos", "asin", "atanh"), "it is infinite at -1 and at 1"),
-}
-"""Op -> where it has no finite slope."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +155,9 @@ class Finding:
             return self._not_fitting() or CAUSES["overflow"]
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
-        what, cases = ("slope", _SLOPES) if self.direction == "backward" else ("result", _RESULTS)
-        case = f": {cases[self.op]}" if self.op in cases else ""
-        return f"the operation has no finite {what} for what went in{case}"
+        weak = weakness_of(self.op)
+        what, case = ("slope", weak.slope) if self.direction == "backward" else ("result", weak.result)
+        return f"the operation has no finite {what} for what went in{f': {case}' if case else ''}"
 
     def _not_fitting(self) -> str:
         """That a number which went in lies itself beyond the format of what came out; empty where none does."""

@@ -14,6 +14,7 @@ from mezzo.core.finding import OUTSIDE, Finding, Maker
 from mezzo.core.formats import named
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
+from mezzo.core.weak_ops import mends_of, weakness_of
 
 _FP32_MAX = float(named("fp32").max)
 _EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
@@ -81,11 +82,9 @@ def _of_overflow(finding: Finding, used: Policy | None) -> list[str]:
 
 
 def _of_invalid(finding: Finding, used: Policy | None) -> list[str]:
-    found = [_POLES[finding.op]] if finding.op in _POLES else []
-    if finding.direction == "backward" and finding.op in _SLOPES:
-        found = [_SLOPES[finding.op]]
+    found = list(mends_of(finding.op, finding.direction))
     low = _low_format(finding)
-    if low == "fp16" and finding.op in ("div", "reciprocal", "rsqrt", "log", "sqrt", "pow"):
+    if low == "fp16" and weakness_of(finding.op).takes_eps:
         # First: an eps that is there already, and is 0 in this format, is why "add an eps" would be no help.
         found.insert(
             0, "an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16"
@@ -128,42 +127,6 @@ _BY_CAUSE: dict[str, Callable[[Finding, Policy | None], list[str]]] = {
     "input": _of_input,
     "state": _of_state,
     "unknown": _of_unknown,
-}
-
-_POLES = {
-    "div": "add an eps to the denominator, or clamp it away from 0",
-    "reciprocal": "add an eps to what is inverted, or clamp it away from 0",
-    "rsqrt": "add an eps under the root",
-    "log": "clamp what goes into the logarithm: `x.clamp(min=1e-6).log()`; of a probability take log_softmax instead",
-    "log2": "clamp what goes into the logarithm away from 0",
-    "log10": "clamp what goes into the logarithm away from 0",
-    "log1p": "keep what goes in above -1",
-    "sqrt": "clamp what goes under the root at 0, or above",
-    "pow": "clamp the base away from 0, and above it for a fraction as exponent",
-    "softmax": "leave one place of each row open: a row that is masked throughout has no softmax",
-    "log_softmax": "leave one place of each row open: a row that is masked throughout has no softmax",
-    "scaled_dot_product_attention": "leave one place of each row open: a row that is masked throughout has no softmax",
-    "acos": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
-    "asin": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
-    "atanh": "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
-    "mean": "a mean over nothing: see that at least one element is left",
-    "std": "a deviation needs two elements, and an eps under its root for a slope",
-    "var": "a variance needs two elements",
-    "nll_loss": "a mean over no target: see that at least one is not ignored",
-    "cross_entropy_loss": "a mean over no target: see that at least one is not ignored",
-    "binary_cross_entropy": "binary_cross_entropy_with_logits on what goes into the sigmoid",
-}
-
-_SLOPES = {
-    "sqrt": "add an eps under the root: its slope is infinite at 0",
-    "pow": "add an eps to the base: the slope of a fraction as exponent is infinite at 0",
-    "norm": "add an eps before the root: a length has no slope at 0",
-    "linalg_vector_norm": "add an eps before the root: a length has no slope at 0",
-    "std": "add an eps: `(x.var() + eps).sqrt()`; a deviation has no slope at 0",
-    "acos": "keep what goes in inside of (-1, 1): its slope is infinite at both ends",
-    "asin": "keep what goes in inside of (-1, 1): its slope is infinite at both ends",
-    "log": "take the logarithm only of what is used: torch.where(...) around it still goes through its slope",
-    "gradient hook": "look at the function that is registered on that tensor's gradient",
 }
 
 
