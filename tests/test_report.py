@@ -123,7 +123,7 @@ def test_what_was_not_measured_is_said_and_leaves_no_empty_section(tmp_path: Pat
 def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:
     found = outline(comparisons.failed(tmp_path / "run"))
     for words in (
-        "fp16, seed 0: the loss is infinite at step 75, for the first time.",
+        "fp16, seed 0: the loss is infinite at step 75, the first of 45 steps without a finite one.",
         "fp16, seed 0: leaves the frame; its largest finite loss is",
         "60 of 120 updates skipped, at 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, … (inf in the",
         "exit status 1",

@@ -46,7 +46,7 @@ def test_a_real_nan_behind_a_lost_loss_is_told_at_its_own_step(tmp_path: Path) -
     records: list[Record] = [LossRecord(i, float("nan") if i == 7 else 1.0, 0.0) for i in range(9)]
     path = made(tmp_path / "r", records)
     cut(path, ("loss", 3))
-    assert "the loss is NaN at step 7, for the first time" in outline(tmp_path / "r").text
+    assert "the loss is NaN at step 7." in outline(tmp_path / "r").text
 
 
 def test_behind_an_update_that_was_not_read_the_scale_stands_at_its_own_update(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_watched_run_shows_what_a_reader_asks(tmp_path: Path) -> None:
         "A training run train.py fp16 · AMD EPYC 9R14",
         "Updates 240", "Skipped 5 3 alarms, 2 by a scale too high", "Loss scale 2¹¹ 2¹¹ to 2¹⁶", "255 MB",
         "Watched 30 70 tensors in each step",
-        "fp16: the loss is infinite at step 90, for the first time.",
+        "fp16: the loss is infinite at step 90, the first of 2 steps without a finite one.",
         "5 of 240 updates skipped, at 1, 3, 90, 91, 170 (inf in the gradients); of 5 looked into, 3 alarms",
         "3 skipped updates to look into, of 2 kinds.",
         "2 times: 90, 91 blocks.1.attention model.py:48: weights = torch.exp(scores) exp forward overflow",

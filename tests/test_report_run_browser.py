@@ -194,7 +194,7 @@ def test_what_made_steps_fail_is_all_in_view(page: Path, width: int, stacked: bo
     cells = seen["cells"]
     assert seen["fits"] is True
     assert isinstance(cells, list)
-    columns = ("Update", "Where", "Operation", "Cause", "What went in", "What to try")
+    columns = ("Update", "Module and line", "Operation", "Cause", "What went in", "What to try")
     assert [name for name, _, _ in cells] == [f'"{name}"' if stacked else "none" for name in columns]
     assert all(inside for _, inside, _ in cells)
     tops = [top for _, _, top in cells]

@@ -16,7 +16,7 @@ from mezzo.report.run import Run
 
 ROWS = 60
 NAMED = 8
-_COLUMNS = ("Update", "Where", "Operation", "Cause", "What went in", "What to try")
+_COLUMNS = ("Update", "Module and line", "Operation", "Cause", "What went in", "What to try")
 
 
 @dataclass

@@ -119,10 +119,13 @@ def _faults(frame: Frame, name: str, series: str, runs: list[Run], alone: bool) 
     for run in runs:
         who = name if alone else f"{name}, seed {run.seed}"
         # A loss that was not read is a gap, and no NaN.
-        at = first_not_finite(np.where(np.isin(np.arange(len(run.losses)), list(run.lost)), 0.0, run.losses))
+        read = np.where(np.isin(np.arange(len(run.losses)), list(run.lost)), 0.0, run.losses)
+        at = first_not_finite(read)
         if at is not None:
             kind = "NaN" if np.isnan(run.losses[at]) else "infinite"
-            text = f"{who}: the loss is {kind} at step {at:,}, for the first time."
+            times = int(np.count_nonzero(~np.isfinite(read)))
+            more = f", the first of {times:,} steps without a finite one" if times > 1 else ""
+            text = f"{who}: the loss is {kind} at step {at:,}{more}."
             frame.mark(at, float("inf"), series, text, shape="cross")
             notes.append(text)
         good = np.where(np.isfinite(run.losses), run.losses, -np.inf)
