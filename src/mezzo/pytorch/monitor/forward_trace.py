@@ -79,7 +79,7 @@ class ForwardTrace(TorchFunctionMode):
         self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
         self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
-        self._makers = ForwardMakers(self._stood_there)
+        self._makers = ForwardMakers(self._states, self._given)
         self._held: list[Tensor] = []
         self._count = 0
         self._running = False
@@ -360,13 +360,6 @@ class ForwardTrace(TorchFunctionMode):
         self._count += 1
         self._set(tensor, event)
         return event
-
-    def _stood_there(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Whose a tensor is that no operation made, and its name."""
-        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        if pointer in self._states:
-            return self._states[pointer][:2]
-        return ("", self._given[pointer]) if pointer in self._given else None
 
     def reached(self, tensor: Tensor) -> Event | None:
         """Behind a tensor that isn't finite; None if it is, or if it holds no more than a mask."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,12 @@ class ForwardMakers:
     """Of the operations of a forward pass.
 
     Args:
-        there: tells of a tensor that no operation made whose it is, and its name; None where that isn't known.
+        states: address -> the path, the name, and whether it is a parameter, of what modules have.
+        given: address -> the name of what the model is given.
     """
 
-    def __init__(self, there: Callable[[Tensor], tuple[str, str] | None]) -> None:
-        self._there = there
+    def __init__(self, states: Mapping[int, tuple[str, str, bool]], given: Mapping[int, str]) -> None:
+        self._states, self._given = states, given
         self._of: dict[int, tuple[weakref.ref[Tensor], Large]] = {}
         self._by_storage: dict[int, tuple[weakref.ref[Tensor], Large]] = {}
 
@@ -121,8 +122,13 @@ class ForwardMakers:
         return None
 
     def _from_before(self, tensor: Tensor) -> Large | None:
-        named = self._there(tensor)
-        return None if named is None else Large(Place(named[0], ""), facts(tensor, named[1]))
+        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        if pointer in self._states:
+            path, name, _ = self._states[pointer]
+            return Large(Place(path, ""), facts(tensor, name))
+        if pointer in self._given:
+            return Large(Place("", ""), facts(tensor, self._given[pointer]))
+        return None
 
 
 class BackwardMakers:
