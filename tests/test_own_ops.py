@@ -86,6 +86,32 @@ def test_what_a_modules_own_operations_make_is_seen(name: str) -> None:
     }
 
 
+def exponential(x: Tensor) -> Tensor:
+    """FP32 by its rule; the product after it rounds."""
+    large = (x * 0.0 + math.log(40000.0)).exp()
+    return (large @ torch.eye(16)) / 40000.0 * x
+
+
+def test_a_number_that_an_operation_takes_in_fp32_and_rounds_is_seen() -> None:
+    one = probed(around(Way(exponential)), "fp16")["1"]
+    assert "of what matmul takes, is within a factor of 2" in range_rule(one, "fp16")
+    # Then it is the layer's, and not that of the module that makes it in FP32.
+    units = probed(around(Feeds()), "fp16")
+    assert units["1"].inside == 0.0
+    assert 39000.0 < units["1.layer"].inside < 40000.0
+    assert units["1.layer"].inside_op == "what linear takes"
+
+
+class Feeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer((x * 1e-3 + math.log(39000.0)).exp()) * 1e-5
+        return out
+
+
 def test_in_bf16_none_of_these_is_large() -> None:
     assert {unit.inside for unit in probed(around(Way(grown)), "bf16").values()} == {0.0}
 

@@ -37,8 +37,9 @@ def range_rule(unit: UnitFacts, format: str) -> str:
         )
     if unit.inside * HEADROOM > limit:
         return (
-            f"a number inside it, {unit.inside:.4g} of {unit.inside_op}, is within a factor of {HEADROOM:g} of the "
-            f"largest {format} number, {limit:g}"
+            f"a number inside it, {unit.inside:.4g} of {unit.inside_op}, is "
+            f"{'beyond' if unit.inside > limit else f'within a factor of {HEADROOM:g} of'} the largest {format} "
+            f"number, {limit:g}"
         )
     if not math.isfinite(expected_square(unit.roundings)):
         return f"what it does to the loss in {format} is not finite"

@@ -114,7 +114,7 @@ class Flow(TorchDispatchMode):
         low = self._low_after(name, inputs)
         if inputs and not (exact or name in COPIES or func.is_view):
             self.ops.setdefault(unit, {}).setdefault(name)
-            lowers = _rule(name, self._format) is Rule.LOWER
+            lowers = rule_of(name, self._format) is Rule.LOWER
             for tensor in inputs:
                 if not self.would_be_low(tensor):
                     continue  # in FP32 either way: what rounds it is part of the unit
@@ -129,7 +129,7 @@ class Flow(TorchDispatchMode):
             self._low[place] = low
 
     def _low_after(self, name: str, inputs: list[Tensor]) -> bool:
-        rule = _rule(name, self._format)
+        rule = rule_of(name, self._format)
         if any(tensor.dtype is torch.float64 for tensor in inputs):
             return False  # FP64 is left alone
         if rule is Rule.LOWER:
@@ -140,7 +140,8 @@ class Flow(TorchDispatchMode):
         return (wide[0] if rule is Rule.INTERNAL_FP32 else all(wide)) if wide else False
 
 
-def _rule(name: str, format: str) -> Rule:
+def rule_of(name: str, format: str) -> Rule:
+    """The op table's rule for an operation; one that it does not know runs in the format of its inputs."""
     row = RULES.get(name)
     return Rule.PROMOTE if row is None else row.in_format(format)[0]
 

@@ -244,7 +244,7 @@ class Measurer:
         seeds = [None if g is None else g * scale for g in call.gradients]
         with ExitStack() as stack:
             policy = Policy(self._format if low else "fp32", modules=self._inner(call, low, way))
-            own = OwnOps(self._dtype, call.inner.values())
+            own = OwnOps(self._format, self._dtype, call.inner.values())
             if low and weigh:
                 stack.enter_context(own.watching())
             if policy.modules:

@@ -18,24 +18,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mezzo.core.range_rules import HEADROOM
+from mezzo.core.rules import Rule
 from mezzo.pytorch.monitor.op_names import of_function
-from mezzo.pytorch.sensitivity.flow import COPIES, floats_in
+from mezzo.pytorch.sensitivity.flow import COPIES, floats_in, rule_of
 
 
 class OwnOps(TorchFunctionMode):
     """Watches the operations of one call between `watching` and its end, and the gradients of the backward after it.
 
     Args:
-        dtype: the lower format; what is in another is not looked at.
+        format: the lower one.
+        dtype: the same.
         inner: the modules that the unit calls.
 
     `largest`: the largest magnitude, infinity apart, of those too close to the format's largest number; 0 where none
-    is. `op`: who made it. `first`: the operation that made the first number that is not finite; ``""``.
+    is. `op`: who made it, or ``what linear takes``: a number in FP32 that an operation rounds. `first`: the operation
+    that made the first number that is not finite; ``""``.
     """
 
-    def __init__(self, dtype: torch.dtype, inner: Iterable[nn.Module]) -> None:
+    def __init__(self, format: str, dtype: torch.dtype, inner: Iterable[nn.Module]) -> None:
         super().__init__()
-        self._dtype, self._inner = dtype, list(inner)
+        self._format, self._dtype, self._inner = format, dtype, list(inner)
         self._close = torch.finfo(dtype).max / HEADROOM
         self._depth = 0
         self.largest, self.op, self.first = 0.0, "", ""
@@ -65,24 +68,32 @@ class OwnOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it, and look at what it made."""
-        out = func(*args, **(kwargs or {}))
-        if not self._depth and (name := of_function(func)) not in COPIES:
-            # Inside of a vmap no number can be read: what is not seen is judged by what leaves the unit.
+        """Run it, and look at what it made, and at what it takes in FP32 and rounds."""
+        kwargs = kwargs or {}
+        if self._depth or (name := of_function(func)) in COPIES:
+            return func(*args, **kwargs)
+        # Inside of a vmap no number can be read: what is not seen is judged by what leaves the unit.
+        if rule_of(name, self._format) is Rule.LOWER:
             with suppress(Exception):
-                for tensor in floats_in(out):
+                for tensor in [*floats_in(args), *floats_in(kwargs)]:
+                    if tensor.dtype is torch.float32 and not isinstance(tensor, nn.Parameter):
+                        self._look(f"what {name} takes", tensor)
+        out = func(*args, **kwargs)
+        with suppress(Exception):
+            for tensor in floats_in(out):
+                if tensor.dtype is self._dtype:
                     self._look(name, tensor)
         return out
 
     def _look(self, name: str, tensor: Tensor) -> None:
-        if tensor.dtype is not self._dtype or not tensor.requires_grad or tensor.is_leaf:
+        if not tensor.requires_grad:
             return
         size = tensor.detach().abs()
         # NaN is not below: written so that it counts.
         if not size.numel() or bool(size.amax() <= self._close):
             return
-        if not self.first and not bool(torch.isfinite(size).all()):
-            self.first = name
+        if not self.first and not bool(torch.isfinite(size.to(self._dtype)).all()):
+            self.first = name.removeprefix("what ").removesuffix(" takes")
 
         def seen(gradient: Tensor) -> None:
             close = size[torch.isfinite(size) & (gradient != 0.0)]
