@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,58 @@ def test_the_mend_is_said(
     assert mend in captured.err
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+LOCKED: list[tuple[list[str], str]] = [
+    (["run", "secret.py"], "the script 'secret.py' can't be read. Check its permissions."),
+    (["run", "locked/train.py"], "no script 'locked/train.py' in "),
+    (["run", "--out", "locked", "train.py"], "Permission denied. Name a folder that can be written."),
+    (
+        ["run", "--records", "locked/r.jsonl", "train.py"],
+        "Permission denied. Name a file that can be written",
+    ),
+    (["run", "--tensorboard=locked", "train.py"], "it can't be written. Name another folder."),
+    (["run", "--tensorboard=locked/x", "train.py"], "Permission denied. Name a folder that can be written"),
+    (["run", "--policy", "locked/p.toml", "train.py"], "Permission denied. Give the path of a TOML file"),
+    (["compare", "secret.py"], "script 'secret.py': it can't be read. Check its permissions."),
+    (["compare", "locked/train.py"], "no such file"),
+    (["compare", "train.py", "--out", "locked"], "Name a folder that can be written with --out."),
+    (["calibrate", "secret.py"], "the script 'secret.py' can't be read. Check its permissions."),
+    (["calibrate", "train.py", "--out", "locked"], "Name a folder that can be written with --out."),
+    (["tune", "secret.py"], "script 'secret.py': it can't be read. Check its permissions."),
+    (["tune", "train.py", "--out", "locked"], "Name a folder that can be written with --out."),
+    (["tune", "train.py", "--out", "locked/x"], "Name a folder that can be written with --out."),
+    (["batch-size", "train.py", "--vary=--b", "--out", "locked"], "Name a folder that can be written."),
+    (["report", "locked"], "locked/verdict.json: Permission denied. Check its permissions"),
+    (
+        ["reproduce", "--out", "locked/x", "accumulation"],
+        "Permission denied. Name a folder that can be written.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "mend"), LOCKED, ids=[" ".join(words) for words, _ in LOCKED])
+def test_what_may_not_be_read_or_written_is_said(
+    words: list[str],
+    mend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "secret.py").write_text("")
+    (tmp_path / "secret.py").chmod(0)
+    (tmp_path / "locked").mkdir(mode=0)
+    monkeypatch.chdir(tmp_path)
+    if os.access("locked", os.R_OK):
+        pytest.skip("this user may read and write everything")
+    if "--tensorboard" in words[1]:
+        pytest.importorskip("tensorboard")
+    try:
+        assert main(words) == 2
+    finally:
+        (tmp_path / "locked").chmod(0o700)  # or pytest could not take it away
+    assert mend in capsys.readouterr().err
 
 
 TRAINS_NOT = {

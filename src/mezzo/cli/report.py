@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         page = build_any(arguments.place)
     except OSError as error:
-        raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}") from error
+        mend = ". Check its permissions" if isinstance(error, PermissionError) else ""
+        raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{mend}") from error
     print(json.dumps({"schema": 1, "report": str(page)}) if arguments.json else page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         raise UsageError(f"no browser was found to open {page} with: open it by hand")

@@ -34,9 +34,9 @@ def make_folder(folder: Path) -> None:
     Raises:
         UsageError: it is a file, or can't be made or written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder}: is a file. Name a folder.")
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--out {folder}: is a file. Name a folder.")
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()

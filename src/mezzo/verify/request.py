@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -157,14 +158,16 @@ def read_request(path: Path) -> dict[str, Any]:
 
 def _script(path: Path) -> Path:
     """The file that runs: the script itself, or the `__main__.py` of a directory."""
-    inner = path / "__main__.py" if path.is_dir() else path
-    if not inner.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    inner = path / "__main__.py" if os.path.isdir(path) else path
+    if not os.path.isfile(inner):
+        near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         hint = f" In {path.parent} there is: {', '.join(near[:8])}." if near else ""
-        why = "a directory without a __main__.py" if path.is_dir() else "no such file"
+        why = "a directory without a __main__.py" if os.path.isdir(path) else "no such file"
         raise UsageError(
             f"script {str(path)!r}: {why}.{hint} Give the path of a Python script, or --demo NAME."
         )
+    if not os.access(inner, os.R_OK):
+        raise UsageError(f"script {str(path)!r}: it can't be read. Check its permissions.")
     return inner
 
 

@@ -28,7 +28,7 @@ def check(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = "is a file" if folder.is_file() else error.strerror or error
+        why = "is a file" if os.path.isfile(folder) else error.strerror or error
         raise UsageError(
             f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
         ) from error

@@ -51,16 +51,16 @@ def _script(target: str) -> Target:
     if not target:
         raise UsageError("'': the script's name is empty. Give the path of a Python script.")
     path = Path(target)
-    folder = path.is_dir()
+    folder = os.path.isdir(path)
     file = path / "__main__.py" if folder else path
-    if folder and not file.exists():
+    if folder and not os.path.exists(file):
         raise UsageError(
             f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
         )
-    if not file.exists():
-        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
+    if not os.path.exists(file):
+        near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
         there = f" Scripts there: {', '.join(near)}." if near else ""
-        raise UsageError(f"no script {target!r} in {os.getcwd()}.{there}")
+        raise UsageError(f"no script {target!r} in {os.getcwd()}.{there} Give the path of a Python script.")
     if not os.access(file, os.R_OK):
         raise UsageError(f"the script {target!r} can't be read. Check its permissions.")
     full = os.path.abspath(file)

@@ -105,8 +105,8 @@ def tune_script(
         UsageError: the folder holds other things, or can't be written.
         KeyboardInterrupt: interrupted; the run under way is deleted.
     """
-    _check_folder(folder)
     try:
+        _check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with watcher() as told, terminated_like_an_interrupt():
             measured = calibrate(request, folder, told, command)
