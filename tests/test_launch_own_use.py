@@ -74,6 +74,19 @@ def test_a_script_that_uses_mezzo_itself_is_left_alone(launch: Any, name: str) -
     assert ("watch= and records=" in ran.err) == (name == "MixedPrecision")
 
 
+def test_a_loss_that_its_scaler_scales_is_not_scaled_again(launch: Any) -> None:
+    body = """
+scaler = mezzo.GradScaler(init_scale=1024.0)
+for _ in range(2):
+    with mezzo.autocast("fp16"):
+        out = model(x)
+        out.register_hook(lambda g: print(float(g.abs().max()) < 100))
+        loss = out.float().square().mean()
+    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+"""
+    assert launch(SCRIPT.format(body), policy="fp16").lines[:2] == ["True", "True"]
+
+
 def test_calls_before_the_first_use_are_told(launch: Any) -> None:
     ran = launch(SCRIPT.format("loss_of(x)\nmezzo.GradScaler().scale(loss_of(x))"), policy="fp16")
     assert "mezzo: this script ran as it is from there on; 2 calls before that ran in fp16\n" in ran.err

@@ -1,4 +1,5 @@
-"""A script that calls Mezzo itself is left alone, as one is that calls `torch.amp`: its loss would be scaled twice.
+"""A script that calls Mezzo itself is left alone, as one is that calls `torch.amp`: a loss that its own scaler has
+scaled would be scaled again.
 
 What counts is the use of a public name by code that is not Mezzo's: a `MixedPrecision` or a loss that a `GradScaler`
 scales, a region that computes in fewer than 32 bits, a search that trains the model (`calibrate`, `find_batch_size`).
