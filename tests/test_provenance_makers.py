@@ -199,3 +199,28 @@ def test_watched_live_in_the_loss() -> None:
     assert told[1].maker is not None
     assert told[1].maker.line.endswith("wide = model(x).float() + 1e6")
     assert told[1].line.endswith("loss = (wide @ torch.ones(2, 1)).square().mean()")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_watched_live_in_the_loss_s_backward(scale: float) -> None:
+    model = layers(nn.Identity())
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", loss_scale=scale, trace=True
+    )
+    told = []
+    for number in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        with mp.autocast():
+            wide = model(x).float()
+            steep = (wide - wide.detach()) * 1e7
+            loss = steep.sum()
+        finding = mp.step(loss).finding
+        assert finding is not None
+        told.append(finding)
+    for one in told:
+        assert (one.cause, one.module, one.direction) == ("overflow", "(outside the model)", "backward")
+        assert "does not fit fp16" in str(one)
+    assert told[0].maker is None
+    assert told[1].maker is not None
+    assert (told[1].maker.op, told[1].maker.result.format) == ("mul", "fp32")
+    assert told[1].maker.line.endswith("steep = (wide - wide.detach()) * 1e7")
