@@ -16,4 +16,4 @@ def make_it_outside() -> None:
     from torch._functorch import config  # part of the keys of PyTorch's compile caches
 
     if getattr(config, "backward_pass_autocast", None) == _DEFAULT:
-        config.backward_pass_autocast = _OFF  # type: ignore[assignment]
+        config.backward_pass_autocast = _OFF
