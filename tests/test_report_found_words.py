@@ -76,3 +76,23 @@ def test_the_row_says_what_was_found_and_not_what_the_word_means(tmp_path: Path)
     assert one.why in table
     assert "1e+06 does not fit fp16" in table
     assert "a logarithm has one only above 0" in table
+
+
+def test_one_place_is_told_once_though_its_numbers_are_others_each_time(tmp_path: Path) -> None:
+    out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
+    records: list[Record] = []
+    for index in range(6):
+        facts = TensorFacts("input 0", [4], "fp32", 1e6 + index * 1e5, 1.0, 0, 0, 0)
+        records += [
+            UpdateRecord(index, 0, False, True, 8.0, 0.0, "inf"),
+            OverflowRecord(
+                index, 0, 0.0, 8.0, Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
+            ),
+        ]
+    figure = loss_scale([read_run(made(tmp_path / "r", records))], "s1", "fp16")
+    assert figure is not None
+    assert "Updates 0, 1, 2, 3, 4, 5: forward of linear in head: an input of 1e+06 does not fit" in figure
+    assert "more culprits" not in figure
+    text = outline(tmp_path / "r").text
+    assert "6 skipped updates to look into, of 1 kind." in text
+    assert "Skipped 6 6 alarms Last" in text  # and nothing of a scale, which was not too high once

@@ -109,7 +109,7 @@ def _grouped(runs: Sequence[Run]) -> list[Group]:
         for record in run.overflows:
             one = record.finding
             scale = "" if one.alarms else too_high(run)
-            key = (one.cause, one.module, one.op, one.direction, one.line, scale)
+            key = (*one.place, scale)
             group = groups.setdefault(key, Group(scale=scale))
             if scale:
                 group.constant, group.lasting = run.constant_scale, lasting(run)

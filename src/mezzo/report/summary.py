@@ -79,7 +79,8 @@ def _skips(run: Run, alarms: int) -> str:
         return "not looked into"
     probing = len(run.overflows) - alarms
     which = "constant loss scale that is too large" if run.constant_scale is not None else "scale too high"
-    return f"{counted(alarms, 'alarm')}, {probing:,} by a {which}"
+    told = [counted(alarms, "alarm")] if alarms or not probing else []
+    return ", ".join([*told, f"{probing:,} by a {which}"] if probing else told)
 
 
 def _stat(term: str, value: str, detail: str) -> Markup:

@@ -95,14 +95,16 @@ def stands(track: Updates) -> list[int]:
 
 def _culprits(tracks: Sequence[tuple[str, Updates, Found]]) -> list[str]:
     """A sentence for each thing that made updates fail, the first few: what the marks say under the pointer."""
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, ...], tuple[str, str, list[int]]] = {}
     for who, track, found in tracks:
         for place, update in zip(stands(track), track):
             finding = found.get(update.index) if update.skipped else None
             if finding is not None and finding.alarms:
-                places.setdefault((who, told(finding)), []).append(place)
+                # Later ones have other numbers in their words.
+                same = places.setdefault((who, *finding.place), (who, told(finding), []))
+                same[2].append(place)
     sentences = []
-    for (who, words), updates in places.items():
+    for who, words, updates in places.values():
         named = ", ".join(f"{place:,}" for place in updates[:NAMED]) + (", …" if len(updates) > NAMED else "")
         whose = f"{who}, update" if who else "Update"
         sentences.append(f"{whose}{'s' if len(updates) > 1 else ''} {named}: {words}.")
