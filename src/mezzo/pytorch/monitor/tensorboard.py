@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import CAUSES, Finding
+from mezzo.core.finding import Finding
 from mezzo.core.formats import FORMATS
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, shift_of
 from mezzo.core.records import (
@@ -193,7 +193,7 @@ def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
 def _told(finding: Finding) -> list[str]:
     lines = [
         f"{finding.direction} of {finding.op or '?'} in {finding.module or 'the model'}",
-        f"cause: {finding.cause}: {CAUSES.get(finding.cause, '')}",
+        f"cause: {finding.cause}: {finding.why}",
     ]
     if finding.line:
         lines.append(f"line: {finding.line}")
