@@ -267,6 +267,22 @@ def test_runs_that_are_watched_never_overwrite_one_another(
         assert (said in told) == (folder != "mezzo-run")
 
 
+@pytest.mark.parametrize("ranks", ["2", None])
+def test_processes_of_one_run_share_a_folder_and_leave_each_other_s_records(
+    ranks: str | None, train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    runs = tmp_path / "mezzo-run" / "runs"
+    runs.mkdir(parents=True)
+    for name in ("run-rank1.jsonl", "run-rank2.jsonl"):
+        (runs / name).write_text("")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["run", "--quiet", "--watch", train]) == 3
+    kept = {"run.jsonl", "run-rank1.jsonl"} | ({"run-rank2.jsonl"} if ranks is None else set())
+    assert {path.name for path in runs.iterdir()} == kept
+
+
 def test_a_run_that_is_replaced_is_told_and_leaves_nothing(
     train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

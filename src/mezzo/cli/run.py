@@ -163,10 +163,12 @@ def _rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _ranks() -> int:
-    """How many processes torchrun started; 1 for one alone."""
+def _ranks() -> int | None:
+    """How many processes share this run; 1 for one alone, None where there are several and nobody says how many."""
     text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() else 1
+    if text.isdigit():
+        return int(text)
+    return None if "RANK" in os.environ else 1
 
 
 def _unused(folder: Path) -> Path:
@@ -175,7 +177,7 @@ def _unused(folder: Path) -> Path:
     Of several processes each would find another one: they share the folder, and what it holds is replaced.
     """
     number, found = 1, folder
-    while _ranks() == 1 and not _rank() and _holds_something(found):
+    while _ranks() == 1 and _holds_something(found):
         number += 1
         found = folder.with_name(f"{folder.name}-{number}")
     return found
@@ -222,11 +224,12 @@ def _prepared(folder: Path, rank: int) -> Path:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # it would tell of other records
-            for old in (folder / "runs").glob("run-rank*.jsonl"):
+            ranks = _ranks()
+            for old in (folder / "runs").glob(
+                "run-rank*.jsonl"
+            ):  # of a run on more processes; ours are in use
                 number = old.stem.removeprefix("run-rank")
-                if (
-                    number.isdigit() and int(number) >= _ranks()
-                ):  # of a run on more processes; theirs are in use
+                if ranks is not None and number.isdigit() and int(number) >= ranks:
                     old.unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}. Name a folder that can be written.") from error
