@@ -36,8 +36,11 @@ GOALS = {
     "memory": "as many modules in 16 bits as do no harm",
 }
 """What a policy is tuned for."""
-WORTH_A_LINE = 0.02
-"""FP32 that is only faster is given a line if all such lines together save this share of the preset's time."""
+WORTH_A_LINE = 0.1
+"""FP32 that is only faster is given a line if all such lines together save this share of the preset's time.
+
+Modules are timed alone; of a whole step less comes true. On text-gpt 5 % were predicted and none measured.
+"""
 
 
 @dataclass(frozen=True)
