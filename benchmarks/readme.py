@@ -250,6 +250,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "tracing": lambda: monitoring.tracing(_read("watch.json")),
         "faults": lambda: monitoring.faults(_read("faults.json")),
     },
+    "docs/tune.md": {"tuned": lambda: monitoring.tuned(_read("tune.json"))},
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},
     "docs/verdict.md": {"harms": harms},
