@@ -155,7 +155,7 @@ class Steps:
                 again += 1
                 session.reruns += 1
                 calls -= 1
-                self._observe(found_inf=True)
+                self._observe(optimizer, found_inf=True)
 
         if args:
             args = (finite_closure, *args[1:])
@@ -172,14 +172,23 @@ class Steps:
         return result
 
     @quiet
-    def _observe(self, *, found_inf: bool, largest: float | None = None) -> None:
+    def _observe(self, optimizer: Any, *, found_inf: bool, largest: float | None = None) -> None:
+        number = self._number(optimizer)
         try:
-            self._session.observe(found_inf=found_inf, largest=largest)
+            self._session.observe(found_inf=found_inf, largest=largest, optimizer=number)
         except LossScaleCollapseError as collapse:
-            findings = self._session.journal.findings
-            if findings:
-                raise collapse.named(findings[-1].finding) from None
-            raise
+            its = [record.finding for record in self._session.journal.findings if record.optimizer == number]
+            culprit = next((finding for finding in reversed(its) if finding.alarms), its[-1] if its else None)
+            told = collapse if culprit is None else collapse.named(culprit)
+            if len(self._numbers) > 1:
+                kind = type(self._of_the_script(optimizer)).__name__
+                which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
+                told = LossScaleCollapseError(f"{which} does not move: {told}")
+            raise told from None
+
+    def _number(self, optimizer: Any) -> int:
+        """The optimizer's place in the order of their first steps."""
+        return self._numbers.setdefault(self._of_the_script(optimizer), len(self._numbers))
 
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
@@ -188,7 +197,7 @@ class Steps:
         scripts = self._of_the_script(optimizer)
         if session.trial is not None:
             session.trial.finish(counts=moved)
-        number = self._numbers.setdefault(scripts, len(self._numbers))
+        number = self._number(optimizer)
         index = len(session.journal.updates)
         seen = session.companions.update_ended(
             scripts, index=index, number=number, skipped=not moved, loss_scale=scale
@@ -203,7 +212,7 @@ class Steps:
         session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
         if scaled:
-            self._observe(found_inf=not moved, largest=session.companions.largest)
+            self._observe(optimizer, found_inf=not moved, largest=session.companions.largest)
         if session.trial is not None and session.trial.decision is not None:
             session.decide(session.trial.decision)
         self._stop(number)

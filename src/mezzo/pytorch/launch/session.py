@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import MezzoError
@@ -64,6 +64,8 @@ class Session:
     compiled: bool = False
     companions: Companions = field(init=False)
     wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    _whose: int | None = None  # the optimizer whose steps the scale counts "in a row" now
+    _in_a_row: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
 
     def __post_init__(self) -> None:
         self.companions = Companions(self)
@@ -125,16 +127,27 @@ class Session:
         """The policy of the step that runs."""
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
-    def observe(self, *, found_inf: bool, largest: float | None = None) -> None:
+    def observe(self, *, found_inf: bool, largest: float | None = None, optimizer: int | None = None) -> None:
         """One step is over: the scale for the next.
+
+        All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
+        else a good step of one would hide for ever that another never moves.
 
         Args:
             found_inf: whether a gradient was not finite.
             largest: the largest gradient, unscaled, where somebody looked.
+            optimizer: the number of the one whose step it was; None: of whoever stepped last.
 
         Raises:
-            LossScaleCollapseError: the scale is at its floor and the patience ran out.
+            LossScaleCollapseError: the scale is at its floor and the patience with this optimizer ran out.
         """
+        if optimizer is not None and optimizer != self._whose:
+            if self._whose is not None:
+                counted = {name: getattr(self.scale, name) for name in _COUNTED if hasattr(self.scale, name)}
+                self._in_a_row[self._whose] = counted
+                its_own = self._in_a_row.get(optimizer, dict.fromkeys(counted, 0))
+                self.scale = replace(self.scale, **its_own)  # type: ignore[arg-type]
+            self._whose = optimizer
         self.scale = self.scale.next(Observation(found_inf, largest))
 
     def overflowed(self, scale: float) -> float:
@@ -158,3 +171,4 @@ class Session:
 
 
 _FP32 = Policy("fp32")
+_COUNTED = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
