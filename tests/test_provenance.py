@@ -377,7 +377,7 @@ def test_an_input_that_is_overwritten_is_copied_from_then_on() -> None:
     mp = trainer(net)
     net.place.fault = grows
     told = []
-    for number in range(2):
+    for number in range(5):  # the second is watched as it happens, the later ones are run again
         x, y = batch(number)
         with mp.autocast():
             value = F.cross_entropy(net(x), y)
@@ -385,7 +385,77 @@ def test_an_input_that_is_overwritten_is_copied_from_then_on() -> None:
         told.append(mp.step(value).finding)
     assert told[0].cause == "unknown"
     assert "changed in place" in told[0].note
-    assert (told[1].cause, told[1].module, told[1].op) == ("overflow", "place", "mul")
+    for one in told[1:]:
+        assert (one.cause, one.module, one.op) == ("overflow", "place", "mul")
+
+
+def test_a_copied_input_serves_for_each_remedy_though_the_model_itself_writes_it() -> None:
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = grows
+    net.first.register_forward_pre_hook(lambda _, args: _doubled(args))
+    told = [found(mp, number) for number in range(3)][-1]
+    policies = [remedy.partition("`")[2].rstrip("`") for remedy in told.remedies if "`" in remedy]
+    assert policies == ["fp16,module.place=fp32,module.last=fp32", "bf16"]
+
+
+def _doubled(args: tuple[Tensor, ...]) -> None:
+    args[0].mul_(2.0)
+
+
+# ------------------------------------------------------------------------------------------ several uses
+
+
+class Twice(nn.Module):
+    """Returns what it uses itself as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.eye_(self.b.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return h, self.b(h)
+
+
+# each use is finite in fp16 at the scale, and not the sum; name: the loss, the scale, cause, module
+USES: dict[str, tuple[Callable[[tuple[Tensor, Tensor]], Tensor], float, str, str]] = {
+    "outside": (lambda y: y[1].sum() * 4e4 + y[1].sum() * 4e4, 1.0, "overflow", OUTSIDE),
+    "outside, scaled": (lambda y: y[1].sum() * 2.5 + y[1].sum() * 2.5, 2.0**14, "loss scale", OUTSIDE),
+    "outside and inside": (lambda y: (y[0].float().sum() + y[1].float().sum()) * 4e4, 1.0, "overflow", "a"),
+    "outside and inside, scaled": (
+        lambda y: (y[0].float().sum() + y[1].float().sum()) * 2.5, 2.0**14, "loss scale", "a",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fits(name: str) -> None:
+    loss, scale, cause, module = USES[name]
+    mp = trainer(Twice(), loss_scale=scale)
+    with mp.autocast():
+        value = loss(mp.model(torch.ones(1, 4)))
+    result = mp.step(value)
+    assert result.skipped
+    told = result.finding
+    assert (told.cause, told.module, told.op, told.direction) == (
+        cause, module, "sum of gradients", "backward",
+    )  # fmt: skip
+    assert told.alarms == (cause == "overflow")
+    if module == OUTSIDE:
+        assert [fact.largest for fact in told.inputs] == pytest.approx([told.inputs[0].largest] * 2)
+        assert all(fact.finite for fact in told.inputs)
+        assert not any("autocast" in remedy for remedy in told.remedies)
+
+
+def test_a_fault_of_the_model_behind_a_sum_outside_that_the_loss_scale_overflows() -> None:
+    net = Net()
+    net.place.fault = root_of_nothing
+    mp = trainer(net, 2.0**14)
+    told = found(mp, 0, lambda y, _: y.sum() * 2.5 + y.sum() * 2.5)
+    assert (told.cause, told.module, told.op) == ("invalid", "place", "sqrt")
 
 
 # ------------------------------------------------------------------------------------------ nothing is left

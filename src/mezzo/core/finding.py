@@ -10,6 +10,9 @@ from mezzo.core.weak_ops import weakness_of
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
 
+SUM = "sum of gradients"
+"""The op of a finding that is no operation: several gradients of one tensor added up."""
+
 CAUSES = {
     "loss scale": "the gradients overflow at this loss scale and not at a smaller one: a dynamic scale probes for "
     "that, a constant one is too large",

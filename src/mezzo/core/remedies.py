@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
-from mezzo.core.finding import OUTSIDE, Finding, Maker
+from mezzo.core.finding import OUTSIDE, SUM, Finding, Maker
 from mezzo.core.formats import named
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
@@ -147,6 +147,8 @@ def _at_its_maker(maker: Maker, direction: str) -> str:
 
 def _in_fp32(finding: Finding, low: str, used: Policy | None) -> list[str]:
     """Policies under which the operation is FP32's: in its module, in those beside it as well, in the whole run."""
+    if finding.module == OUTSIDE and finding.op == SUM:
+        return []  # the model's output has its format whatever is done with it
     if finding.module == OUTSIDE:
         return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
     base = used or policy(low)

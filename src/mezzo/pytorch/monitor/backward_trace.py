@@ -50,7 +50,7 @@ def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor])
         outputs: tensors on the graph, each with its gradient in `grads`, of its shape.
         grads: finite.
     """
-    watch = _Watch(trace)
+    watch = _Watch(trace, outputs)
     leaves = list(trace.leaves.values())
     handles = [node.register_hook(watch.hook(node)) for node in trace.places]
     try:
@@ -69,10 +69,11 @@ def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor])
 
 
 class _Watch:
-    def __init__(self, trace: ForwardTrace) -> None:
+    def __init__(self, trace: ForwardTrace, outputs: Sequence[Tensor]) -> None:
         self._trace = trace
         self._sent: set[Any] = set()
-        self._senders: Counter[Any] = Counter()
+        # What backward begins with is sent by nobody that is seen, and is added to what comes from within.
+        self._senders: Counter[Any] = Counter(output.grad_fn for output in outputs)
         self._makers = BackwardMakers()
         self.found = Backward()
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.finding import Finding
-from mezzo.pytorch.monitor import backward_trace, user_line
+from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.pytorch.monitor import backward_trace, op_names, user_line
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.backward_trace import Backward
 from mezzo.pytorch.monitor.events import Event, Place, root
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.outside import OutsideEvent
-from mezzo.pytorch.monitor.tensor_facts import finite, tensors
+from mezzo.pytorch.monitor.tensor_facts import facts, finite, tensors
 
 _PASSED = 8  # propagators that are told
 
@@ -82,7 +82,7 @@ def _noted(finding: Finding, notes: Sequence[str]) -> Finding:
 
 
 def _cannot(call: KeptCall) -> str:
-    if call.written:
+    if call.written and not call.copies:
         return "the model's inputs were changed in place after they were used"
     if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
         return "the model has SyncBatchNorm, whose ranks would wait for each other"
@@ -133,14 +133,46 @@ def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | N
             scale = scales.get(number)
             if scale is None:
                 continue
-            if not all(finite(grad) for grad in grads.values()):
-                # It came from outside. What would come without the loss scale shows whether that is all.
-                scale, grads = 1.0, call.unscaled.get(number, {})
-            pairs = [(places[place], grad) for place, grad in grads.items() if place in places]
-            pairs = [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]
-            if pairs and (found := _backward(trace, pairs, scale)) is not None:
+            if all(finite(grad) for grad in grads.values()):
+                found = _backward(trace, _on_graph(places, grads), scale)
+            else:
+                found = _came_so(call, number, scale, trace, places)
+            if found is not None:
                 return None, found
     return None, None
+
+
+def _came_so(
+    call: KeptCall, number: int, scale: float, trace: ForwardTrace, places: Mapping[int, Tensor]
+) -> Finding | None:
+    """Of gradients at a call's outputs that aren't finite.
+
+    An operation outside may have made them so, which is told by who watched that. What would come without the loss
+    scale shows whether the model has a fault as well. Or each of several uses sent a finite one, and not their sum.
+    """
+    grads = call.grads[number]
+    sent = {place: one for place, one in call.sent.get(number, {}).items() if place in grads}
+    unscaled = {place: one.total(grads[place]) for place, one in sent.items()}
+    found = _backward(trace, _on_graph(places, unscaled), 1.0)
+    if found is not None:
+        return found
+    as_sent = {place: one.total(grads[place], scale) for place, one in sent.items()}
+    for place, total in as_sent.items():
+        if total is not None and not finite(total):
+            alone = unscaled[place]
+            cause = "loss scale" if scale > 1.0 and alone is not None and finite(alone) else "overflow"
+            parts = [facts(part, "gradient of a use") for part, _ in sent[place].parts]
+            made = [facts(total, op_names.SUM)]
+            return Finding(cause, OUTSIDE, op_names.SUM, "backward", parts[:3], made, how="live")
+    return _backward(trace, _on_graph(places, as_sent), scale)  # one of the uses is within the model
+
+
+def _on_graph(
+    places: Mapping[int, Tensor], grads: Mapping[int, Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """The outputs that are on the graph, each with its gradient where that is finite."""
+    pairs = [(places[place], grad) for place, grad in grads.items() if place in places and grad is not None]
+    return [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad and finite(grad)]
 
 
 def _forward(call: KeptCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +195,8 @@ def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:
 
 
 def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Finding | None:
+    if not pairs:
+        return None
     outputs = [tensor for tensor, _ in pairs]
     found = backward_trace.run(trace, outputs, [grad for _, grad in pairs])
     if found.finite:

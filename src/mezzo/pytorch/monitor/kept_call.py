@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mezzo.pytorch.monitor.again import RandomState
 from mezzo.pytorch.monitor.own_state import put_back
+from mezzo.pytorch.monitor.sent import Sent
 from mezzo.pytorch.monitor.tensor_facts import mapped, tensors
 from mezzo.pytorch.monitor.user_line import Line
 
@@ -61,15 +62,16 @@ class KeptCall:
         # A graph that led here must not live longer for it: its tensors are held without.
         held = mapped((args, kwargs), _held)
         self._given = list(tensors(held, objects=True))
+        self.copies = copies
         self._arguments = mapped(held, _copy) if copies else held
         self._versions = [_version(leaf) for leaf in self._given]
         self.random = random
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.attributes: list[tuple[nn.Module, str, Any, Any]] = []
         self.outputs: list[int] = []
-        self.unscaled: dict[
-            int, dict[int, Tensor]
-        ] = {}  # the same without the loss scale, where that is known
+        self.sent: dict[
+            int, dict[int, Sent]
+        ] = {}  # the same: what operations outside sent, where they were seen
         self.grads: dict[
             int, dict[int, Tensor]
         ] = {}  # backward -> place among the outputs -> its gradient there
@@ -117,7 +119,9 @@ class KeptCall:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
-        args, kwargs = mapped(self._arguments, _off_graph)
+        # The call itself may be what writes them: a copy serves more than once.
+        kept = mapped(self._arguments, _copy) if self.copies else self._arguments
+        args, kwargs = mapped(kept, _off_graph)
         return args, kwargs
 
     @property
@@ -126,6 +130,11 @@ class KeptCall:
         held = list(tensors(self._arguments))
         held += [grad for grads in self.grads.values() for grad in grads.values()]
         held += [copy for _, copy in self.buffers]
+        known = {tensor.data_ptr() for tensor in held if tensor.layout is torch.strided}
+        of_uses = [
+            part for sent in self.sent.values() for one in sent.values() for part, _ in one.parts
+        ]  # of one use it is the output's own
+        held += [part for part in of_uses if part.data_ptr() not in known]
         return sum(tensor.nbytes for tensor in held) + self.random.nbytes
 
 

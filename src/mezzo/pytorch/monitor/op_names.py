@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mezzo.core.finding import SUM as SUM_OF_GRADIENTS
 from mezzo.core.rules import RULES as OP_TABLE
 
 _DUNDERS = {
@@ -27,7 +28,7 @@ _DUNDERS = {
 HOOK = "gradient hook"
 """What is no operation: a function of the script's own on a gradient."""
 
-SUM = "sum of gradients"
+SUM = SUM_OF_GRADIENTS
 """What is no operation: several gradients of one tensor added up."""
 
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm

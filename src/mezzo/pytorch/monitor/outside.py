@@ -20,6 +20,7 @@ from mezzo.pytorch.monitor.events import Event, Place, root
 from mezzo.pytorch.monitor.kept_call import OF_CALL
 from mezzo.pytorch.monitor.makers import BackwardMakers
 from mezzo.pytorch.monitor.node_values import cause_of_slope, result, saved
+from mezzo.pytorch.monitor.sent import Sent
 from mezzo.pytorch.monitor.tensor_facts import facts, finite
 from mezzo.pytorch.monitor.user_line import Line
 
@@ -73,6 +74,17 @@ def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -
         stack.extend(following for following, _ in node.next_functions)
 
 
+def _calls_beneath(node: Any) -> list[tuple[int, int, int]]:
+    """Of what a node makes: its number, the call whose output it goes to, and the place among that call's outputs."""
+    found: list[tuple[int, int, int]] = []
+    for made, (following, number) in enumerate(node.next_functions):
+        if following is None or OF_CALL not in following.metadata:
+            continue
+        if (OF_CALL, number) in following.metadata:
+            found.append((made, following.metadata[OF_CALL], following.metadata[OF_CALL, number]))
+    return found
+
+
 class OutsideBackward:
     """Watches one backward in the nodes outside.
 
@@ -91,14 +103,12 @@ class OutsideBackward:
         self._unscaled: dict[tuple[Any, int], Tensor] = {}
         self.event: OutsideEvent | None = None
         self.trouble = ""
-        self.of_calls: dict[
-            int, dict[int, Tensor]
-        ] = {}  # call -> place among its outputs -> unscaled gradient
+        self.of_calls: dict[int, dict[int, Sent]] = {}  # call -> place among its outputs -> what came to it
         seen = places is not None
         # One more pass over each gradient, so only where the step is slow anyway.
         self._makers = BackwardMakers(float(scale)) if seen else None
         self._handles = [
-            node.register_hook(_Look(self, node))
+            node.register_hook(_Look(self, node, [] if seen else _calls_beneath(node)))
             for node in nodes(start, most=100_000 if seen else MOST, into_calls=seen)
         ]
 
@@ -113,8 +123,24 @@ class OutsideBackward:
         known = None if self._places is None else self._places.get(node)
         return known or Place(OUTSIDE, op_names.of_node(node))
 
-    def look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
-        """A node has run."""
+    def look(
+        self,
+        node: Any,
+        going: Sequence[Tensor | None],
+        coming: Sequence[Tensor | None],
+        beneath: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """A node has run.
+
+        Args:
+            node: which.
+            going, coming: the gradients that it made, of those.
+            beneath: of what it made, the number, and the call and the place among its outputs that it goes to.
+        """
+        for number, of_call, output in beneath:
+            grad = going[number]
+            if grad is not None and grad.layout is torch.strided and _surely_finite(grad):
+                self._send(of_call, output, grad, float(self._scale))
         if all(grad is None or _surely_finite(grad) for grad in going):
             if self._makers is not None and self.event is None:
                 self._makers.ran(node, self._place(node), going, coming)
@@ -122,7 +148,7 @@ class OutsideBackward:
         place = self._place(node)
         if self.event is not None:
             if self.event.cause == "loss scale":
-                alarm = self._look_deeper(node, place, coming)
+                alarm = self._look_deeper(node, place, going, coming)
                 if alarm is not None:
                     self.event = replace(alarm, start=self._start)
                     return
@@ -130,19 +156,22 @@ class OutsideBackward:
             return
         self.event = replace(self._event(node, place, going, coming), start=self._start)
 
+    def _send(self, of_call: int, output: int, grad: Tensor, scale: float) -> None:
+        sent = self.of_calls.setdefault(of_call, {}).setdefault(output, Sent())
+        sent.parts.append((grad.detach(), scale))
+
     def _event(
         self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
     ) -> OutsideEvent:
         inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
         if not all(one.finite for one in inputs):
-            return OutsideEvent(
-                op_names.SUM, "loss scale", outputs=inputs, module=place.module, line=place.line
-            )
+            cause = "loss scale" if float(self._scale) > 1.0 else "overflow"
+            return OutsideEvent(op_names.SUM, cause, outputs=inputs, module=place.module, line=place.line)
         kept = saved(node)
         outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
         cause = "loss scale"
         scale = float(self._scale)
-        if scale <= 1.0 or not self._goes_on(node, [_over(grad, scale) for grad in coming]):
+        if scale <= 1.0 or not self._goes_on(node, [_over(grad, scale) for grad in coming], going):
             cause = cause_of_slope(node, place.op, kept, outputs, place.zeros)
         if place.event is not None and cause != "loss scale" and not place.event.meant:
             first, passed = root(place.event)
@@ -161,20 +190,28 @@ class OutsideBackward:
             node=node,
         )
 
-    def _look_deeper(self, node: Any, place: Place, coming: Sequence[Tensor | None]) -> OutsideEvent | None:
+    def _look_deeper(
+        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
+    ) -> OutsideEvent | None:
         """With the loss scale out of the way: whether this node has another fault."""
         unscaled = [self._unscaled.pop((node, number), None) for number in range(len(coming))]
         if all(grad is None for grad in unscaled):
             return None
-        if self._goes_on(node, unscaled):
+        if self._goes_on(node, unscaled, going):
             return None
         kept = saved(node)
         cause = cause_of_slope(node, place.op, kept, [], place.zeros)
         inputs = [facts(grad, "gradient of output") for grad in unscaled if grad is not None] + kept
         return OutsideEvent(place.op, cause, inputs, module=place.module, line=place.line, node=node)
 
-    def _goes_on(self, node: Any, grads: Sequence[Tensor | None]) -> bool:
-        """Run a node by hand on unscaled gradients, and hand on what it makes of them; False if that isn't finite."""
+    def _goes_on(self, node: Any, grads: Sequence[Tensor | None], going: Sequence[Tensor | None]) -> bool:
+        """Run a node by hand on unscaled gradients, and hand on what it makes of them; False if that isn't finite.
+
+        Args:
+            node: which.
+            grads: what came to it, unscaled.
+            going: what it made of what did come, some of which was handed on already.
+        """
         if any(grad is None for grad in grads):
             return False
         run = node.apply if hasattr(node, "saved_tensors") else node
@@ -186,29 +223,34 @@ class OutsideBackward:
         given = again if isinstance(again, tuple) else (again,)
         if not all(grad is None or finite(grad) for grad in given):
             return False
-        for grad, (following, number) in zip(given, node.next_functions):
+        beneath = (
+            {}
+            if self._places is not None
+            else {made: (call, output) for made, call, output in _calls_beneath(node)}
+        )
+        for place, (grad, (following, number)) in enumerate(zip(given, node.next_functions)):
             if grad is None or following is None:
                 continue
-            if self._places is None and OF_CALL in following.metadata:
-                if (OF_CALL, number) in following.metadata:
-                    of_call = self.of_calls.setdefault(following.metadata[OF_CALL], {})
-                    of_call[following.metadata[OF_CALL, number]] = grad
-            else:
+            if place not in beneath:
                 self._unscaled[following, number] = grad
+            elif (made := going[place]) is None or not _surely_finite(made):
+                of_call, output = beneath[place]
+                self._send(of_call, output, grad, 1.0)
         return True
 
 
 class _Look:
     """The hook on a node."""
 
-    def __init__(self, watch: OutsideBackward, node: Any) -> None:
+    def __init__(self, watch: OutsideBackward, node: Any, beneath: Sequence[tuple[int, int, int]]) -> None:
         self._watch = watch
         self._node = node
+        self._beneath = beneath
 
     def __call__(self, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         try:
             with torch._C.DisableTorchFunction():
-                self._watch.look(self._node, going, coming)
+                self._watch.look(self._node, going, coming, self._beneath)
         except Exception as error:  # the backward is the script's: it must go on
             self._watch.trouble = f"{type(error).__name__}: {error}"
 

@@ -314,8 +314,8 @@ class OverflowTracer:
         began, kept = time.perf_counter(), 0
         try:
             calls = [call for tracer in _ALL for call in tracer.calls if id(self) in call.told]
-            kept = sum(call.nbytes for call in calls)
             self._learn(calls)
+            kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
             self._say_again([call.line for call in calls])
             finding, call = investigate(
@@ -348,7 +348,7 @@ class OverflowTracer:
         """What backward showed of the calls, and what was written of their arguments since."""
         for call in calls:
             for number, watch in self._outside.items():
-                call.unscaled[number] = watch.of_calls.get(call.number, {})
+                call.sent[number] = watch.of_calls.get(call.number, {})
             for tracer in _ALL:
                 if call.written and call.inner in tracer._habits:
                     tracer._habits[call.inner].writes_arguments = True
