@@ -81,6 +81,35 @@ def test_what_overflows_is_kept_and_then_trains() -> None:
     assert moved == {"fp16": False, found.policy: True}
 
 
+class Around(nn.Module):
+    """Has a child and no parameters of its own, and computes."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor
+
+
+def test_what_a_module_around_others_returns_is_seen() -> None:
+    def around() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Sequential(Around(1e6)), Times(1e-6), nn.Linear(8, 2))
+
+    found = mezzo.calibrate(around(), loss_of, batches(), format="fp16")
+    assert [one.module for one in found.kept] == ["1.0", "2"], (
+        "and '1', which hands on what '1.0' returned, is none"
+    )
+    assert any("has not been tried" in note for note in found.notes)
+    net = around()
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), found.policy)
+    with mp.autocast():
+        loss = loss_of(net, batch(0))
+    assert mp.step(loss).moved
+
+
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     moments = [value for entry in optimizer.state.values() for value in entry.values()]
     grads = [p.grad for p in net.parameters() if p.grad is not None]

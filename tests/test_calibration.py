@@ -76,6 +76,16 @@ def test_the_format(native: set[str], asked: str | None, rows: list[RangeRow], f
     assert policy(found.policy).compute == form
 
 
+def test_what_is_said_of_another_format_than_the_recommended_one() -> None:
+    rows = [*FINE, activation("b", 1e6)]
+    scale = "dynamic from 2^16, or constant 2^16"
+    for form, told in (("fp16", f"fp16: {scale}"), ("bf16", f"none: bf16 needs none (fp16: {scale})")):
+        found = recommend(steps(rows), native=set(), format=form).rows()
+        assert dict(found)["loss scale"] == told
+        kept = [value for label, value in found if label == "keep in fp32"]
+        assert [value.startswith("not here, but for fp16: ") for value in kept] == [form != "fp16"] * 2
+
+
 SCALES: list[tuple[list[list[RangeRow]], int, float, float]] = [
     # steps, headroom, constant, start
     ([[gradient("a", 1.0)]], 1, 2.0**14, 2.0**14),  # too few steps for a deviation

@@ -66,6 +66,7 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     watched, tried = map(json.loads, (here / "train.asked").read_text().splitlines())
     assert (watched["policy"], watched["watch"], watched["stop_after"]) == ("fp32", 1, 5)
     assert (watched["argv"], watched["seed_offset"], watched["summary"]) == (["--epochs", "3"], None, False)
+    assert (watched["watch_all"], tried["watch_all"]) == (True, False)
     assert (tried["policy"], tried["watch"], tried["trace"]) == (str(folder / "policy.toml"), 0, True)
     assert not list((folder / "runs").glob("*.request.json"))
 

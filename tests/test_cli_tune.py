@@ -73,6 +73,7 @@ def test_a_policy_is_found_written_and_compared(here: Path, capsys: pytest.Captu
     assert f"Policy: {TUNED}" in out
     assert f"{TUNED} is equivalent." in out
     assert f"Report: {OUT}/comparison/report.html" in out
+    assert out.endswith(f"\nUse it: mezzo run --policy {TUNED} {name} --epochs 3\n")
     assert "--precision fp16 --precision mezzo-tune-train/policy.toml --seeds 3" in out
     assert "[1/1] calibration: 40 steps" in err
     declared = json.loads((here / OUT / "comparison" / "comparison.json").read_text())
@@ -128,7 +129,9 @@ def test_the_preset_is_not_run_twice_and_fp32_not_at_all(
     assert main(["tune", script(here, SLOW), "--precision", "bf16"]) == 0
     assert policy(TUNED).is_fp32
     assert calls(here) == ["calibration"]
-    assert "FP32 it is" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FP32 it is" in out
+    assert "Use it:" not in out
 
 
 def test_no_compare_and_goals(here: Path) -> None:
@@ -159,6 +162,7 @@ def test_the_comparison_has_the_last_word(
     out = capsys.readouterr().out
     assert told in out
     assert ("the tuned policy is" in out) is bool(told)
+    assert (f"Use it: mezzo run --policy {TUNED} {name}\n" in out) is not bool(told)
 
 
 @pytest.mark.parametrize(

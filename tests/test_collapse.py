@@ -20,7 +20,9 @@ import mezzo
 from bad_steps import is_finite, same
 from launching import launcher
 from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import Observation, from_state_dict
+from mezzo.core.scale_numbers import collapsed
 from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.training.state import anew_if_collapsed
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
@@ -123,7 +125,49 @@ def test_the_error_names_where_it_comes_from() -> None:
     )
     with pytest.raises(LossScaleCollapseError, match=r"What makes them fail: .*\b1\b") as raised:
         again_and_again(lambda: step(mp, 0))
-    assert "no scale can help" in str(raised.value)
+    said = str(raised.value)
+    assert ". Try: " in said
+    assert "add an eps to the denominator" in said
+    assert "PATTERN" not in said
+
+
+def test_a_collapse_tells_what_is_known_to_mend_it() -> None:
+    general = "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32."
+    raised = collapsed(2.0**-14, 50)
+    assert str(raised).endswith(general)
+    found = Finding(
+        "overflow", "b", "mul", remedies=["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
+    )
+    told = "Try: this module in FP32: `fp16,module.b=fp32`; or bf16: `bf16`."
+    assert str(raised.named(found)).endswith(f"What makes them fail: {found}. {told}")
+    bare = str(raised.named(Finding("overflow", "b", "mul")))
+    assert "no scale can help" in bare
+    assert general not in bare
+    for cause in ("unknown", "loss scale"):  # "nothing, the next step has a smaller one" is over
+        unmended = str(raised.named(Finding(cause, remedies=["nothing, if the loss scale is dynamic"])))
+        assert unmended.endswith(general)
+        assert "Try:" not in unmended
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (mezzo.DynamicLossScale(init=4.0, floor=1.0, patience=1), "doubling after every 2000 good steps"),
+        (
+            mezzo.DynamicLossScale(init=4.0, floor=1.0, patience=1, growth_factor=4.0),
+            "growing by a factor of 4 after every 2000 good steps",
+        ),
+        (
+            StatisticalLossScale(init=4.0, floor=1.0, patience=1),
+            "its limit doubling after every 500 good steps",
+        ),
+    ],
+)
+def test_a_collapse_tells_how_its_scale_would_grow(scale: Any, words: str) -> None:
+    model = network()
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", loss_scale=scale)
+    with pytest.raises(LossScaleCollapseError, match=f"{words}\\.$"):
+        again_and_again(lambda: step(mp, 0, NAN))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -760,3 +760,25 @@ def test_a_mode_of_the_script_s_changes_no_gradient(launch: Any) -> None:
         trace=False,
     )
     assert under.lines == plain.lines
+
+
+@pytest.mark.parametrize("every_module", [False, True])
+def test_what_a_module_around_others_returns_is_watched_if_asked(launch: Any, every_module: bool) -> None:
+    source = """
+        import torch
+        from torch import nn
+        class Around(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(4, 4)
+            def forward(self, x):
+                return self.inner(x) * 3.0
+        model = nn.Sequential(nn.Sequential(Around()), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    """
+    ran = launch(source, policy="fp32", watch=1, watch_all=every_module)
+    seen = [row.module for row in ran.of("ranges")[0].rows if row.what == "activation"]
+    around = ["0.0"] if every_module else []  # "0", and the model, hand on what a module in them returned
+    assert seen == ["0.0.inner", *around, "1"]

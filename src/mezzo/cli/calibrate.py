@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(found.to_json(request), end="")
     else:
-        show(Console(), found, folder, report, [request.target, *request.argv])
+        script = ["-m"] * request.is_module + [request.target, *request.argv]
+        show(Console(), found, folder, report, script)
     return int(found.check is not None and not found.check.holds)
 
 

@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -120,6 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
             precisions = tuple(outcome.verdict["candidates"])
             again = command_line(request.comparison(precisions), folder / COMPARISON)
             show_verdict(console, outcome.verdict, report, again)
+        if not outcome.finding and not outcome.tuned.policy.is_fp32:
+            words = ["mezzo", "run", "--policy", str(outcome.policy)]
+            words += ["-m"] * request.is_module + [request.target, *request.argv]
+            console.print(f"Use it: {shlex.join(words)}", markup=False, highlight=False, soft_wrap=True)
     return int(bool(outcome.finding))
 
 

@@ -177,10 +177,7 @@ class Recommendation:
         shift = _exponent(self.start)
         found = [
             ("format", f"{self.format}: {self.why}"),
-            (
-                "loss scale",
-                f"fp16: dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}",
-            ),
+            ("loss scale", self._scale_row()),
             *chain.from_iterable(
                 (("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))) for one in self.sources
             ),
@@ -191,7 +188,8 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            found.append(("keep in fp32", f"{kept.module or 'the model'}: {kept.why}"))
+            only = "" if self.format == "fp16" else "not here, but for fp16: "
+            found.append(("keep in fp32", f"{only}{kept.module or 'the model'}: {kept.why}"))
             if kept.evidence is not None:
                 scaled = kept.evidence.what in GRADIENTS
                 found.append(("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)))
@@ -199,6 +197,12 @@ class Recommendation:
             found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
         found.append(("policy", self.policy))
         return found
+
+    def _scale_row(self) -> str:
+        scales = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
+        return (
+            f"fp16: {scales}" if self.format == "fp16" else f"none: {self.format} needs none (fp16: {scales})"
+        )
 
     def __str__(self) -> str:
         lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]

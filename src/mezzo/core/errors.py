@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mezzo.core.finding import Finding
 
 
 class MezzoError(Exception):
@@ -35,11 +39,25 @@ class CallOrderError(UsageError, RuntimeError):
 
 
 class LossScaleCollapseError(MezzoError, RuntimeError):
-    """The loss scale fell to its floor and steps are still skipped after the patience ran out."""
+    """The loss scale fell to its floor and steps are still skipped after the patience ran out.
 
-    def named(self, culprit: object) -> LossScaleCollapseError:
-        """The same, with what makes the steps fail."""
-        return LossScaleCollapseError(f"{self} What makes them fail: {culprit}.")
+    Args:
+        what: what happened.
+        always: what to look at, unless it is known what makes the steps fail and what mends it.
+        unknown: what to try while nobody knows what makes them fail.
+    """
+
+    def __init__(self, what: str, always: str = "", unknown: str = "") -> None:
+        super().__init__(" ".join(filter(None, (what, always, unknown))))
+        self._what, self._always, self._unknown = what, always, unknown
+
+    def named(self, culprit: Finding) -> LossScaleCollapseError:
+        """The same, with what makes the steps fail; the remedies of what is found take the place of general advice."""
+        why = f"What makes them fail: {culprit}."
+        if culprit.cause in ("loss scale", "unknown"):  # nothing that is known to mend it
+            return LossScaleCollapseError(self._what, why, f"{self._always} {self._unknown}".strip())
+        remedies = f"Try: {'; or '.join(culprit.remedies)}." if culprit.remedies else self._always
+        return LossScaleCollapseError(self._what, why, remedies)
 
     def going_on(self, how: str) -> LossScaleCollapseError:
         """The same, with what to call once that is mended."""

@@ -128,8 +128,9 @@ class StaticLossScale:
         if skips >= self.patience:
             raise LossScaleCollapseError(
                 f"{skips} steps in a row were skipped: their gradients are not finite under the constant "
-                f"loss scale {power_text(self.scale)}. {NOT_THE_SCALE} Else use a smaller constant, "
-                "StaticLossScale.from_largest(...), or loss_scale='dynamic'."
+                f"loss scale {power_text(self.scale)}.",
+                NOT_THE_SCALE,
+                "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
             )
         return replace(self, skips=skips)
 

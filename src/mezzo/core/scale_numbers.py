@@ -54,7 +54,7 @@ def power_text(value: float) -> str:
 def collapsed(floor: float, stuck: int) -> LossScaleCollapseError:
     """What is raised when a scale that backs off can back off no more."""
     return LossScaleCollapseError(
-        f"the loss scale is at its floor {power_text(floor)} and the last {stuck} steps were "
-        f"skipped. {NOT_THE_SCALE} Else train in bf16, or keep the module that overflows in FP32: "
-        "fp16,module.PATTERN=fp32."
+        f"the loss scale is at its floor {power_text(floor)} and the last {stuck} steps were skipped.",
+        NOT_THE_SCALE,
+        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
     )

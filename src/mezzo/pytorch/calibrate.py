@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,11 @@ from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.monitor.ranges import RangeWatch
 from mezzo.pytorch.training.observing import Observing
+
+_NOT_TRIED = (
+    "the policy has not been tried, and what a module computes on the way to what it returns was not seen: "
+    "`mezzo calibrate SCRIPT` tries it, MixedPrecision says of each skipped step where it came from"
+)
 
 
 def calibrate(
@@ -70,7 +76,7 @@ def calibrate(
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
-    watch = RangeWatch(model, updated, every=1, kinds=kinds)
+    watch = RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)
     observing = Observing(model, [watch])
     records: list[RangesRecord] = []
     try:
@@ -91,7 +97,8 @@ def calibrate(
     finally:
         observing.undo()
         snapshot.restore()
-    return recommend(records, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
+    found = recommend(records, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
+    return found if found.format != "fp16" else replace(found, notes=[*found.notes, _NOT_TRIED])
 
 
 def _checked(model: nn.Module, parameters: list[nn.Parameter], loss_fn: Any, steps: int) -> torch.device:

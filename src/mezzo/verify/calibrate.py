@@ -244,6 +244,7 @@ def _run(
         records=path.resolve(),
         summary=False,
         watch=watch,
+        watch_all=bool(watch),
         trace=not watch,
         stop_after=request.steps,
     )

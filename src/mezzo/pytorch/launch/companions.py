@@ -57,7 +57,8 @@ def watchers_for(session: Session) -> list[StepObserver]:
                 session.journal.note(text)
 
         every = DEFAULT_EVERY if request.watch < 0 else request.watch
-        found.append(Quiet(None, None, every=every, clock=session.journal.now))
+        clock = session.journal.now
+        found.append(Quiet(None, None, every=every, clock=clock, all_modules=request.watch_all))
     if request.sensitivity is not None:
         from mezzo.pytorch.sensitivity.probe import Probe
 

@@ -35,6 +35,7 @@ class RunRequest:
             step; None lets it end by itself.
         tensorboard: folder for the records as TensorBoard events, beside those of `records`; None writes none.
         sensitivity: file for what `mezzo.pytorch.sensitivity` measures; None measures nothing.
+        watch_all: look at what every module returns, those too that have children and no parameters of their own.
 
     Raises:
         UsageError: a number out of range.
@@ -54,6 +55,7 @@ class RunRequest:
     stop_after: int | None = None
     tensorboard: Path | None = None
     sensitivity: Path | None = None
+    watch_all: bool = False
 
     def __post_init__(self) -> None:
         if self.seed_offset is not None and self.seed_offset < 0:

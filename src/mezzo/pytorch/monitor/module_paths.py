@@ -19,7 +19,8 @@ class Paths:
     """What is in a model.
 
     Args:
-        seen: path -> module, of those whose outputs can be seen: leaves, and those with parameters of their own.
+        seen: path -> module, of those whose outputs are looked at: leaves, and those with parameters of their own; or
+            all, where that was asked.
         compiled: paths of modules whose inside can't be seen, as it is compiled.
     """
 
@@ -27,8 +28,13 @@ class Paths:
     compiled: list[str] = field(default_factory=list)
 
 
-def paths(model: nn.Module) -> Paths:
-    """The modules of a model whose outputs can be looked at. One that is there twice has its first path."""
+def paths(model: nn.Module, *, every: bool = False) -> Paths:
+    """The modules of a model whose outputs can be looked at. One that is there twice has its first path.
+
+    Args:
+        model: the whole.
+        every: those too that have children and no parameters of their own: they may compute all the same.
+    """
     found = Paths()
     for path, module in _walk(model, "", set()):
         # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
@@ -37,8 +43,10 @@ def paths(model: nn.Module) -> Paths:
         elif is_opaque(module):
             found.compiled.append(path)
             found.seen[path] = module
-        elif any(p is not None for p in module._parameters.values()) or not any(
-            True for _ in module.children()
+        elif (
+            every
+            or any(p is not None for p in module._parameters.values())
+            or not any(True for _ in module.children())
         ):
             found.seen[path] = module
     return found

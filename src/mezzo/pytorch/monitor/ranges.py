@@ -57,6 +57,8 @@ class RangeWatch:
         clock: seconds, for records.
         kinds: which of `WHAT` to look at.
         note: told what could not be looked at, and why, once each; None: a warning says it.
+        all_modules: look at what every module returns, those too that have children and no parameters of their own; a
+            tensor that one within the other returns counts for the inner one.
 
     Attributes:
         notes: what could not be looked at, and why, once each.
@@ -76,6 +78,7 @@ class RangeWatch:
         clock: Callable[[], float] = time.monotonic,
         kinds: Collection[str] = tuple(WHAT),
         note: Callable[[str], None] | None = None,
+        all_modules: bool = False,
     ) -> None:
         for name, value, least in (("watch", every, 1), ("first", first, 0)):
             if not isinstance(value, int) or value < least:
@@ -88,12 +91,13 @@ class RangeWatch:
         self._optimizer = optimizer
         self._clock = clock
         self._tell = note
+        self._all_modules = all_modules
         self._kinds = frozenset(kinds)
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         if optimizer is not None:
             self._updates[optimizer] = 0
         self._models: list[_Known] = [] if model is None else [_Known(ref(model), "")]
-        self._outputs = WatchedOutputs(self._kinds)
+        self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)
         self._parameters: WatchedParameters | None = None
         self._releases = False  # the optimizer moves parameters within backward, and has no `update_begins`
         self._begun = False
@@ -124,7 +128,7 @@ class RangeWatch:
             return
         known = self._known(model)
         if self._outputs.wanted:
-            found = paths(model)
+            found = paths(model, every=self._all_modules)
             if found.compiled:
                 self._note(_COMPILED.format(found.compiled[0] or "the model"))
             self._outputs.call_begins(model, found, known.prefix)

@@ -27,10 +27,12 @@ class WatchedOutputs:
 
     Args:
         kinds: which of the two are wanted.
+        distinct: count a tensor that several modules return, one within the other, for the first alone.
     """
 
-    def __init__(self, kinds: Collection[str]) -> None:
-        self._kinds = kinds
+    def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:
+        self._kinds, self._distinct = kinds, distinct
+        self._counted: dict[int, tuple[ref[Tensor], int]] = {}  # id of a tensor -> it, and its version then
         self.rows = ExponentRows()
         self._handles: list[Any] = []
         self._hooked: set[int] = set()
@@ -75,6 +77,7 @@ class WatchedOutputs:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
+        self._counted.clear()
         self._calling, self._backward = None, 0
         rows, self.rows = self.rows, ExponentRows()
         return rows
@@ -98,11 +101,20 @@ class WatchedOutputs:
         for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
             if isinstance(tensor, nn.Parameter):
                 continue  # nothing that was computed; and to detach one makes a region forget its casts
+            if self._distinct and not repeats and not self._first_seen(tensor):
+                continue
             if ACTIVATION in self._kinds and not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
             wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             if GRADIENT in self._kinds and tensor.requires_grad and not wrapped:
                 self._handles.append(tensor.register_hook(self._gradient_hook(path)))
+
+    def _first_seen(self, tensor: Tensor) -> bool:
+        """Whether no module has returned this tensor yet, as it is now."""
+        known = self._counted.get(id(tensor))
+        version = 0 if tensor.is_inference() else tensor._version
+        self._counted[id(tensor)] = ref(tensor), version
+        return known is None or known[0]() is not tensor or known[1] != version
 
     def _gradient_hook(self, path: str) -> Any:
         counted = 0

@@ -152,9 +152,12 @@ def how_to_go_on(machine: DeviceLossScale) -> str:
         return "mp.reset_loss_scale() forgets the skips: without it the next one raises this again"
     slow = ""
     if isinstance(again, DynamicLossScale):
-        slow = f", growing {again.growth_factor:g} times in {again.growth_interval} good steps"
+        grows = (
+            "doubling" if again.growth_factor == 2.0 else f"growing by a factor of {again.growth_factor:g}"
+        )
+        slow = f", {grows} after every {again.growth_interval} good steps"
     elif isinstance(again, StatisticalLossScale):
-        slow = f", doubling in {again.recovery} good steps"
+        slow = f", its limit doubling after every {again.recovery} good steps"
     return (
         f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes on "
         f"from {power_text(float(machine.scale))}{slow}"
