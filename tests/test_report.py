@@ -19,6 +19,8 @@ from mezzo.report import build
 from mezzo.report.markup import escape
 from mezzo.report.reading import read
 from mezzo.report.rerun import command_line
+from mezzo.verify.compare import schedule
+from mezzo.verify.request import Request
 
 VOID = {"meta", "link", "br", "wbr"}
 
@@ -118,6 +120,22 @@ def test_what_was_not_measured_is_said_and_leaves_no_empty_section(tmp_path: Pat
     assert "bf16 recorded no loss." in bare.text
     empty = comparisons.write(tmp_path / "empty", {"candidates": {}}, {})
     assert "No candidate was compared." in outline(empty).text
+
+
+@pytest.mark.parametrize(
+    "name", ["mezzo-tune-train/policy.toml", "/tmp/a b/p.v2.toml", "../policy.toml", "bf16,module.4.up=fp32"]
+)
+def test_the_runs_of_a_candidate_are_found_by_the_name_under_which_they_were_written(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    planned = schedule(Request(str(tmp_path / "train.py"), precisions=(name,), seeds=1))
+    runs = {plan.name: comparisons.Written([2.0, 1.0]) for plan in planned}
+    folder = comparisons.write(tmp_path / "run", {"candidates": {name: {}}}, runs)
+    found = outline(folder)
+    assert [len(run.losses) for run in read(folder).of(name)] == [2]
+    assert not list((folder / "runs").glob(".*"))
+    assert "recorded no loss" not in found.text
 
 
 def test_failures_are_told_where_they_happened(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,6 +24,15 @@ from mezzo.core.finding import Finding, Maker, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
+
+
+def file_name(precision: str) -> str:
+    """A precision as it stands in the names of a run's files, none of them hidden: writers and readers ask here.
+
+    >>> file_name("bf16,op.softmax=fp32"), file_name("mezzo-tune-train/policy.toml")
+    ('bf16-op.softmax-fp32', 'mezzo-tune-train-policy.toml')
+    """
+    return re.sub(r"[^A-Za-z0-9.]+", "-", precision).strip("-.").lower()
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.records import file_name
 from mezzo.report.numbers import finite
-from mezzo.report.run import Run, read_run, slug
+from mezzo.report.run import Run, read_run
 
 SCHEMA = 1
 
@@ -92,7 +93,7 @@ def read(directory: Path) -> Comparison:
         for name, values in verdict["candidates"].items()
     }
     baseline = str(verdict.get("baseline", "fp32"))
-    known = {slug(name): name for name in (baseline, *candidates)}
+    known = {file_name(name): name for name in (baseline, *candidates)}
     runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
     return Comparison(directory, verdict, candidates, baseline, runs, _request(directory, verdict))
 

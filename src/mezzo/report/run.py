@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
 
     Args:
         path: the ``.jsonl`` file.
-        known: `slug` of a precision -> the precision as it was asked for.
+        known: `file_name` of a precision -> the precision as it was asked for.
     """
     losses = _Losses()
     updates: list[records.UpdateRecord] = []
@@ -153,7 +153,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
     precision = found["precision"] if found else started.policy if started else path.stem
     return Run(
         name=path.stem,
-        precision=(known or {}).get(slug(precision), precision),
+        precision=(known or {}).get(records.file_name(precision), precision),
         seed=int(found["seed"]) if found else started.seed_offset if started else 0,
         nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
         losses=np.array(losses.values, dtype=float),
@@ -241,12 +241,6 @@ class _Lines:
 
 def _were(number: int) -> str:
     return "was" if number == 1 else "were"
-
-
-def slug(name: str) -> str:
-    """A precision as it stands in the name of a run's files: of a policy's file, its stem."""
-    name = PurePath(name).stem if name.endswith(".toml") else name
-    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-").lower()
 
 
 def _tail(path: Path) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
+from mezzo.core.records import file_name
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
@@ -55,8 +56,8 @@ def schedule(request: Request) -> list[Planned]:
     """
     runs = []
     for k in range(request.seeds):
-        names = [(BASELINE, BASELINE), *((request.slug(name), name) for name in request.precisions)]
-        runs += [Planned(f"{slug}-{k}", name, k) for slug, name in (names if k % 2 == 0 else reversed(names))]
+        names = [(BASELINE, BASELINE), *((file_name(name), name) for name in request.precisions)]
+        runs += [Planned(f"{file}-{k}", name, k) for file, name in (names if k % 2 == 0 else reversed(names))]
         if k == 0:
             runs.append(Planned(f"{TWIN}-0", BASELINE, 0, nudge=True))
     return runs

@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
+from mezzo.core.records import file_name
 from mezzo.pytorch.launch.storage import check
 from mezzo.verify.metric import Metric
 from mezzo.verify.precisions import split_precisions
@@ -71,11 +71,11 @@ class Request:
             raise UsageError("nothing to compare: give at least one precision, such as --precision bf16,fp16")
         if not self.is_module:
             _script(Path(self.target))
-        slugs = [BASELINE, TWIN, *map(self.slug, self.precisions)]
+        files = [BASELINE, TWIN, *map(file_name, self.precisions)]
         for name in self.precisions:
-            if slugs.count(self.slug(name)) > 1:
+            if files.count(file_name(name)) > 1:
                 raise UsageError(
-                    f"{name!r} and another precision would share the file runs/{self.slug(name)}-0.jsonl. "
+                    f"{name!r} and another precision would share the file runs/{file_name(name)}-0.jsonl. "
                     "Rename one of them, or compare them in two folders."
                 )
         _ = self.how_metric
@@ -84,10 +84,6 @@ class Request:
     def how_metric(self) -> Metric | None:
         """The metric's pattern, direction and margin."""
         return Metric(self.metric, self.metric_better, self.metric_margin) if self.metric else None
-
-    def slug(self, precision: str) -> str:
-        """A precision as it stands in the name of a run's files."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", precision).strip("-").lower()
 
     def declared(self) -> dict[str, Any]:
         """What is written down: every field, what script and policies contain, and the versions that run."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mezzo.core.batch_search import OUT_OF_MEMORY, OVER, Trial
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
+from mezzo.core.records import file_name
 from mezzo.pytorch.free_memory import available_bytes
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.out_of_memory import says_out_of_memory
@@ -64,7 +65,7 @@ def run_size(
         FailedError: the script fails, or takes fewer than three steps; the message says how.
         MezzoError: nothing of this can run under this precision.
     """
-    name = f"{request.slug(precision)}-{size}"
+    name = f"{file_name(precision)}-{size}"
     records = runs / f"{name}.jsonl"
     asked = runs / f"{name}.request.json"
     child = RunRequest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,11 +65,6 @@ class BatchSizeRequest:
     def search(self, limit: int | None) -> BatchSearch:
         """The search at its beginning, within a limit in bytes."""
         return BatchSearch(self.start, self.multiple_of, 2.0, limit, self.max_size)
-
-    @staticmethod
-    def slug(precision: str) -> str:
-        """A precision as it stands in the name of a run's files."""
-        return re.sub(r"[^A-Za-z0-9.]+", "-", precision).strip("-").lower()
 
 
 def precisions_of(words: Sequence[str]) -> tuple[str, ...]:
