@@ -82,8 +82,12 @@ def test_what_is_said_of_another_format_than_the_recommended_one() -> None:
     for form, told in (("fp16", f"fp16: {scale}"), ("bf16", f"none: bf16 needs none (fp16: {scale})")):
         found = recommend(steps(rows), native=set(), format=form).rows()
         assert dict(found)["loss scale"] == told
-        kept = [value for label, value in found if label == "keep in fp32"]
-        assert [value.startswith("not here, but for fp16: ") for value in kept] == [form != "fp16"] * 2
+        assert (dict(found)["policy"] == "bf16") == (form == "bf16")
+        label = "keep in fp32" if form == "fp16" else "for fp16"
+        between = "" if form == "fp16" else " would be kept in FP32"
+        kept = [value for one, value in found if one == label]
+        assert [value.partition(": ")[0] for value in kept] == [f"b{between}", f"c{between}"]
+        assert len({"keep in fp32", "for fp16"} & dict(found).keys()) == 1
 
 
 SCALES: list[tuple[list[list[RangeRow]], int, float, float]] = [

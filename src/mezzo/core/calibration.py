@@ -188,8 +188,11 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            only = "" if self.format == "fp16" else "not here, but for fp16: "
-            found.append(("keep in fp32", f"{only}{kept.module or 'the model'}: {kept.why}"))
+            name = kept.module or "the model"
+            if self.format == "fp16":
+                found.append(("keep in fp32", f"{name}: {kept.why}"))
+            else:
+                found.append(("for fp16", f"{name} would be kept in FP32: {kept.why}"))
             if kept.evidence is not None:
                 scaled = kept.evidence.what in GRADIENTS
                 found.append(("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)))

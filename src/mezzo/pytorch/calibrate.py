@@ -23,7 +23,7 @@ from mezzo.pytorch.training.observing import Observing
 
 _NOT_TRIED = (
     "the policy has not been tried, and what a module computes on the way to what it returns was not seen: "
-    "`mezzo calibrate SCRIPT` tries it, MixedPrecision says of each skipped step where it came from"
+    "`mezzo calibrate SCRIPT` tries it, MixedPrecision(..., trace=True) says of each skipped step where it came from"
 )
 
 

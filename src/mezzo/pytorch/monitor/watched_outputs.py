@@ -101,7 +101,7 @@ class WatchedOutputs:
         for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
             if isinstance(tensor, nn.Parameter):
                 continue  # nothing that was computed; and to detach one makes a region forget its casts
-            if self._distinct and not repeats and not self._first_seen(tensor):
+            if self._distinct and not self._first_seen(tensor):
                 continue
             if ACTIVATION in self._kinds and not repeats:
                 self.rows.add(path, ACTIVATION, tensor)
