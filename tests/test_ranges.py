@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,18 +90,47 @@ def test_a_shift_beyond_what_python_can_hold_overflows() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_lost_is_what_adding_in_the_format_loses(name: str) -> None:
-    """A ratio in a binade below ``2**-(nmant + 1)`` never moves the weight 1; one above always does."""
+    """A ratio in a binade below ``2**-(nmant + 2)`` moves no weight, one from ``2**-(nmant + 1)`` on every one; between
+    them 1 does not move, and the largest number below 2 does."""
     bits = formats.named(name).nmant
+    small, large = 1.0, 2.0 - 2.0**-bits
     for exponent in range(-bits - 4, 2):
         lost = Histogram(exponent, [1], zeros=9).lost(name)
-        moved = formats.round(1 + 1.25 * 2.0**exponent, name) != 1
-        assert lost == (0.0 if moved else 1.0), exponent
+        kept = [formats.round(w * (1 + 1.25 * 2.0**exponent), name) == w for w in (small, large)]
+        assert lost == sum(kept) / 2, exponent
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("size", [1e-5, 1e-4, 1e-3, 1e-2])
+@pytest.mark.parametrize("weights", ["normal", "uniform", "ones"])
+def test_lost_is_near_what_rounding_loses_and_never_off_by_more_than_it_says(
+    name: str, size: float, weights: str
+) -> None:
+    draw = np.random.default_rng(0)
+    before = {
+        "normal": draw.normal(0, 0.1, 2000),
+        "uniform": draw.uniform(0.02, 0.125, 2000),
+        "ones": np.ones(2000),
+    }
+    weight = np.array([float(formats.round(value, name)) for value in before[weights]])
+    update = draw.normal(0, size * (10 if weights == "ones" else 1), 2000)
+    after = np.array([float(formats.round(value, name)) for value in weight + update])
+    true = float(np.mean(after == weight))
+    exponents = np.frexp(np.abs(update / weight))[1] - 1
+    lowest = int(exponents.min())
+    seen = Histogram(lowest, np.bincount(exponents - lowest).tolist())
+    lost = seen.lost(name)
+    assert lost is not None
+    half = float(np.mean(exponents == -(formats.named(name).nmant + 2))) / 2
+    assert abs(lost - true) <= half + 0.005  # a few of the weights are subnormal in fp16
+    if weights != "ones":
+        assert lost == pytest.approx(true, abs=0.03)
 
 
 def test_lost_without_ratios() -> None:
     assert Histogram(zeros=3, infinities=2).lost("bf16") is None
     assert Histogram(-20, [1, 0, 3], zeros=3).lost("fp16") == 1.0
-    assert Histogram(-12, [1, 3]).lost("fp16") == 0.25
+    assert Histogram(-13, [1, 3]).lost("fp16") == 0.625  # half of what lies between 2^-12 and 2^-11
 
 
 def test_from_bins_trims_and_keeps_apart_what_has_no_exponent() -> None:

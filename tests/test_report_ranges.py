@@ -64,14 +64,8 @@ def test_a_track_keeps_the_shares_that_the_histogram_gives(
 
 
 def test_the_limits_are_the_formats_own() -> None:
-    assert (LIMITS["fp16"].zero, LIMITS["fp16"].normal, LIMITS["fp16"].overflow, LIMITS["fp16"].step) == (
-        -25,
-        -14,
-        16,
-        -11,
-    )
+    assert (LIMITS["fp16"].zero, LIMITS["fp16"].normal, LIMITS["fp16"].overflow) == (-25, -14, 16)
     assert (LIMITS["e4m3fn"].zero, LIMITS["e4m3fn"].overflow) == (-10, 9)
-    assert LIMITS["bf16"].step == -8
     assert set(FORMATS) == set(LIMITS)
     for name in FORMATS:
         named(name)
@@ -297,10 +291,35 @@ def test_ratio_curves_follow_the_median_and_count_what_is_lost() -> None:
     assert "fc.weight" in text
     assert "The median ratio goes from 2⁻⁶ to 2⁻¹²" in text  # -5.5 and -11.5, drawn between their binades
     # Of the medians 2^-6, 2^-8, 2^-10, 2^-12 the last two lie below 2^-8, the last below 2^-11.
-    assert "50.0\u00a0% of the updates would be lost in bf16 and 25.0\u00a0%" in content
-    assert "2⁻⁸: lost below, in bf16" in text
-    assert "2⁻¹¹: lost below, in fp16" in text
+    # Of the second binade below each of them, which 2^-12 is for fp16, half.
+    assert "an estimated 50.0\u00a0% of the updates would be lost in bf16 and 12.5\u00a0%" in content
+    assert "2⁻⁸: bf16 loses none above, all below 2⁻⁹" in text
+    assert "2⁻¹¹: fp16 loses none above, all below 2⁻¹²" in text
+    assert "lost in fp16, estimated" in text
     assert update_ratios(gathered(record(0, [])), "s1") is None
+
+
+RATIOS = [
+    (
+        [[], [1], [1]],
+        "The median ratio goes from 2⁻⁶ at update 1 to 2⁻⁶. A step has none where nothing moved",
+    ),
+    (
+        [[1], [1], []],
+        "The median ratio goes from 2⁻⁶ to 2⁻⁶ at update 1. A step has none where nothing moved",
+    ),
+    ([[], [], []], "No update has a ratio: nothing moved, or only weights that were 0."),
+]
+
+
+@pytest.mark.parametrize(("counts", "words"), RATIOS, ids=["first", "last", "all"])
+def test_a_step_without_a_ratio_is_said_to_have_none(counts: list[list[int]], words: str) -> None:
+    histograms = [Histogram(-6, one, infinities=3) if one else Histogram(infinities=3) for one in counts]
+    rows = [[RangeRow("fc", "update ratio", "fp32", one, "bias")] for one in histograms]
+    content = update_ratios(gathered(*(record(step, row) for step, row in enumerate(rows))), "s1")
+    assert content is not None
+    assert words in Outline(content).text
+    assert "none to" not in Outline(content).text
 
 
 def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) -> None:

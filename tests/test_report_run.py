@@ -57,6 +57,23 @@ def test_a_watched_run_shows_what_a_reader_asks(tmp_path: Path) -> None:
         assert link == "data:," or link.removeprefix("#") in ids
 
 
+@pytest.mark.parametrize(
+    ("losses", "optimizers", "said"),
+    [(40, 2, True), (20, 2, False), (40, 1, False)],
+    ids=["gan", "shared", "one"],
+)
+def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
+    tmp_path: Path, losses: int, optimizers: int, said: bool
+) -> None:
+    records: list[Record] = [LossRecord(n, 1.0 + n, 0.1 * n) for n in range(losses)]
+    records += [
+        UpdateRecord(n, n % optimizers, True, False, 1.0, 0.1 * n, "", False) for n in range(20 * optimizers)
+    ]
+    made(tmp_path / "r", records)
+    words = "2 optimizers stepped: the curve holds every loss that backward() was called on"
+    assert (words in outline(tmp_path / "r").text) is said
+
+
 def test_marks_tell_probing_from_alarms(tmp_path: Path) -> None:
     figure = loss_scale([read_run(made(tmp_path))], "s1", "fp16")
     assert figure is not None

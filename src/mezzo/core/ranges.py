@@ -132,9 +132,19 @@ class Histogram:
         return not math.isfinite(round_number(value, form, "infinity"))
 
     def lost(self, format: str | Format) -> float | None:
-        """Of ratios update / weight, the share too small to move a weight of this format: below ``2**-(nmant + 1)``.
+        """Of ratios update / weight, an estimate of the share too small to move a weight of this format.
+
+        An update is lost if it is below half a unit in the weight's last place. That is a ratio of
+        ``2**-(nmant + 1)`` for a weight that is a power of two, and half of it for one just below the next. So all
+        ratios in the binades under ``2**-(nmant + 2)`` are lost, none from ``2**-(nmant + 1)`` on, and of the binade
+        between half is counted: its mean for weights and ratios whose logarithms are spread evenly. The true share is
+        off by no more than that half; it is above the estimate where weights sit at powers of two (a new norm's 1).
+        Weights that are subnormal in the format lose more, which a ratio can't tell.
 
         Zeros are left out: they ask for no move. None where no ratio is finite and above 0.
+
+        >>> Histogram(lowest=-10, counts=[1, 2, 1]).lost("bf16")  # one under 2^-9, two up to 2^-8, one above
+        0.5
 
         Raises:
             UnknownNameError: no such format.
@@ -142,8 +152,11 @@ class Histogram:
         total = sum(self.counts)
         if not total:
             return None
-        bound = -(named(format).nmant + 1)
-        return sum(count for place, count in enumerate(self.counts) if self.lowest + place < bound) / total
+        between = -(named(format).nmant + 2) - self.lowest
+        gone: float = sum(self.counts[: max(0, between)])
+        if 0 <= between < len(self.counts):
+            gone += self.counts[between] / 2
+        return gone / total
 
     def plus(self, other: Histogram) -> Histogram:
         """Both together."""

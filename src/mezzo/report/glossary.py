@@ -74,8 +74,10 @@ _TERMS = {
         "counts as kept."
     ),
     "update ratio": (
-        "Magnitude of an update over that of its weight, element by element. Below 2⁻⁸ a bf16 weight rounds back to "
-        "what it was, below 2⁻¹¹ an fp16 one: those updates are lost unless an FP32 master keeps them."
+        "Magnitude of an update over that of its weight, element by element. A bf16 weight moves by every update above "
+        "2⁻⁸ of it and rounds back from every one below 2⁻⁹; an fp16 one above 2⁻¹¹ and below 2⁻¹² (one under 2⁻¹⁴ "
+        "loses larger ones too). Between the two it depends on the weight's digits: the shares count half of these as "
+        "lost, and are off by that half at most. What is lost is lost unless an FP32 master keeps it."
     ),
     "departure": (
         "An op that ran in another format than the policy planned. The curves show what really ran; it "

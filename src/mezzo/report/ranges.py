@@ -30,19 +30,17 @@ class Limits:
         zero: below ``2**zero`` a number rounds to zero.
         normal: from ``2**normal`` on it keeps every bit of the format's precision.
         overflow: from ``2**overflow`` on it is beyond the largest.
-        step: a change by a smaller part than ``2**step`` moves no number of this format.
     """
 
     zero: int
     normal: int
     overflow: int
-    step: int
 
     @classmethod
     def of(cls, name: str) -> Limits:
         """Of a format by name."""
         form = named(name)
-        return cls(form.minexp - form.nmant - 1, form.minexp, form.maxexp, -(form.nmant + 1))
+        return cls(form.minexp - form.nmant - 1, form.minexp, form.maxexp)
 
 
 LIMITS = {name: Limits.of(name) for name in FORMATS}
@@ -60,7 +58,7 @@ class Track:
         zeros, infinities, nans, largest: likewise.
         columns: the places in `Ranges.updates` of the steps in which it was seen.
         lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
-            scale; of an update ratio, the share too small to move a weight of that format. NaN where there is no
+            scale; of an update ratio, what `Histogram.lost` estimates for that format. NaN where there is no
             finite number but zero.
         broken: for each of those steps, how many elements were infinite or NaN (of ratios, NaN alone).
         quantiles: of an update ratio, for each of those steps, the log2 of the `QUANTILES`.
@@ -92,12 +90,15 @@ class Track:
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
         counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
         for name, limits in LIMITS.items():
-            if self.what == RATIO:
-                gone = sum(counts[: max(0, limits.step - lowest)])
+            if not elements:
+                share = math.nan
+            elif self.what == RATIO:
+                share = histogram.lost(name) or 0.0
             else:
                 gone = sum(counts[: max(0, limits.zero - lowest - shift)])
                 gone += sum(counts[max(0, limits.overflow - lowest - shift) :])
-            self.lost[name].append(gone / elements if elements else math.nan)
+                share = gone / elements
+            self.lost[name].append(share)
         if self.what == RATIO:
             for kept, value in zip(self.quantiles, quantiles(histogram, QUANTILES)):
                 kept.append(value)

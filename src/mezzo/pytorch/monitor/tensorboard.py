@@ -44,7 +44,8 @@ class TensorBoardWriter(RecordWriter):
     ranges               histograms ``log2 WHAT/MODULE``: the exponents of the magnitudes, gradients without the
                          loss scale; scalars ``lost WHAT/MODULE``: the share that the tensor's own 16-bit or 8-bit
                          format rounds to zero or to infinity, gradients at the loss scale; of update ratios
-                         ``lost update/MODULE bf16`` and ``fp16``: the share too small to move such a weight
+                         ``lost update/MODULE bf16`` and ``fp16``: about what share is too small to move such a
+                         weight (`Histogram.lost`)
     overflow             text ``findings``
     memory               scalar ``peak_bytes``
     run, ops, end        texts ``run``, ``formats``, ``end``

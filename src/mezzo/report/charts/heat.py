@@ -48,7 +48,7 @@ def heat(what: str, ranges: Ranges, format: str) -> Markup | None:
         "most": {name: printable(_described(tracks, name, ranges)) for name in FORMATS},
     }
     unit = (
-        "Share of the updates too small to move a weight stored in this format"
+        "Share of the updates too small to move a weight stored in this format, estimated from their ratios"
         if what == RATIO
         else "Share of the numbers that round to zero or overflow in this format"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from mezzo.report.charts.axis import Axis, axis_over
@@ -79,6 +81,7 @@ def loss(title: str, groups: list[Group]) -> Markup | None:
         values[: len(over.mean)] = over.mean
         columns.append((name, colour, values[picks]))
         frame.notes += _faults(frame, name, colour, runs, alone)
+    frame.notes += _mixed(groups)
     if seeds > 1:
         frame.keys.append(Key("s0", "band", "smallest to largest seed"))
     if window > 1:
@@ -111,6 +114,21 @@ def _described(names: list[str], smoothed: list[Array]) -> str:
             good = mean[np.isfinite(mean)]
             words.append(f"{name} goes from {significant(good[0])} to {significant(good[-1])}")
     return "; ".join(words) + "." if words else "No finite loss was recorded."
+
+
+def _mixed(groups: list[Group]) -> list[str]:
+    """That a curve holds losses of several kinds: a record tells the loss, and not which optimizer it was for."""
+    most = 0
+    for run in (run for _, _, runs in groups for run in runs):
+        updates = Counter(update.optimizer for update in run.updates)
+        if len(updates) > 1 and len(run.losses) > max(updates.values()):
+            most = max(most, len(updates))
+    if not most:
+        return []
+    return [
+        f"{most} optimizers stepped: the curve holds every loss that backward() was called on, one after the other, "
+        "whichever optimizer it was for."
+    ]
 
 
 def _faults(frame: Frame, name: str, series: str, runs: list[Run], alone: bool) -> list[str]:

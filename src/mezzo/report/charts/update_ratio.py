@@ -19,7 +19,7 @@ FIGURES = 36
 LISTED = 150
 POINTS = 80
 LINES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
-"""Formats whose weights do not move by a smaller ratio than 2 to this power."""
+"""Formats whose weights move by every ratio above 2 to this power, and by none below half of that."""
 
 
 def update_ratios(ranges: Ranges, series: str) -> Markup | None:
@@ -61,7 +61,7 @@ def _figure(track: Track, ranges: Ranges, series: str, axis: Axis) -> Markup:
     frame = Frame(
         title=track.label,
         described=(
-            f"The median ratio goes from {_power(middle[0])} to {_power(middle[-1])}. On average "
+            f"{_course(at, middle)} On average an estimated "
             + " and ".join(
                 f"{share_text(track.mean_lost(name))} of the updates would be lost in {name}"
                 for name, _, _ in LINES
@@ -79,7 +79,7 @@ def _figure(track: Track, ranges: Ranges, series: str, axis: Axis) -> Markup:
     frame.line(at, middle, series, "median")
     for name, power, style in LINES:
         frame.rule(2.0**power, f"edge {style}")
-        frame.keys.append(Key(style, "edge", f"{power_of_two(2.0**power)}: lost below, in {name}"))
+        frame.keys.append(Key(style, "edge", _edge(name, power)))
     frame.notes.append(frame.described)
     return frame.render()
 
@@ -89,8 +89,25 @@ def _powers(values: Sequence[float], picks: np.ndarray[tuple[int, ...], np.dtype
     return found
 
 
-def _power(value: float) -> str:
-    return power_of_two(value) if value > 0 else "none"
+def _edge(name: str, power: int) -> str:
+    above, below = power_of_two(2.0**power), power_of_two(2.0 ** (power - 1))
+    return f"{above}: {name} loses none above, all below {below}"
+
+
+def _course(at: Array, middle: Array) -> str:
+    """From where to where the median goes; a step has none where nothing moved but weights that were 0."""
+    seen = np.flatnonzero(np.isfinite(middle))
+    if not len(seen):
+        return "No update has a ratio: nothing moved, or only weights that were 0."
+    first, last = int(seen[0]), int(seen[-1])
+    ends = [
+        power_of_two(middle[place]) + (f" at update {int(at[place]):,}" if place != end else "")
+        for place, end in ((first, 0), (last, len(middle) - 1))
+    ]
+    told = f"The median ratio goes from {ends[0]} to {ends[1]}."
+    if len(seen) < len(middle):
+        told += " A step has none where nothing moved, or only weights that were 0."
+    return told
 
 
 def _or_zero(share: float) -> float:
@@ -98,7 +115,7 @@ def _or_zero(share: float) -> float:
 
 
 def _table(tracks: Sequence[Track]) -> Markup:
-    head = ("Tensor", "first median", "last median", *(f"lost in {name}" for name, _, _ in LINES))
+    head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in LINES))
     body = [
         element(
             "tr",
