@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launching import Ran, launcher
+from mezzo.core.errors import UnknownNameError
 
 SCRIPT = """
 import sys
@@ -82,3 +84,57 @@ def test_compiled_is_as_eager(launch: Launch) -> None:
         for argv in (("eager",), ("model",), ("step",))
     ]
     assert len(set(losses)) == 1
+
+
+TWO = """
+import sys
+import torch
+from torch import nn
+
+class Large(nn.Module):
+    def forward(self, x):
+        return x * 7e6 / 7e6
+
+torch.manual_seed(0)
+one = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+two = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Large(), nn.Linear(4, 1))
+seen = set()
+two[3].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+if sys.argv[1:] == ["unused"]:
+    unused, two = two, nn.Sequential(nn.Linear(4, 1))
+optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    two(one(torch.randn(8, 4))).square().mean().backward()
+    optimizer.step()
+print(seen)
+"""
+
+
+def test_patterns_name_modules_of_any_model_that_is_called(launch: Launch) -> None:
+    bare = launch(TWO, policy="fp16")
+    told = [one.finding for one in bare.of("overflow")]
+    policies = {
+        found for one in told for remedy in one.remedies for found in re.findall(r"`(fp16,[^`]*)`", remedy)
+    }
+    of_modules = [text for text in policies if "module.2=fp32" in text]
+    assert of_modules
+    for text in (*of_modules, "fp16,module.2=fp32,module.3=fp32"):
+        ran = launch(TWO, policy=text)
+        assert ran.status == 0, (text, ran.err)
+        assert not [one.finding for one in ran.of("overflow") if one.finding.alarms], text
+    assert ran.lines == ["{torch.float32}"]
+    assert (
+        "'3' matches nothing in Sequential, the first model that is called; it waits for another one"
+        in ran.err
+    )
+
+
+def test_a_pattern_that_no_model_has_is_refused_before_the_first_step(launch: Launch) -> None:
+    with pytest.raises(UnknownNameError, match="'4' matches no module of the model"):
+        launch(TWO, policy="fp16,module.2=fp32,module.4=fp32")
+
+
+def test_a_pattern_whose_model_was_never_called_is_told_at_the_end(launch: Launch) -> None:
+    with pytest.raises(UnknownNameError, match=r"'3' matches no module of what was called \(Sequential\)"):
+        launch(TWO, "unused", policy="fp16,module.3=fp32")

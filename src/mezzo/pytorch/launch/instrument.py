@@ -49,6 +49,7 @@ class Instrument:
         self._steps: Any = None
         self.watch: Any = None
         self.storage: Any = None
+        self.preparation: Any = None
 
     def install(self) -> None:
         """Wait for the imports that matter."""
@@ -80,7 +81,7 @@ class Instrument:
         self._imports.when("torch._dynamo.utils", lambda utils: _tell_dynamo(patches, utils, original_call))
         self._imports.when("torch._dynamo.trace_rules", _skip_our_files)
         self.storage = Storage(session)
-        preparation = Preparation(session, steps, self.storage)
+        self.preparation = preparation = Preparation(session, steps, self.storage)
         patches.set(module, "__call__", regions.make_call(session, preparation, original_call))
         patches.set(autograd, "backward", backward.make_backward(session, veto, autograd.backward))
         patches.set(

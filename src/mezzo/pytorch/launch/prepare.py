@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +13,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.core.errors import UsageError
+from mezzo.core.patterns import matches
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.region import dispatch
 from mezzo.pytorch.region.fp8_layers import described, introduce
+from mezzo.pytorch.region.modules import apply_module_overrides, fitting, no_such_module
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.training.running_statistics import RunningStatistics
 from mezzo.pytorch.wrappers import unwrapped
@@ -43,6 +46,8 @@ class Preparation:
         # What is moved already: a compiled step in FP32 shows us inner modules, too.
         self._nudged: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
         self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._paths: dict[str, None] = {}  # of the modules of all models that were called
+        self._waiting: list[str] = []  # patterns that none of them has matched
 
     def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
         """Whether this module's call is a region: it has floating parameters, all of FP32 or wider but for
@@ -127,17 +132,51 @@ class Preparation:
             name = type(unwrapped(module)).__name__
             self._storage.left_out(f"the weights of {name} stay FP32: a compiled function calls it")
 
-    def _override(self, module: nn.Module, policy: Policy, first: bool) -> None:
-        from mezzo.pytorch.region.modules import apply_module_overrides
+    def finish(self) -> None:
+        """The script has ended by itself: a pattern that still waits for its model is a mistake."""
+        if self._waiting:
+            models = ", ".join(self._session.modules)
+            self._session.fatal = no_such_module(self._waiting[0], self._paths, f"what was called ({models})")
 
-        try:
-            overrides = apply_module_overrides(unwrapped(module), policy, self._session.device_type)
-            _mark_followers(unwrapped(module), overrides.formats)
-        except UsageError as error:
-            # Patterns are written for the script's model. Another module that they don't match is no mistake.
-            if first:
-                self._session.fatal = error
-                raise
+    def _override(self, module: nn.Module, policy: Policy, first: bool) -> None:
+        model = unwrapped(module)
+        self._paths.update(dict.fromkeys(path for path, _ in model.named_modules()))
+        patterns = [pattern for pattern, _ in policy.modules] if first else self._waiting
+        self._waiting = [p for p in patterns if not any(matches(p, path) for path in self._paths)]
+        if first:
+            for pattern in self._waiting:
+                self._wait_for(pattern, model)
+        fits = fitting(policy, model)
+        if fits.modules:
+            overrides = apply_module_overrides(model, fits, self._session.device_type)
+            _mark_followers(model, overrides.formats)
+
+    def _wait_for(self, pattern: str, model: nn.Module) -> None:
+        """Patterns may be written for another model than the first that is called, if the script has made it by then.
+
+        Raises:
+            UnknownNameError: there is none that the pattern matches.
+        """
+        name = type(model).__name__
+        other = next(
+            (m for m in _others(model) if any(matches(pattern, p) for p, _ in m.named_modules())), None
+        )
+        if other is None:
+            self._session.fatal = error = no_such_module(pattern, self._paths)
+            raise error
+        print(
+            f"mezzo: module pattern {pattern!r} matches nothing in {name}, the first model that is called; it waits "
+            "for another one",
+            file=sys.stderr,
+        )
+
+
+def _others(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules alive that are no part of this one."""
+    inside = {id(part) for part in model.modules()}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
+            yield thing
 
 
 def _mark_followers(model: nn.Module, formats: Mapping[str, str]) -> None:

@@ -61,6 +61,8 @@ def run(request: RunRequest) -> int:
                 instrument.watch.finish()
             if instrument.storage is not None:
                 instrument.storage.finish()
+            if instrument.preparation is not None and status == 0 and request.stop_after is None:
+                instrument.preparation.finish()
             journal.seen(session.companions.finish())
             if not journal.losses and session.left_alone is None:
                 journal.note("the script never called backward()")

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, MutableMapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
 
 if TYPE_CHECKING:
@@ -135,6 +133,7 @@ class Storage:
         self._session.stand_ins[fused] = optimizer
 
     def _lower(self, module: nn.Module) -> None:
+        from mezzo.pytorch.region.modules import fitting
         from mezzo.pytorch.weights.lowering import lower_weights
         from mezzo.pytorch.wrappers import unwrapped
 
@@ -147,7 +146,7 @@ class Storage:
         trained = {id(p) for o in self._adopted for p in _parameters(o)}
         keep = [name for name, p in model.named_parameters() if id(p) not in trained]
         try:
-            lowered = set(lower_weights(model, _for(model, self._session.policy), keep=keep))
+            lowered = set(lower_weights(model, fitting(self._session.policy, model), keep=keep))
         except UsageError as error:
             self.left_out(f"the weights of {type(model).__name__} stay FP32: {error}")
             lowered = set()
@@ -171,13 +170,6 @@ class Storage:
 
 def _parameters(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _for(model: nn.Module, policy: Policy) -> Policy:
-    """The policy with those module patterns that match something in this model: it may be one of several."""
-    paths = [path for path, _ in model.named_modules()]
-    fitting = tuple((p, fmt) for p, fmt in policy.modules if any(matches(p, path) for path in paths))
-    return policy if fitting == policy.modules else replace(policy, modules=fitting)
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -9,13 +9,14 @@ through it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mezzo.core.errors import UnknownNameError
+from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
 from mezzo.pytorch.region import identity
 from mezzo.pytorch.region.autocast import autocast, default_device_type
@@ -71,10 +72,9 @@ def apply_module_overrides(
         UnknownNameError: a pattern matches no module; the message names the nearest. Nothing was changed.
     """
     paths = [path for path, _ in model.named_modules()]
-    for pattern, fmt in policy.modules:
-        alone = replace(policy, modules=((pattern, fmt),))
-        if not any(alone.format_for_module(path) for path in paths):
-            raise _no_such_module(pattern, paths)
+    for pattern, _ in policy.modules:
+        if not any(matches(pattern, path) for path in paths):
+            raise no_such_module(pattern, paths)
     formats = {path: found for path in paths if (found := policy.format_for_module(path)) is not None}
     device = default_device_type() if device_type is None else device_type
     for path, fmt in formats.items():
@@ -153,8 +153,22 @@ def _to_fp32(value: Any) -> Any:
     return value
 
 
-def _no_such_module(pattern: str, paths: list[str]) -> UnknownNameError:
+def fitting(policy: Policy, model: torch.nn.Module) -> Policy:
+    """The policy with those of its patterns that match something in this model, which may be one of several."""
+    paths = [path for path, _ in model.named_modules()]
+    found = tuple(pair for pair in policy.modules if any(matches(pair[0], path) for path in paths))
+    return policy if found == policy.modules else replace(policy, modules=found)
+
+
+def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") -> UnknownNameError:
+    """The error for a pattern that matches none of these paths.
+
+    Args:
+        pattern: as the policy has it.
+        paths: of all modules there are.
+        of: what they are modules of.
+    """
     named = [path for path in paths if path]
     near = difflib.get_close_matches(pattern.replace("*", "0"), named, n=1, cutoff=0.0)
     mend = f" The nearest is {near[0]!r}." if near else " The model has no submodules."
-    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of the model.{mend}")
+    return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}.{mend}")
