@@ -144,6 +144,32 @@ def test_an_operation_in_a_module_of_pytorch_has_the_line_that_called_the_model(
     assert "lower learning rate" in told.remedies[0]
 
 
+def _grows_in_place(x: Tensor) -> Tensor:
+    x = x.clone()
+    x *= 300
+    x.mul_(300)
+    return x
+
+
+def _written_at_places(x: Tensor) -> Tensor:
+    x = x * 300
+    whole = torch.zeros_like(x)
+    whole[:] = x.float() * 300
+    return whole
+
+
+@pytest.mark.parametrize("fault", [_grows_in_place, _written_at_places])
+def test_what_an_operation_in_place_was_given_is_told_as_it_was(fault: Callable[[Tensor], Tensor]) -> None:
+    net = Net()
+    mp = trainer(net)
+    net.place.fault = fault
+    told = found(mp)
+    assert (told.cause, told.module, told.direction) == ("overflow", "place", "forward")
+    assert told.inputs[0].name == "input 0"
+    assert all(fact.finite for fact in told.inputs)
+    assert told.outputs[0].infinities > 0
+
+
 def test_an_infinity_that_forward_absorbs_and_backward_does_not_is_where_it_was_made() -> None:
     def gate(x: Tensor) -> Tensor:
         return x / (1 + torch.exp(x * 0 + 200))
@@ -280,6 +306,15 @@ def test_within_a_checkpoint(fault: Callable[[Tensor], Tensor], how: str) -> Non
     assert told.direction == ("forward" if fault is grows else "backward")
 
 
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_the_module_in_a_checkpoint_is_offered_as_a_remedy(how: str) -> None:
+    net = Net(how)
+    mp = trainer(net)
+    net.place.fault = lambda x: (x * 300) * (x * 300) / 9e4
+    policies = [remedy.partition("`")[2].rstrip("`") for remedy in found(mp).remedies if "`" in remedy]
+    assert policies[0] == "fp16,module.place=fp32"
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_in_any_loss_of_a_window(bad: int) -> None:
     net = Net()
@@ -352,6 +387,23 @@ def test_several_models_in_one_loss(whose: str) -> None:
         return
     assert (told.op, told.direction) == ("sqrt", "backward")
     assert told.module == ("1" if whose == "maker" else OUTSIDE)
+
+
+def test_what_another_model_made_and_this_one_was_given_detached_is_no_fault_of_the_data() -> None:
+    first, second = Net(), nn.Linear(3, 3)
+    one, other = trainer(first), trainer(second)
+    first.place.fault = grows
+    x, y = batch(0)
+    with other.autocast():
+        made = first(x)
+        value = F.cross_entropy(second(made.detach()), y)
+    told = other.step(value).finding
+    assert (told.cause, told.module, told.op) == ("overflow", "place", "mul")
+    assert "an earlier call of Net, which gave a later one its input" in told.note
+    with other.autocast():
+        value = F.cross_entropy(second(torch.full((5, 3), torch.nan)), y)
+    assert other.step(value).finding.cause == "input"
+    one.close()
 
 
 def test_two_optimizers_of_one_model() -> None:

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from mezzo.core.finding import OUTSIDE
+from mezzo.core.finding import OUTSIDE, TensorFacts
 from mezzo.pytorch.monitor import op_names, user_line
 from mezzo.pytorch.monitor.events import Event, Place, cause_of, writes_infinity
 from mezzo.pytorch.monitor.makers import ForwardMakers
@@ -206,7 +207,7 @@ class ForwardTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        before = self._guarded(self._before, args, kwargs)
+        before = self._guarded(self._before, func, args, kwargs)
         self._running = True
         try:
             out = func(*args, **kwargs)
@@ -216,18 +217,31 @@ class ForwardTrace(TorchFunctionMode):
             self._guarded(self._after, func, args, kwargs, *before, out)
         return out
 
-    def _before(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[int]]:
+    def _before(
+        self, func: Any, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], list[int], dict[int, TensorFacts]]:
         ins = [bare(tensor) for tensor in tensors((args, kwargs))]
         for tensor in ins:
             self.claim(tensor, None)
-        return ins, [_version(tensor) for tensor in ins]
+        held = {}
+        if op_names.writes(func, kwargs):
+            with torch._C.DisableTorchFunction(), _beneath_transforms():
+                held = {id(t): facts(t, "") for t in ins}
+        return ins, [_version(tensor) for tensor in ins], held
 
     def _after(
-        self, func: Any, args: Any, kwargs: Any, ins: list[Tensor], versions: list[int], out: Any
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        ins: list[Tensor],
+        versions: list[int],
+        held: dict[int, TensorFacts],
+        out: Any,
     ) -> None:
         with _beneath_transforms() as transformed:
             outs = [bare(tensor) for tensor in tensors(out)]
-            self._ran(func, args, kwargs, ins, versions, outs, transformed=transformed)
+            self._ran(func, args, kwargs, ins, versions, held, outs, transformed=transformed)
 
     def _ran(
         self,
@@ -236,6 +250,7 @@ class ForwardTrace(TorchFunctionMode):
         kwargs: Any,
         ins: list[Tensor],
         versions: list[int],
+        held: dict[int, TensorFacts],
         outs: list[Tensor],
         *,
         transformed: bool,
@@ -256,7 +271,7 @@ class ForwardTrace(TorchFunctionMode):
         if bad:
             place = self._place(name)
             rerun = not written and not transformed
-            self._note(place, func, args, kwargs, ins, ids, bad, rerun=rerun)
+            self._note(place, func, args, kwargs, ins, ids, held, bad, rerun=rerun)
         if name not in _UNDEFINED:
             good = [tensor for tensor in outs if not any(tensor is one for one in bad)]
             self._makers.ran(lambda: place or self._place(name), ins, ids, good)
@@ -284,6 +299,7 @@ class ForwardTrace(TorchFunctionMode):
         kwargs: Any,
         ins: list[Tensor],
         written: set[int],
+        held: dict[int, TensorFacts],
         bad: list[Tensor],
         *,
         rerun: bool,
@@ -312,8 +328,12 @@ class ForwardTrace(TorchFunctionMode):
         self._count += 1
         place.event = event
         if kind in ("overflow", "invalid"):
+            names = [_input_name(self._states.get(t.data_ptr()), n) for n, t in enumerate(ins)]
             event.inputs = [
-                facts(t, _input_name(self._states.get(t.data_ptr()), n)) for n, t in enumerate(ins)
+                # What an operation has written over is told as it was; where nobody looked before, not at all.
+                replace(held[id(t)], name=name) if id(t) in held else facts(t, name)
+                for name, t in zip(names, ins)
+                if id(t) in held or id(t) not in written
             ][:6]
             event.outputs = [facts(t, "output") for t in bad][:3]
         if kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):

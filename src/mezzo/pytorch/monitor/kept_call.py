@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mezzo.pytorch.monitor.again import RandomState
 from mezzo.pytorch.monitor.own_state import put_back
 from mezzo.pytorch.monitor.sent import Sent
-from mezzo.pytorch.monitor.tensor_facts import mapped, tensors
+from mezzo.pytorch.monitor.tensor_facts import finite, mapped, tensors
 from mezzo.pytorch.monitor.user_line import Line
 
 OF_CALL = "mezzo_call"
@@ -69,6 +69,7 @@ class KeptCall:
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.attributes: list[tuple[nn.Module, str, Any, Any]] = []
         self.outputs: list[int] = []
+        self._returned: list[weakref.ref[Tensor]] = []
         self.sent: dict[
             int, dict[int, Sent]
         ] = {}  # the same: what operations outside sent, where they were seen
@@ -90,6 +91,7 @@ class KeptCall:
         graph = _Graph()
         for place, tensor in enumerate(tensors(output)):
             if tensor.requires_grad and tensor.grad_fn is not None:
+                self._returned.append(weakref.ref(tensor))
                 self.outputs.append(place)
                 metadata: Any = tensor.grad_fn.metadata
                 metadata[OF_CALL] = self.number
@@ -107,6 +109,11 @@ class KeptCall:
     def written(self) -> bool:
         """Whether an argument has been written in place since."""
         return any(_version(leaf) != version for leaf, version in zip(self._given, self._versions))
+
+    def spoilt(self, later: KeptCall) -> bool:
+        """Whether a later call was given what this one returned, detached perhaps, and it isn't finite."""
+        mine = {_storage(tensor) for one in self._returned if (tensor := one()) is not None} - {0}
+        return any(_storage(tensor) in mine and not finite(tensor) for tensor in later._given)
 
     def put_back(self) -> None:
         """Let random numbers and what the call changes of its model be as they were when it began."""
@@ -154,6 +161,10 @@ class _Keeper:
         call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
         if owner is not None:
             call.told.add(owner)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _version(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from mezzo.core.finding import SUM as SUM_OF_GRADIENTS
@@ -24,6 +25,8 @@ _DUNDERS = {
     "ipow": "pow",
     "rmatmul": "matmul",
 }
+
+_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod", "pow")
 
 HOOK = "gradient hook"
 """What is no operation: a function of the script's own on a gradient."""
@@ -52,6 +55,16 @@ def of_function(function: Any) -> str:
         inner = name.strip("_")
         return _DUNDERS.get(inner, name if inner in ("getitem", "setitem", "get") else inner)
     return name.rstrip("_") or name
+
+
+def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a torch function writes what it is given: ``Tensor.mul_``, ``x *= y``, ``x[0] = y``, ``out=``."""
+    name = str(getattr(function, "__name__", ""))
+    if kwargs.get("out") is not None or name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name.strip("_")[1:] in _IN_PLACE
+    return name.endswith("_")
 
 
 def of_node(node: Any) -> str:

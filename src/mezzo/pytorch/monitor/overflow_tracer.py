@@ -70,6 +70,19 @@ class _Running:
         return cls.number, cls.owner
 
 
+def _sources(calls: Sequence[KeptCall]) -> list[KeptCall]:
+    """Calls that no gradient came to, whose results, not finite, these ones were given: a generator's, detached."""
+    found: list[KeptCall] = []
+    kept = [call for tracer in _ALL for call in tracer.calls]
+    looked = list(calls)
+    for call in looked:  # those that are found are looked at as well
+        for other in kept:
+            if other.number < call.number and not any(other is one for one in looked) and other.spoilt(call):
+                looked.append(other)
+                found.append(other)
+    return found
+
+
 class OverflowTracer:
     """A `StepObserver` that looks into skipped steps.
 
@@ -318,14 +331,18 @@ class OverflowTracer:
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
             self._say_again([call.line for call in calls])
+            sources = _sources(calls)
             finding, call = investigate(
-                sorted(calls, key=lambda call: call.number),
+                sorted([*calls, *sources], key=lambda call: call.number),
                 scales,
                 self._loss_event,
                 [watch.event for watch in self._outside.values() if watch.event is not None],
             )
             tries = remedies(finding, policy_of_call(call))
             finding = replace(finding, remedies=that_mend(tries, finding, call, scales))
+            if call is not None and any(call is one for one in sources):
+                whose = f"it is in an earlier call of {type(call.inner).__name__}, which gave a later one its input"
+                finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":

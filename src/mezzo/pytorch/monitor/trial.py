@@ -75,10 +75,10 @@ def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> bool:
             try:
                 with autocast(policy, device):
                     outputs = list(tensors(call.inner(*args, **kwargs)))
+                return _all_finite(call, outputs, scales)  # a checkpoint runs its modules again in backward
             finally:
                 if overrides is not None:
                     overrides.remove()
-            return _all_finite(call, outputs, scales)
     except Exception:  # a policy that this model can't have
         return False
 
