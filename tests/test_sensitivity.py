@@ -19,6 +19,7 @@ from mezzo.core import sensitivity
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts, expected_square
+from mezzo.core.tuning import tune
 from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
 from mezzo.pytorch.region.autocast import autocast
@@ -316,6 +317,38 @@ def test_what_a_mask_hides_is_no_number_too_large() -> None:
     assert {unit.overflow for unit in found.units} == {""}
     assert all(math.isfinite(expected_square(unit.roundings)) for unit in found.units)
     assert all(edge.largest < 100.0 for edge in found.edges)
+
+
+class Residual(nn.Module):
+    """Adds to what it got what a layer and a fragile module make of it; `offset`: and is as fragile itself."""
+
+    def __init__(self, inner: nn.Module, offset: float = 0.0) -> None:
+        super().__init__()
+        self.mix, self.inner, self.offset = nn.Linear(16, 16), inner, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        made: Tensor = self.inner(x)
+        if self.offset:
+            made = (made + self.offset) - self.offset
+        return x + made.float() if self.offset else x + made
+
+
+@pytest.mark.parametrize(("inner", "fmt"), [(Offset, "bf16"), (Offset, "fp16"), (Square, "fp16")])
+def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn.Module], fmt: str) -> None:
+    """The inner module only adds and multiplies: beside a parent in FP32 it would compute in FP32."""
+    one, nested = around(Residual(inner())), around(Residual(nn.Sequential(nn.Tanh(), Residual(inner()))))
+    for model, culprit in ((one, "1.inner"), (nested, "1.inner.1.inner")):
+        tuned = tune(result(model, fmt), margin=0.02, goal="memory")
+        assert tuned.policy == Policy(fmt, modules=((culprit, "fp32"),))
+
+
+@pytest.mark.parametrize("inner", [nn.Identity, nn.Tanh, Offset])
+def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type[nn.Module]) -> None:
+    """They come in 16 bits, as the lowered module hands them out, also where that module computes in FP32."""
+    unit = probed(around(Residual(inner(), 4096.0)))["1"]
+    assert expected_square(unit.roundings) > 1e-4
+    assert expected_square(probed(around(Residual(inner())))["1"].roundings) < 1e-5
 
 
 def test_what_is_no_number_is_infinite() -> None:

@@ -62,7 +62,8 @@ class UnitFacts:
     Args:
         path: in the model; ``""`` for the model itself.
         kind: its class's name.
-        inner: the modules that it calls directly, by path. They are in the lower format in both measurements.
+        inner: the modules that it calls directly, by path. Both measurements have them in the lower format; or,
+            where that alone makes most of the difference, computing in FP32 and handing out what is rounded.
         ops: its own operations that round.
         calls: in a step.
         seconds: pairs of one call's forward and backward: (FP32, lowered), taken in turns.

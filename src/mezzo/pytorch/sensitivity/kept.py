@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ class KeptCall:
         makers: the same: the units that made it.
         versions: of those tensors when the call began.
         inner: the modules that it called directly, by path.
+        inner_low: of each of those, in order: whether a floating output would come in the lower format.
         outputs: its floating outputs, detached.
         gradients: of the loss with respect to those; None until backward has reached them.
         with_gradients: whether gradients were on.
@@ -38,6 +40,7 @@ class KeptCall:
     versions: list[int]
     with_gradients: bool
     inner: dict[str, nn.Module] = field(default_factory=dict)
+    inner_low: dict[str, list[bool]] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 
@@ -80,23 +83,31 @@ class KeptCall:
         """The arguments with each floating tensor replaced by ``change(tensor, place)``; and those replacements."""
         made: list[Tensor] = []
 
-        def replaced(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not value.is_floating_point():
-                    return value
-                made.append(change(value, len(made)))
-                return made[-1]
-            if isinstance(value, tuple):
-                items = [replaced(item) for item in value]
-                return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-            if isinstance(value, list):
-                return [replaced(item) for item in value]
-            if isinstance(value, dict):
-                return {key: replaced(item) for key, item in value.items()}
-            return value
+        def kept(tensor: Tensor, place: int) -> Tensor:
+            made.append(change(tensor, place))
+            return made[-1]
 
-        args, kwargs = replaced(self.args), replaced(self.kwargs)
+        args, kwargs = changed((self.args, self.kwargs), kept)
         return args, kwargs, made
+
+
+def changed(value: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """A value with each floating tensor in it replaced by ``change(tensor, place)``, places counted in order."""
+    places = itertools.count()
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value, next(places)) if value.is_floating_point() else value
+        if isinstance(value, tuple):
+            items = [replaced(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        return value
+
+    return replaced(value)
 
 
 def cloned(value: Any) -> Any:

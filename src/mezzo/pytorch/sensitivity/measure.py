@@ -12,17 +12,23 @@ is first order in what follows the unit, and exact within it.
 An input that is finite in FP32 and not in the lower format comes in FP32: its maker stays in FP32. And where lowering
 the inner modules or rounding the inputs alone is enough to make the FP32 run not finite, both runs go without that:
 else NaN would be held against NaN, and the unit's own arithmetic would not be judged at all (`_WAYS`).
+
+A lowered inner module is not the same in both runs, though: what it only adds or multiplies runs in the format of its
+inputs, and these are FP32 in the one and 16 bits in the other. So where much differs, both runs are made again with
+inner modules that compute in FP32 and hand out what they would in the lower format, rounded (`_INNER_EXACT`). What is
+gone then is the inner modules' own, and is not held against the unit as well.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +39,7 @@ from mezzo.core.sensitivity import Rounding
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity.flow import floats_in
-from mezzo.pytorch.sensitivity.kept import KeptCall, as_finite, finite, largest
+from mezzo.pytorch.sensitivity.kept import KeptCall, as_finite, changed, finite, largest
 from mezzo.pytorch.sensitivity.kept_state import KeptState
 from mezzo.pytorch.sensitivity.own_ops import OwnOps
 
@@ -49,6 +55,10 @@ CAST_TIMES = 7
 LEAST_EXPONENT = -24
 """The smallest loss scale that is tried, as a power of two."""
 _BACKOFF = 4
+SUSPECT = 0.01
+"""Outputs or gradients further from FP32's than this share of their norm may be so by an inner module's fault."""
+INNERS_SHARE = 0.5
+"""That much of it must go with exact inner modules, to be theirs."""
 
 
 class NotRepeatableError(RuntimeError):
@@ -77,13 +87,19 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Way:
-    """What both runs have in common: whether inner modules are lowered, and inputs rounded that would come so."""
+    """What both runs have in common.
+
+    `inner_low`: inner modules are lowered. `rounded`: so are inputs that would come so. `inner_rounded`: so is what
+    inner modules hand out.
+    """
 
     inner_low: bool = True
     rounded: bool = True
+    inner_rounded: bool = False
 
 
 _WAYS = (_Way(), _Way(inner_low=False), _Way(inner_low=False, rounded=False))
+_INNER_EXACT = _Way(inner_low=False, inner_rounded=True)
 
 
 @dataclass
@@ -92,6 +108,25 @@ class _Run:
     gradients: list[Tensor | None]
     seconds: float
     own: OwnOps
+
+
+@dataclass
+class _Pair:
+    """A call in FP32 and lowered, with the loss scale's exponent and what overflowed; see `Measured`."""
+
+    exact: _Run
+    low: _Run
+    exponent: int
+    overflow: str
+
+    @property
+    def gradient_error(self) -> float:
+        return _relative(self.exact.gradients, self.low.gradients)
+
+    @property
+    def error(self) -> float:
+        """Of gradients or outputs, the larger."""
+        return max(self.gradient_error, _relative(self.exact.outputs, self.low.outputs))
 
 
 class Measurer:
@@ -135,17 +170,11 @@ class Measurer:
                 way, exact = self._exact(call, state)
             except Exception as error:
                 raise NotRepeatableError(f"{type(error).__name__}: {error}") from error
-            while True:
-                low = self._run(call, state, way, low=True, weigh=True, exponent=exponent)
-                fits = as_finite(low.outputs, exact.outputs)
-                sound = as_finite(low.gradients, exact.gradients)
-                if sound or not fits or self._format != "fp16" or exponent <= LEAST_EXPONENT:
-                    break
-                exponent -= _BACKOFF
-            overflow = "output" if not fits else "" if sound else "gradient"
-            if overflow and any(c and not self._fits(t) for t, c in zip(call.inputs, call.low)):
-                overflow = "input"
-            seconds = [] if overflow else self._timed(call, state, way, exponent)
+            pair = self._pair(call, state, way, exact, exponent)
+            if call.inner and way is _WAYS[0] and (pair.overflow or pair.error > SUSPECT):
+                pair = self._without_inner(call, state, pair, exponent)
+            exact, low, overflow = pair.exact, pair.low, pair.overflow
+            seconds = [] if overflow else self._timed(call, state, way, pair.exponent)
         finally:
             state.put_back()
         wide = [tensor.detach().float() for tensor in call.inputs]
@@ -159,8 +188,8 @@ class Measurer:
             [_weighed(g, x.to(self._dtype), x) for g, x in zip(exact.gradients, wide)],
             [0.0 if g is None else largest(x[g != 0.0]) for g, x in zip(exact.gradients, wide)],
             seconds,
-            _relative(exact.gradients, low.gradients),
-            exponent,
+            pair.gradient_error,
+            pair.exponent,
             overflow,
             low.own,
         )
@@ -197,6 +226,34 @@ class Measurer:
             if as_finite(exact.outputs, call.outputs) and finite(exact.gradients):
                 break
         return way, exact
+
+    def _pair(self, call: KeptCall, state: KeptState, way: _Way, exact: _Run, exponent: int) -> _Pair:
+        """The lowered run beside the FP32 one; its loss scale is lowered until fp16's gradients are finite."""
+        while True:
+            low = self._run(call, state, way, low=True, weigh=True, exponent=exponent)
+            fits = as_finite(low.outputs, exact.outputs)
+            sound = as_finite(low.gradients, exact.gradients)
+            if sound or not fits or self._format != "fp16" or exponent <= LEAST_EXPONENT:
+                break
+            exponent -= _BACKOFF
+        overflow = "output" if not fits else "" if sound else "gradient"
+        if overflow and any(c and not self._fits(t) for t, c in zip(call.inputs, call.low)):
+            overflow = "input"
+        return _Pair(exact, low, exponent, overflow)
+
+    def _without_inner(self, call: KeptCall, state: KeptState, pair: _Pair, exponent: int) -> _Pair:
+        """Both runs with exact inner modules, if most of the difference goes by that; else the pair as it is."""
+        try:
+            exact = self._run(call, state, _INNER_EXACT, low=False, weigh=True)
+            if not (as_finite(exact.outputs, call.outputs) and finite(exact.gradients)):
+                return pair
+            other = self._pair(call, state, _INNER_EXACT, exact, exponent)
+        except Exception:  # a module that checks what it gets: what was seen stands
+            return pair
+        if other.overflow:
+            return pair
+        theirs = pair.overflow or other.error < INNERS_SHARE * pair.error
+        return other if theirs else pair
 
     def _fits(self, tensor: Tensor) -> bool:
         """Whether what is finite in it is so in the lower format."""
@@ -244,6 +301,8 @@ class Measurer:
         seeds = [None if g is None else g * scale for g in call.gradients]
         with ExitStack() as stack:
             policy = Policy(self._format if low else "fp32", modules=self._inner(call, low, way))
+            if way.inner_rounded:
+                self._round_inner(call, stack, low)
             own = OwnOps(self._format, self._dtype, call.inner.values())
             if low and weigh:
                 stack.enter_context(own.watching())
@@ -266,6 +325,24 @@ class Measurer:
         dense = [g.to_dense() if g is not None and g.layout is not torch.strided else g for g in every]
         unscaled = [None if g is None else g.float() / scale for g in dense]
         return _Run([y.detach() for y in outputs], unscaled, seconds, own)
+
+    def _round_inner(self, call: KeptCall, stack: ExitStack, low: bool) -> None:
+        """While `stack` is open: what inner modules hand out is rounded where it would be, and in FP32 unless `low`."""
+
+        def rounded(tensor: Tensor, would_be: bool) -> Tensor:
+            if not would_be or not self._fits(tensor):
+                return tensor
+            down = tensor.to(self._dtype)
+            # In FP32 the gradient passes as it is: without a loss scale it could vanish in 16 bits.
+            return down if low else tensor + (down.to(tensor.dtype) - tensor).detach()
+
+        for path, module in call.inner.items():
+            flags = dict(enumerate(call.inner_low.get(path, [])))
+
+            def hand_out(_: torch.nn.Module, __: Any, output: Any, flags: dict[int, bool] = flags) -> Any:
+                return changed(output, lambda tensor, place: rounded(tensor, flags.get(place, False)))
+
+            stack.callback(module.register_forward_hook(hand_out).remove)
 
     def _inner(self, call: KeptCall, low: bool, way: _Way) -> tuple[tuple[str, str], ...]:
         if low == way.inner_low:
@@ -295,8 +372,8 @@ def _weighed(gradient: Tensor | None, rounded: Tensor, exact: Tensor) -> Roundin
     return Rounding(float(terms.sum()), float(terms.square().sum()), float(terms.abs().sum()))
 
 
-def _relative(exact: list[Tensor | None], low: list[Tensor | None]) -> float:
-    """The norm of all gradients' differences over their norm; 0 where there is nothing to lose.
+def _relative(exact: Sequence[Tensor | None], low: Sequence[Tensor | None]) -> float:
+    """The norm of all tensors' differences over their norm; 0 where there is nothing to lose.
 
     Infinite where the lower format's are not finite and FP32's are, or where none of FP32's is.
     """

@@ -196,6 +196,8 @@ class Probe:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._flow.leave()
         call = self._open.pop()
+        if self._open:
+            self._open[-1].inner_low[call.path] = [self._flow.would_be_low(t) for t in floats_in(output)]
         if output is None or call.path not in self._flow.ops:
             return
         self._counts[call.path] += 1
