@@ -71,6 +71,13 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert not list((folder / "runs").glob("*.request.json"))
 
 
+def test_a_module_is_used_as_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "train").write_text("{}")
+    assert main(["calibrate", "-m", "train", "--", "--epochs", "3"]) == 0
+    used = "Use it:      mezzo run --policy mezzo-calibrate-train/policy.toml -m train --epochs 3\n"
+    assert used in capsys.readouterr().out
+
+
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", script(here), "--json", "--out", "there", "--headroom", "3"]) == 0
     out, err = capsys.readouterr()

@@ -134,6 +134,12 @@ def test_the_preset_is_not_run_twice_and_fp32_not_at_all(
     assert "Use it:" not in out
 
 
+def test_a_module_is_used_as_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(script(here, SOUND)).rename(here / "train")
+    assert main(["tune", "-m", "train", "--precision", "bf16", "--no-compare", "--", "--epochs", "3"]) == 0
+    assert capsys.readouterr().out.endswith(f"\nUse it: mezzo run --policy {TUNED} -m train --epochs 3\n")
+
+
 def test_no_compare_and_goals(here: Path) -> None:
     name = script(here, SLOW)
     assert main(["tune", name, "--precision", "bf16", "--no-compare", "--goal", "memory"]) == 0
