@@ -35,6 +35,7 @@ from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.known_lines import KnownLines
 from mezzo.pytorch.monitor.tensor_facts import finite
 from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
+from mezzo.pytorch.monitor.whose import with_model
 from mezzo.pytorch.wrappers import unwrapped
 
 WATCHED = 50
@@ -343,6 +344,7 @@ class OverflowTracer:
             if call is not None and any(call is one for one in sources):
                 whose = f"it is in an earlier call of {type(call.inner).__name__}, which gave a later one its input"
                 finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
+            finding = replace(finding, remedies=with_model(finding.remedies, call, self._model))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
