@@ -315,6 +315,23 @@ def test_the_module_in_a_checkpoint_is_offered_as_a_remedy(how: str) -> None:
     assert policies[0] == "fp16,module.place=fp32"
 
 
+class _Grows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 300 * 300 / 300
+
+
+def test_a_remedy_under_which_gradients_may_overflow_at_this_loss_scale_says_so() -> None:
+    first = {}
+    for scale in (2.0, 2.0**13):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), _Grows(), nn.Linear(8, 3))
+        first[scale] = found(trainer(net, loss_scale=scale)).remedies[0]
+    assert first == {
+        2.0: "this module in FP32: `fp16,module.1=fp32`",
+        2.0**13: "this module in FP32, and a loss scale below 8192 if it is a constant: `fp16,module.1=fp32`",
+    }
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_in_any_loss_of_a_window(bad: int) -> None:
     net = Net()

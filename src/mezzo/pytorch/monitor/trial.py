@@ -26,6 +26,8 @@ def that_mend(
 ) -> list[str]:
     """The remedies without those whose policy was tried and does not mend, or is more than one that does.
 
+    They are tried with the loss scale taken out: where gradients may yet overflow with it, that is said.
+
     Args:
         remedies: sentences, some with a policy in backquotes.
         finding: what they are for.
@@ -43,9 +45,13 @@ def that_mend(
             continue
         text = found.group(1)
         more_than_needed = any(_asks_more(text, less) for less in mending)
-        if call is not None and not more_than_needed and _mends(text, call, scales):
+        if call is None or more_than_needed:
+            continue
+        mends, scaled = _mends(text, call, scales)
+        if mends:
             mending.append(text)
-            kept.append(sentence)
+            smaller = f", and a loss scale below {max(scales.values()):.6g} if it is a constant: `"
+            kept.append(sentence if scaled else sentence.replace(": `", smaller, 1))
     return kept
 
 
@@ -64,7 +70,8 @@ def _asks_more(text: str, less: str) -> bool:
     return same and set(one.modules) > set(other.modules)
 
 
-def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> bool:
+def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
+    """Whether all is finite under a policy, with the loss scale taken out and, in fp16, with it."""
     device = next((p.device.type for p in call.inner.parameters()), "cpu")
     policy = policy_of(text)
     try:
@@ -75,21 +82,26 @@ def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> bool:
             try:
                 with autocast(policy, device):
                     outputs = list(tensors(call.inner(*args, **kwargs)))
-                return _all_finite(call, outputs, scales)  # a checkpoint runs its modules again in backward
+                # Before the overrides go: a checkpoint runs its modules again in backward.
+                mends = _all_finite(call, outputs, scales, scaled=False)
+                needs = mends and policy.compute == "fp16" and max(scales.values(), default=1.0) > 1.0
+                return mends, not needs or _all_finite(call, outputs, scales, scaled=True)
             finally:
                 if overrides is not None:
                     overrides.remove()
     except Exception:  # a policy that this model can't have
-        return False
+        return False, False
 
 
-def _all_finite(call: KeptCall, outputs: Sequence[Tensor], scales: Mapping[int, float]) -> bool:
+def _all_finite(
+    call: KeptCall, outputs: Sequence[Tensor], scales: Mapping[int, float], *, scaled: bool
+) -> bool:
     if not all(finite(tensor) or only_minus_infinity(tensor) for tensor in outputs):
         return False
     leaves = [param for param in call.inner.parameters() if param.requires_grad]
     for number, grads in call.grads.items():
         pairs = [
-            (outputs[place], _unscaled(grad, outputs[place], scales.get(number, 1.0)))
+            (outputs[place], _as_it_came(grad, outputs[place], scales.get(number, 1.0), scaled=scaled))
             for place, grad in grads.items()
             if place < len(outputs) and outputs[place].requires_grad
         ]
@@ -105,8 +117,9 @@ def _all_finite(call: KeptCall, outputs: Sequence[Tensor], scales: Mapping[int, 
     return True
 
 
-def _unscaled(grad: Tensor, output: Tensor, scale: float) -> Tensor:
-    """What came to an output, without the loss scale; a small number where that wasn't finite."""
+def _as_it_came(grad: Tensor, output: Tensor, scale: float, *, scaled: bool) -> Tensor:
+    """What came to an output, without the loss scale or with it; a mean's small number where that wasn't finite."""
     if not finite(grad):
-        return torch.full_like(output, 1.0 / max(1, output.numel()))
-    return (grad.double() / scale).to(output.dtype)
+        small = (scale if scaled else 1.0) / max(1, output.numel())
+        return torch.full_like(output, small, dtype=torch.float32).to(output.dtype)
+    return grad.to(output.dtype) if scaled else (grad.double() / scale).to(output.dtype)
