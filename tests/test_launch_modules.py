@@ -98,6 +98,8 @@ class Large(nn.Module):
 torch.manual_seed(0)
 one = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 two = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Large(), nn.Linear(4, 1))
+if sys.argv[1:] == ["first"]:
+    one, two[2] = nn.Sequential(nn.Linear(4, 4), Large()), nn.Identity()
 seen = set()
 two[3].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
 if sys.argv[1:] == ["unused"]:
@@ -138,3 +140,9 @@ def test_a_pattern_that_no_model_has_is_refused_before_the_first_step(launch: La
 def test_a_pattern_whose_model_was_never_called_is_told_at_the_end(launch: Launch) -> None:
     with pytest.raises(UnknownNameError, match=r"'3' matches no module of what was called \(Sequential\)"):
         launch(TWO, "unused", policy="fp16,module.3=fp32")
+
+
+def test_a_pattern_of_one_model_hides_no_remedy_for_another(launch: Launch) -> None:
+    ran = launch(TWO, "first", policy="fp16,module.3=fp32")
+    told = [remedy for one in ran.of("overflow") for remedy in one.finding.remedies]
+    assert any("module.1=fp32" in remedy and "module.3=fp32" in remedy for remedy in told), told

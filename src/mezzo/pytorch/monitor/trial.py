@@ -16,7 +16,7 @@ from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.kept_call import KeptCall
 from mezzo.pytorch.monitor.tensor_facts import finite, only_minus_infinity, tensors
 from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.region.modules import apply_module_overrides, fitting
 
 _POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
 
@@ -73,7 +73,7 @@ def _asks_more(text: str, less: str) -> bool:
 def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
     """Whether all is finite under a policy, with the loss scale taken out and, in fp16, with it."""
     device = next((p.device.type for p in call.inner.parameters()), "cpu")
-    policy = policy_of(text)
+    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
     try:
         with nothing_left(call.inner), torch.enable_grad():
             call.put_back()
