@@ -4,7 +4,7 @@ In a step that is looked at, each module's calls are kept with their inputs, by 
 reach their outputs. When backward is through and before the optimizer moves, each is run again in both formats
 (`measure`). Training goes on as if nobody had looked: gradients, buffers and random numbers are as they were.
 
-What it leaves out: models after the first that is called (a policy's patterns name modules of one), and the inside of
+What it leaves out: models after the first that is called (one is tuned), and the inside of
 compiled functions (`mezzo tune` runs the script with the compiler off).
 """
 
@@ -97,8 +97,8 @@ class Probe:
             self._begin(module)
         if module is not self._model:
             self._notes.setdefault(
-                f"{type(module).__name__} is a second model and follows the preset: a policy's patterns name "
-                f"the modules of one, here {type(self._model).__name__}"
+                f"{type(module).__name__} is a second model and follows the preset: one is tuned, here "
+                f"{type(self._model).__name__}"
             )
             return
         self._inside = True
