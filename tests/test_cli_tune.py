@@ -187,6 +187,7 @@ def test_the_comparison_has_the_last_word(
         ({}, ["--margin", "-1%"], "--margin -0.01: give a share"),
         ({}, ["--first", "-1"], "--first -1: give"),
         ({}, ["--margin", "0"], "--margin 0: give a share"),
+        ({}, ["--margin", "nan"], "--margin nan: give a share"),
         ({}, ["--goal", "spped"], "unknown goal 'spped'. Use one of memory, time"),
         ({}, ["--precision", "fp8"], "unknown preset to tune 'fp8'. Use one of bf16, fp16"),
         ({}, ["--demo", "digits"], "received train.py, digits"),

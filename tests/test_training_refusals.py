@@ -81,6 +81,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scheduler": ({"scheduler": 3}, UsageError, "has no step"),
     "ema": ({"ema": 3}, UsageError, "update_parameters"),
     "loss scale": ({"loss_scale": -1.0}, UsageError, "scale is -1"),
+    "loss scale, a word": ({"loss_scale": "dynamc"}, UsageError, "MixedPrecision: loss_scale: "),
+    "loss scale, True": ({"loss_scale": True}, UsageError, r'loss_scale is True; give .* or "dynamic"'),
+    "loss scale, its class": ({"loss_scale": mezzo.DynamicLossScale}, UsageError, "loss_scale is <class"),
 }
 
 
@@ -147,3 +150,19 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
     assert not torch.equal(before["3.bias"], model[3].bias)
     assert torch.equal(before["0.bias"], model[0].bias)
     assert x.grad is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dynamic", mezzo.DynamicLossScale()),
+        ("dynamic(init=1024)", mezzo.DynamicLossScale(init=1024.0)),
+        ("statistical", mezzo.StatisticalLossScale()),
+        ("2**10", mezzo.StaticLossScale(1024.0)),
+    ],
+)
+def test_a_loss_scale_may_be_written_as_a_policy_writes_it(text: str, expected: Any) -> None:
+    net = network()
+    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), "fp16", loss_scale=text)
+    assert mp._in_force.machine.on_host() == expected
+    mp.close()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shlex
 from pathlib import Path
@@ -75,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=_share,
+        type=share,
         default=0.005,
         metavar="X",
         help="the largest change of the loss you accept, as a share of it: 0.005 or 0.5%% (the default)",
@@ -179,8 +178,3 @@ def _native() -> tuple[str, str]:
         "this machine has no fast 16-bit format, so 16 bits will seldom save time here. Tuned for bf16; with "
         "--goal memory, times count for nothing"
     )
-
-
-def _share(text: str) -> float:
-    value = share(text)
-    return value if math.isfinite(value) else 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import Maker, TensorFacts
+from mezzo.core.finding import SUM, Maker, TensorFacts
 from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.events import Place
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace
@@ -64,7 +64,7 @@ def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor])
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
     found.finite = not bad
     if bad and found.produced is None:  # each of several uses was finite, and not their sum
-        found.produced = Place(trace.module_of(bad[0]), op_names.SUM)
+        found.produced = Place(trace.module_of(bad[0]), SUM)
     return found
 
 
@@ -102,9 +102,9 @@ class _Watch:
             self._describe(node, going, coming)
         elif node not in self._sent:
             several = self._senders[node] > 1
-            self.found.produced = Place(place.module, op_names.SUM if several else op_names.HOOK, place.line)
+            self.found.produced = Place(place.module, SUM if several else op_names.HOOK, place.line)
             self.found.cause = "overflow" if several else "invalid"
-            self.found.outputs = [facts(g, op_names.SUM) for g in coming if g is not None][:3]
+            self.found.outputs = [facts(g, SUM) for g in coming if g is not None][:3]
 
     def _describe(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
         found = self.found

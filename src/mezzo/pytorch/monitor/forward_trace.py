@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -42,6 +42,15 @@ _UNDEFINED = frozenset(
 _STATISTICS = ("batch_norm", "instance_norm")  # in training they write their buffers, and don't read them
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What an operation was given: tensors, their versions then, and, by id, what those held that it writes."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    held: dict[int, TensorFacts]
 
 
 class ForwardTrace(TorchFunctionMode):
@@ -214,12 +223,10 @@ class ForwardTrace(TorchFunctionMode):
         finally:
             self._running = False
         if before is not None:
-            self._guarded(self._after, func, args, kwargs, *before, out)
+            self._guarded(self._after, func, args, kwargs, before, out)
         return out
 
-    def _before(
-        self, func: Any, args: Any, kwargs: Any
-    ) -> tuple[list[Tensor], list[int], dict[int, TensorFacts]]:
+    def _before(self, func: Any, args: Any, kwargs: Any) -> _Given:
         ins = [bare(tensor) for tensor in tensors((args, kwargs))]
         for tensor in ins:
             self.claim(tensor, None)
@@ -227,36 +234,26 @@ class ForwardTrace(TorchFunctionMode):
         if op_names.writes(func, kwargs):
             with torch._C.DisableTorchFunction(), _beneath_transforms():
                 held = {id(t): facts(t, "") for t in ins}
-        return ins, [_version(tensor) for tensor in ins], held
+        return _Given(ins, [_version(tensor) for tensor in ins], held)
 
-    def _after(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        ins: list[Tensor],
-        versions: list[int],
-        held: dict[int, TensorFacts],
-        out: Any,
-    ) -> None:
+    def _after(self, func: Any, args: Any, kwargs: Any, given: _Given, out: Any) -> None:
         with _beneath_transforms() as transformed:
             outs = [bare(tensor) for tensor in tensors(out)]
-            self._ran(func, args, kwargs, ins, versions, held, outs, transformed=transformed)
+            self._ran(func, args, kwargs, given, outs, transformed=transformed)
 
     def _ran(
         self,
         func: Any,
         args: Any,
         kwargs: Any,
-        ins: list[Tensor],
-        versions: list[int],
-        held: dict[int, TensorFacts],
+        given: _Given,
         outs: list[Tensor],
         *,
         transformed: bool,
     ) -> None:
         """An operation has run: note what isn't finite of it, and the nodes that it made."""
-        written = [tensor for tensor, version in zip(ins, versions) if _version(tensor) != version]
+        ins, held = given.tensors, given.held
+        written = [tensor for tensor, version in zip(ins, given.versions) if _version(tensor) != version]
         outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
         if not outs:
             return

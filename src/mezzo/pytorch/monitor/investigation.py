@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.finding import OUTSIDE, Finding
-from mezzo.pytorch.monitor import backward_trace, op_names, user_line
+from mezzo.core.finding import OUTSIDE, SUM, Finding
+from mezzo.pytorch.monitor import backward_trace, user_line
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.backward_trace import Backward
 from mezzo.pytorch.monitor.events import Event, Place, root
@@ -162,8 +162,8 @@ def _came_so(
             alone = unscaled[place]
             cause = "loss scale" if scale > 1.0 and alone is not None and finite(alone) else "overflow"
             parts = [facts(part, "gradient of a use") for part, _ in sent[place].parts]
-            made = [facts(total, op_names.SUM)]
-            return Finding(cause, OUTSIDE, op_names.SUM, "backward", parts[:3], made, how="live")
+            made = [facts(total, SUM)]
+            return Finding(cause, OUTSIDE, SUM, "backward", parts[:3], made, how="live")
     return _backward(trace, _on_graph(places, as_sent), scale)  # one of the uses is within the model
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import Maker, TensorFacts, rounded_to_infinity
-from mezzo.pytorch.monitor import op_names, user_line
+from mezzo.core.finding import SUM, Maker, TensorFacts, rounded_to_infinity
+from mezzo.pytorch.monitor import user_line
 from mezzo.pytorch.monitor.events import Place
 from mezzo.pytorch.monitor.tensor_facts import facts, values
 
@@ -169,5 +169,5 @@ class BackwardMakers:
         if node in self._sent:
             return self._sent[node][1]
         if self._senders[node] > 1:  # each fits, and not their sum
-            return Large(Place(place.module, op_names.SUM, place.line), facts(large[0], op_names.SUM))
+            return Large(Place(place.module, SUM, place.line), facts(large[0], SUM))
         return None

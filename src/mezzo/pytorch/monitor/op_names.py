@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mezzo.core.finding import SUM as SUM_OF_GRADIENTS
 from mezzo.core.rules import RULES as OP_TABLE
 
 _DUNDERS = {
@@ -30,9 +29,6 @@ _IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod",
 
 HOOK = "gradient hook"
 """What is no operation: a function of the script's own on a gradient."""
-
-SUM = SUM_OF_GRADIENTS
-"""What is no operation: several gradients of one tensor added up."""
 
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
 linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax

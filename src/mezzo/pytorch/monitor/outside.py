@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import OUTSIDE, Maker, TensorFacts
+from mezzo.core.finding import OUTSIDE, SUM, Maker, TensorFacts
 from mezzo.pytorch.monitor import op_names
 from mezzo.pytorch.monitor.events import Event, Place, root
 from mezzo.pytorch.monitor.kept_call import OF_CALL
@@ -166,7 +166,7 @@ class OutsideBackward:
         inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
         if not all(one.finite for one in inputs):
             cause = "loss scale" if float(self._scale) > 1.0 else "overflow"
-            return OutsideEvent(op_names.SUM, cause, outputs=inputs, module=place.module, line=place.line)
+            return OutsideEvent(SUM, cause, outputs=inputs, module=place.module, line=place.line)
         kept = saved(node)
         outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
         cause = "loss scale"

@@ -74,12 +74,12 @@ class OwnOps(TorchFunctionMode):
             return func(*args, **kwargs)
         # Inside of a vmap no number can be read: what is not seen is judged by what leaves the unit.
         if rule_of(name, self._format) is Rule.LOWER:
-            with suppress(Exception):
+            with suppress(RuntimeError):
                 for tensor in [*floats_in(args), *floats_in(kwargs)]:
                     if tensor.dtype is torch.float32 and not isinstance(tensor, nn.Parameter):
                         self._look(f"what {name} takes", tensor)
         out = func(*args, **kwargs)
-        with suppress(Exception):
+        with suppress(RuntimeError):
             for tensor in floats_in(out):
                 if tensor.dtype is self._dtype:
                     self._look(name, tensor)

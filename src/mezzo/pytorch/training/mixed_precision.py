@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.finding import Finding
-from mezzo.core.loss_scale import LossScale, StaticLossScale
+from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.ranges import RangeRow
@@ -106,7 +106,7 @@ class MixedPrecision:
         state: what the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
         release_gradients: step each parameter inside backward and free its gradient at once.
         loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale`, `StatisticalLossScale` or
-            `NoLossScale`, or a number.
+            `NoLossScale`, a number, or as a policy writes it: `"dynamic"`, `"statistical(window=50)"`, `"none"`.
         device_type: of the region; by default that of the model's first parameter.
         watch: look at the exponents of weights, activations, gradients and updates, by module: True, or at every so
             many updates. See `ranges` and docs/monitoring.md.
@@ -137,7 +137,7 @@ class MixedPrecision:
         weights: str | None = None,
         state: str | None = None,
         release_gradients: bool = False,
-        loss_scale: LossScale | float | None = None,
+        loss_scale: LossScale | float | str | None = None,
         device_type: str | None = None,
         watch: bool | int = False,
         trace: bool | None = None,
@@ -147,6 +147,7 @@ class MixedPrecision:
         checks.numbers(
             clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch, trace=trace
         )
+        scale = checks.loss_scale(loss_scale)
         checks.scheduler(scheduler)
         checks.writer(records)
         if release_gradients:
@@ -173,8 +174,7 @@ class MixedPrecision:
                 (mp.model, mp._journal.updates) for mp in _ALIVE if mp is not me() and mp.model is not model
             ],
         )
-        given = StaticLossScale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
-        self._in_force = InForce(model, asked, device_type, given, why)
+        self._in_force = InForce(model, asked, device_type, scale, why)
         try:
             self._train(optimizer, self._in_force.policy, release_gradients)
         except BaseException:
