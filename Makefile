@@ -4,12 +4,12 @@ BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers fast heavy reproduce bench gpu-check clean
+.PHONY: demo test lint types layers fast heavy frameworks reproduce bench gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
-test: lint types layers fast heavy reproduce
+test: lint types layers fast frameworks heavy reproduce
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -21,11 +21,19 @@ types: .venv/test.stamp
 layers: .venv/test.stamp
 	$(BIN)/lint-imports
 
+OTHERS := tests/on_keras tests/on_tensorflow
+
 fast: .venv/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(OTHERS:%=--ignore=%)
 
 heavy: .venv/test.stamp
-	$(BIN)/pytest -q -m heavy
+	$(BIN)/pytest -q -m heavy $(OTHERS:%=--ignore=%)
+
+# A process has one Keras backend, that of its first import; and TensorFlow stays out of the processes of PyTorch's tests.
+frameworks: .venv/test.stamp
+	for backend in tensorflow jax torch; do echo "Keras on $$backend"; \
+		KERAS_BACKEND=$$backend $(BIN)/pytest -q -n 2 tests/on_keras || exit 1; done
+	$(BIN)/pytest -q -n 2 tests/on_tensorflow
 
 # The original paper's experiments, small: fails when one no longer shows what it did (src/mezzo/reproduce/expected.toml).
 reproduce: .venv/test.stamp
@@ -48,6 +56,7 @@ gpu-check: .venv/test.stamp
 
 .venv/test.stamp: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps 'tf_keras==2.21.*'  # it asks for the package `tensorflow`; tensorflow-cpu is the same without CUDA
 	touch $@
 
 clean:

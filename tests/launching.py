@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mezzo.core import records
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
+from mezzo.scripts.request import RunRequest
 
 
 @dataclass

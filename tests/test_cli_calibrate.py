@@ -17,8 +17,8 @@ from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
+from mezzo.scripts.request import RunRequest
 from mezzo.verify.calibrate import calibrate_script
 
 PAGE = Path(__file__).parents[1] / "docs" / "monitoring.md"

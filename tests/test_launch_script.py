@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.pytorch.launch.script import exit_status
+from mezzo.scripts.script import exit_status
 
 SURROUNDINGS = """
 import os, sys

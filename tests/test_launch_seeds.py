@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from launching import Ran, launcher
-from mezzo.pytorch.launch.imports import ImportWatch
 from mezzo.pytorch.launch.nudge import nudge
-from mezzo.pytorch.launch.seeds import BASE, Seeds
+from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.seeds import BASE, Seeds
 
 
 @pytest.fixture

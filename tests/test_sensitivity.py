@@ -20,12 +20,12 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts, expected_square
 from mezzo.core.tuning import tune
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.sensitivity.probe import Probe
 from mezzo.pytorch.sensitivity.settings import Settings
 from mezzo.pytorch.training.observing import Observing
+from mezzo.scripts.request import RunRequest
 
 
 class Offset(nn.Module):

@@ -14,8 +14,8 @@ from faults.models import Trainee
 from faults.rows import FAULTS, PLANTED, Fault
 from faults.runs import acting, seed
 from mezzo.core import records
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
+from mezzo.scripts.request import RunRequest
 
 _SCRIPT = """
 import sys

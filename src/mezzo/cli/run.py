@@ -26,9 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import checked
 from mezzo.pytorch.launch.runner import run as run_request
+from mezzo.scripts.request import RunRequest
 
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"

@@ -135,6 +135,24 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         raise type(error)(f"{where}{error}") from None
 
 
+def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScale | None:
+    """The loss scale that an argument asks for, in any of the ways in which it may; None stays None.
+
+    Raises:
+        UsageError: it is none of them, or out of range.
+    """
+    if given is None or isinstance(given, LossScale):
+        return given
+    if isinstance(given, str):
+        return loss_scale_of(given, f"{where}: loss_scale: ")
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return StaticLossScale(given)
+    raise UsageError(
+        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale, StatisticalLossScale or "
+        'NoLossScale, a number, or "dynamic", "statistical" or "none"'
+    )
+
+
 def _settings(text: str, machine: str, known: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):

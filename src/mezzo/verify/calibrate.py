@@ -21,8 +21,8 @@ from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
 from mezzo.core.scale_numbers import power_text
-from mezzo.pytorch.launch.request import RunRequest
-from mezzo.pytorch.launch.script import locate
+from mezzo.scripts.request import RunRequest
+from mezzo.scripts.script import locate
 from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, write_whole

@@ -21,7 +21,7 @@ import numpy as np
 
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
-from mezzo.pytorch.launch.request import RunRequest
+from mezzo.scripts.request import RunRequest
 from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, prepare, write_whole

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from mezzo.core.errors import MezzoError
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.launch.runner import run
+from mezzo.scripts.request import RunRequest
 
 
 def main(words: list[str]) -> int:

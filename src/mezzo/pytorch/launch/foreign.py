@@ -18,8 +18,8 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.launch.patches import Patches
     from mezzo.pytorch.launch.session import Session
+    from mezzo.scripts.patches import Patches
 
 
 SWITCH_OFF = (

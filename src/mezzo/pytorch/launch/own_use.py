@@ -20,9 +20,9 @@ from mezzo.pytorch.launch.foreign import caller, place
 if TYPE_CHECKING:
     from types import FrameType
 
-    from mezzo.pytorch.launch.imports import ImportWatch
-    from mezzo.pytorch.launch.patches import Patches
     from mezzo.pytorch.launch.session import Session
+    from mezzo.scripts.imports import ImportWatch
+    from mezzo.scripts.patches import Patches
 
 SEARCHES = {
     "calibrate": "mezzo.pytorch.calibrate",

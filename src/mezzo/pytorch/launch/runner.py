@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.records import RunStarted
-from mezzo.pytorch.launch import event_folder, script
-from mezzo.pytorch.launch.imports import ImportWatch
+from mezzo.core.records import RecordWriter, RunStarted
 from mezzo.pytorch.launch.instrument import Instrument
-from mezzo.pytorch.launch.journal import Journal, now_text
-from mezzo.pytorch.launch.request import RunRequest
-from mezzo.pytorch.launch.seeds import Seeds
 from mezzo.pytorch.launch.session import Session
 from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.launch.summary import summary
+from mezzo.scripts import event_folder, script
+from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.journal import Journal, Widen, now_text
+from mezzo.scripts.request import RunRequest
+from mezzo.scripts.seeds import Seeds
 
 
 def run(request: RunRequest) -> int:
@@ -34,7 +35,7 @@ def run(request: RunRequest) -> int:
     """
     policy, target = checked(request)
     try:
-        journal = Journal(request.records, lambda: _started(session), request.tensorboard)
+        journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
     except OSError as error:
         raise UsageError(
             f"can't write records to {str(request.records)!r}: {error.strerror}. Name a file that can be written, in a "
@@ -88,6 +89,21 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
     if request.tensorboard is not None:
         event_folder.check(request.tensorboard)
     return policy, target
+
+
+def _events(folder: Path | None) -> Widen | None:
+    """What writes the records as TensorBoard's events too; nothing where the script never imported PyTorch."""
+    if folder is None:
+        return None
+
+    def widen(also: RecordWriter | None) -> RecordWriter | None:
+        if "torch" not in sys.modules:
+            return also
+        from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+
+        return TensorBoardWriter(folder, also=also)
+
+    return widen
 
 
 def _started(session: Session) -> RunStarted:

@@ -12,8 +12,8 @@ from mezzo.core.errors import MezzoError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.pytorch.launch.companions import Companions
-from mezzo.pytorch.launch.journal import Journal
-from mezzo.pytorch.launch.request import RunRequest
+from mezzo.scripts.journal import Journal
+from mezzo.scripts.request import RunRequest
 
 if TYPE_CHECKING:
     from mezzo.core.trial import TrialDecision

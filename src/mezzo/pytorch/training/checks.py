@@ -12,29 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import LossScale, StaticLossScale
-from mezzo.core.policy_text import loss_scale_of
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.training.accumulation import SIXTEEN_BITS
-
-
-def loss_scale(given: LossScale | float | str | None) -> LossScale | None:
-    """The loss scale that was asked for, in any of the ways in which it may be; None stays None.
-
-    Raises:
-        UsageError: it is none of them, or out of range.
-    """
-    if given is None or isinstance(given, LossScale):
-        return given
-    if isinstance(given, str):
-        return loss_scale_of(given, "MixedPrecision: loss_scale: ")
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return StaticLossScale(given)
-    raise UsageError(
-        f"MixedPrecision: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale, StatisticalLossScale or "
-        'NoLossScale, a number, or "dynamic", "statistical" or "none"'
-    )
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:

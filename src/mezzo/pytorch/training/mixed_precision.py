@@ -29,6 +29,7 @@ from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
+from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
 from mezzo.core.trial import TrialDecision
@@ -147,7 +148,7 @@ class MixedPrecision:
         checks.numbers(
             clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch, trace=trace
         )
-        scale = checks.loss_scale(loss_scale)
+        scale = as_loss_scale(loss_scale, "MixedPrecision")
         checks.scheduler(scheduler)
         checks.writer(records)
         if release_gradients:

@@ -11,8 +11,8 @@ from mezzo.core.batch_search import OUT_OF_MEMORY, OVER, Trial
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
 from mezzo.pytorch.free_memory import available_bytes
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.out_of_memory import says_out_of_memory
+from mezzo.scripts.request import RunRequest
 from mezzo.verify.batch_size.request import BatchSizeRequest
 from mezzo.verify.children import run_child
 from mezzo.verify.finished import FinishedRun, read_run

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mezzo.core.batch_search import BatchSearch
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
-from mezzo.pytorch.launch.script import locate
 from mezzo.pytorch.launch.storage import check
+from mezzo.scripts.script import locate
 from mezzo.verify.batch_size.vary import Vary
 from mezzo.verify.precisions import split_precisions
 

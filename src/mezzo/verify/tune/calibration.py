@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mezzo.core.errors import ScriptError
 from mezzo.core.sensitivity import Sensitivities
-from mezzo.pytorch.launch.request import RunRequest
 from mezzo.pytorch.sensitivity.settings import Settings
+from mezzo.scripts.request import RunRequest
 from mezzo.verify.children import LAUNCH, run_child
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.progress import Watcher

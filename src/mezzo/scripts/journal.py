@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,6 +26,8 @@ from mezzo.core.records import (
 # Losses of a GPU are read this many at a time: each reading makes the host wait for the device.
 _BATCH = 50
 
+Widen = Callable[[RecordWriter | None], RecordWriter | None]
+
 
 class Journal:
     """Counts and writes down one run.
@@ -38,13 +39,14 @@ class Journal:
     Args:
         path: file for the records; None counts only.
         started: makes the first record when it is needed.
-        tensorboard: folder for the same records as TensorBoard events; None writes none.
+        widen: given the writer (None where there is no file), gives the one to write with; asked when the first record
+            is due, since what it needs may be imported by the script alone.
     """
 
     def __init__(
-        self, path: Path | None, started: Callable[[], RunStarted], tensorboard: Path | None = None
+        self, path: Path | None, started: Callable[[], RunStarted], widen: Widen | None = None
     ) -> None:
-        self._tensorboard = tensorboard
+        self._widen = widen
         self._writer: RecordWriter | None = None if path is None else RecordWriter(path)
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
@@ -127,10 +129,8 @@ class Journal:
     def _put(self, record: Record, value: Any) -> None:
         if self._make_started is not None:
             make, self._make_started = self._make_started, None
-            if self._tensorboard is not None and "torch" in sys.modules:  # else the script never imported it
-                from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-
-                self._writer = TensorBoardWriter(self._tensorboard, also=self._writer)
+            if self._widen is not None:
+                self._writer = self._widen(self._writer)
             if self._writer is not None:
                 self._writer.write(make())
         if self._writer is None:

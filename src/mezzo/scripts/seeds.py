@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from mezzo.pytorch.launch.imports import ImportWatch
-from mezzo.pytorch.launch.patches import Patches
+from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.patches import Patches
 
 # What an unseeded stream of run 0 starts from. Any number would do, as long as it stays the same.
 BASE = 20171010  # the day on which arXiv:1710.03740 appeared

@@ -19,7 +19,7 @@ from typing import Any
 
 from mezzo.core.errors import UsageError
 
-_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _DEMOS = _OURS + "demos" + os.sep
 # A script's objects may outlive its run (atexit, threads), so its module is never let go.
 _kept: list[ModuleType] = []

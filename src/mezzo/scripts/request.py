@@ -24,7 +24,7 @@ class RunRequest:
         policy: a preset, a short string, or the path of a `.toml` file.
         records: file for the run's records (JSON lines); None writes none.
         seed_offset: None leaves every seed alone. k >= 0 adds k to every seed that the script gives, and
-            seeds what it does not seed; see `mezzo.pytorch.launch.seeds`.
+            seeds what it does not seed; see `mezzo.scripts.seeds`.
         nudge: move the FP32 weights by one unit in the last place before the first step.
         observe: watch one early step for its peak memory and the formats of its ops.
         summary: print a short account to stderr at the end.

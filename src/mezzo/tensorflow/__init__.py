@@ -1,0 +1,29 @@
+"""Mezzo for TensorFlow: the graph rewrite with a loss scale, TF1-style optimizers, Keras 2, and what was painted why.
+
+Each public name is fetched when it is first asked for: `import mezzo.tensorflow` alone imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Public name -> its module.
+_PUBLIC = {
+    "enable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
+    "install": "mezzo.tensorflow.install",
+    "explain": "mezzo.tensorflow.explain",
+}
+
+__all__ = ["enable_mixed_precision_graph_rewrite", "explain", "install"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'mezzo.tensorflow' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

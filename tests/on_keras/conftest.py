@@ -1,0 +1,35 @@
+"""Keras's tests run once for each backend (`make frameworks`): KERAS_BACKEND names it, TensorFlow unless it is set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+
+BACKEND = keras.backend.backend()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors here as everywhere, but for those that Keras itself gives rise to."""
+    config.addinivalue_line(
+        "filterwarnings", "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+    )
+
+
+def pytest_report_header() -> str:
+    return f"Keras {keras.__version__} on {BACKEND}"
+
+
+@pytest.fixture(autouse=True)
+def _as_found() -> Iterator[None]:
+    """Every test begins with FP32, seed 0 and no layer names taken, and leaves the global policy as it found it."""
+    before = keras.config.dtype_policy()
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy(before)
