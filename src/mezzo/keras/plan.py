@@ -1,0 +1,229 @@
+"""What a precision means to Keras, as a value: the policy of every layer by its path, and the loss scale.
+
+No framework is imported here. `mezzo.keras.policy` puts a plan in force.
+
+Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same, and it may begin at
+any component: ``head`` is the layer at ``head`` and the one at ``my_model/head``, since Keras puts the model's name
+before the path in some kinds of model and not in others. A pattern that begins with a slash begins at the first
+component. Layers inside a layer follow it unless a pattern names them too; of the patterns that name one layer, the
+last decides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.formats import FORMATS
+from mezzo.core.loss_scale import LossScale, NoLossScale
+from mezzo.core.patterns import is_pattern, matches
+from mezzo.core.policy import PRESETS, Policy, policy
+from mezzo.core.policy_text import as_loss_scale, print_loss_scale
+from mezzo.core.traced_scale import traceable
+
+# Mezzo's word -> Keras's.
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+_WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
+
+# What Keras has no policy for -> what to use.
+_NO_POLICY = {
+    "tf32": "It is a switch of the backend, not of a layer: tf.config.experimental.enable_tensor_float_32_execution, "
+    'jax.config.update("jax_default_matmul_precision", "tensorfloat32") or torch.set_float32_matmul_precision("high")',
+    "fp8": 'Use bf16; Keras\'s own is model.quantize("float8"), after the model is built',
+    "auto": "Nothing is measured for Keras: name bf16 where the device has it, else fp16",
+}
+
+# Keras's own policies that keep variables in 16 bits, or that are made by quantising a model.
+_REFUSED = {
+    "float16": "keeps its variables in 16 bits, where small updates are lost. Use mixed_float16",
+    "bfloat16": "keeps its variables in 16 bits, where small updates are lost. Use mixed_bfloat16",
+    "float64": "is no mixed precision. Use float32, or keras.config.set_dtype_policy for it",
+}
+
+# What a Policy can say and Keras can't do: attribute, the value that says nothing, what to do instead.
+_CANNOT = (
+    (
+        "ops",
+        (),
+        "Keras has a policy for each layer and none for single ops: name the layer, module.PATTERN=fp32",
+    ),
+    ("params", "fp32", "Keras's mixed policies keep FP32 variables: leave params and masters out"),
+    ("state", "fp32", "Keras's optimizers keep FP32 state: leave it out"),
+    (
+        "output",
+        "fp32",
+        "a Keras model gives what its last layer gives: module.LAST_LAYER=fp32 makes that FP32",
+    ),
+    ("recompute", "none", "keras.remat makes a layer's activations again: wrap the layer in it"),
+    ("scaling", "tensorwise", "it scales fp8 factors, which Mezzo has on PyTorch alone: leave it out"),
+    (
+        "hidden",
+        "auto",
+        "Keras's recurrent layers carry what their policy computes in: module.PATTERN=fp32 for FP32",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class KerasPlan:
+    """Which policy each layer of a Keras model has, and the loss scale. Printed, it says so.
+
+    Args:
+        default: Keras's name of the policy of every layer that no pattern names.
+        paths: (pattern over layer paths, Keras policy name); of those that name one layer, the last decides.
+        loss_scale: its first state; `NoLossScale` where nothing is computed in float16, unless asked for.
+        precision: the short string that reads back as this plan, as records and reports have it.
+    """
+
+    default: str
+    paths: tuple[tuple[str, str], ...]
+    loss_scale: LossScale
+    precision: str
+
+    def policy_for(self, path: str) -> str:
+        """Keras's name of the policy of the layer at this path.
+
+        The innermost of the layer and those around it that a pattern names decides, by the last such pattern.
+
+        >>> plan("fp16,module.encoder=fp32,module.encoder/norm=bf16").policy_for("net/encoder/norm/inner")
+        'mixed_bfloat16'
+        """
+        components = path.split("/")
+        for length in range(len(components), 0, -1):
+            around = "/".join(components[:length])
+            for pattern, name in reversed(self.paths):
+                if names(pattern, around):
+                    return name
+        return self.default
+
+    def unmatched(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """The patterns that name none of the layers at these paths, in their order."""
+        known = tuple(paths)
+        return tuple(pattern for pattern, _ in self.paths if not any(names(pattern, path) for path in known))
+
+    @property
+    def policies(self) -> frozenset[str]:
+        """Every policy name in it."""
+        return frozenset({self.default, *(name for _, name in self.paths)})
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether it is what Keras does unasked: float32 everywhere, no loss scale."""
+        return self.policies == {"float32"} and isinstance(self.loss_scale, NoLossScale)
+
+    def __str__(self) -> str:
+        first = "every other layer" if self.paths else "every layer"
+        rows = [(first, self.default), *self.paths, ("loss scale", print_loss_scale(self.loss_scale))]
+        width = max(len(left) for left, _ in rows)
+        return "\n".join([self.precision, *(f"  {left:<{width}}  {right}" for left, right in rows)])
+
+
+def names(pattern: str, path: str) -> bool:
+    """Whether a pattern names the layer at a path.
+
+    >>> [names("head", path) for path in ("head", "net/head", "head/inner", "net/heads")]
+    [True, True, False, False]
+    >>> names("/encoder/dense*", "encoder/dense_1"), names("/dense*", "encoder/dense_1")
+    (True, False)
+    """
+    dotted = pattern.replace("/", ".")
+    return matches(dotted[1:] if dotted.startswith(".") else f"**.{dotted}", path.replace("/", "."))
+
+
+def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
+    """The plan that a precision stands for.
+
+    Args:
+        precision: Mezzo's words (``bf16``, ``fp16,module.head=fp32,loss_scale=1024``), a policy, the path of a TOML
+            file, or Keras's words (``mixed_float16``, ``mixed_bfloat16``, ``float32``) or a `keras.DTypePolicy`.
+        loss_scale: in place of the precision's own: ``"dynamic"``, ``"none"``, a number, or a loss scale's value.
+
+    Raises:
+        UnknownNameError: a name that does not exist; the message has the nearest one.
+        UsageError: what Keras cannot do; the message says which key and what to use.
+    """
+    given = _as_policy(precision)
+    where = f"policy {str(given)!r}: "
+    for attribute, nothing, mend in _CANNOT:
+        value = getattr(given, attribute)
+        if value != nothing:
+            said = {"ops": "op.{0[0][0]}", "params": "params={0},masters={1}"}.get(
+                attribute, attribute + "={0}"
+            )
+            said = said.format(value, given.masters)
+            raise UsageError(f"{where}Keras cannot do {said}: {mend}.")
+    default = _keras_name(given.compute, f"{where}compute={given.compute}")
+    paths = []
+    for pattern, fmt in given.modules:
+        dotted = pattern.replace("/", ".")
+        if not is_pattern(dotted.removeprefix(".")):
+            raise UsageError(
+                f"{where}{pattern!r} is no pattern of layer paths. Write a path such as head, encoder/dense_1 or "
+                "encoder/*/norm: * is one component or a part of one, ** any number of components."
+            )
+        paths.append((pattern, _keras_name(fmt, f"{where}module.{pattern}={fmt}")))
+    asked = as_loss_scale(loss_scale, f"precision {str(given)!r}")
+    if asked is not None:
+        given = replace(given, loss_scale=print_loss_scale(asked))
+    scale = asked if asked is not None else given.make_loss_scale()
+    try:
+        traceable(scale)
+    except UsageError as error:
+        raise UsageError(f"{where}loss_scale={print_loss_scale(scale)}: {error}") from None
+    return KerasPlan(default, tuple(paths), scale, given.name)
+
+
+def _keras_name(word: str, where: str) -> str:
+    if word in POLICIES:
+        return POLICIES[word]
+    raise UsageError(
+        f"{where}: Keras has no policy for {word}. {_NO_POLICY[word]}. "
+        f"Here a precision is one of {', '.join(POLICIES)}."
+    )
+
+
+def _as_policy(precision: Any) -> Policy:
+    if isinstance(precision, (Policy, os.PathLike)):
+        return policy(precision)
+    if hasattr(precision, "compute_dtype") and hasattr(precision, "variable_dtype"):  # a keras.DTypePolicy
+        if hasattr(precision, "default_policy"):
+            raise UsageError(
+                "set_policy was given a keras.DTypePolicyMap. Write its keys as patterns: "
+                '"fp16,module.head=fp32,module.encoder/*/norm=fp32"; or use keras.config.set_dtype_policy for it.'
+            )
+        precision = precision.name
+    if not isinstance(precision, str):
+        raise UsageError(
+            f"a precision is a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a mezzo.Policy, or "
+            f"the path of a .toml file; this is {precision!r}, a {type(precision).__name__}"
+        )
+    return policy(precision if precision.endswith(".toml") else _in_mezzo_words(precision))
+
+
+def _in_mezzo_words(text: str) -> str:
+    """The same text, with Keras's names of policies replaced by Mezzo's.
+
+    >>> _in_mezzo_words("mixed_float16,module.head=float32")
+    'fp16,module.head=fp32'
+    """
+    parts = re.split(r",(?![^(]*\))", text)
+    where = f"policy {text!r}: "
+    for index, part in enumerate(parts):
+        left, equals, right = part.rpartition("=")
+        word = right.strip()
+        names_precision = (
+            not left and index == 0 or left.strip() == "compute" or left.strip().startswith("module.")
+        )
+        if not names_precision:
+            continue
+        if word in _REFUSED:
+            raise UsageError(f"{where}Keras's policy {word} {_REFUSED[word]}.")
+        if word in _WORDS:
+            parts[index] = f"{left}{equals}{_WORDS[word]}"
+        elif not left and word not in PRESETS and word not in FORMATS:
+            raise unknown_name("precision", word, [*POLICIES, *_WORDS], where=where)
+    return ",".join(parts)
