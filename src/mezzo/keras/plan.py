@@ -216,7 +216,7 @@ def _in_mezzo_words(text: str) -> str:
         left, equals, right = part.rpartition("=")
         word = right.strip()
         names_precision = (
-            not left and index == 0 or left.strip() == "compute" or left.strip().startswith("module.")
+            (not left and index == 0) or left.strip() == "compute" or left.strip().startswith("module.")
         )
         if not names_precision:
             continue
