@@ -13,12 +13,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo's name, its script, the pattern of its final metric (one group), and what it shows in a line."""
+    """A demo's name, its script, the pattern of its final metric (one group), what it shows in a line, and the
+    framework that it trains with, as `mezzo compare --framework` names it.
+    """
 
     name: str
     path: Path
     metric: str
     summary: str
+    framework: str = "pytorch"
 
 
 _HERE = Path(__file__).parent
