@@ -1,0 +1,200 @@
+"""One small training task for every framework: data and first weights by seed, and what its losses and scales must be.
+
+A perceptron (8 -> 16, tanh -> 4) learns a fixed function, and beside it a `fuse` of one weight v decides which steps
+overflow. It adds mean(z v) to the loss, so that v's gradient is z, the batch's own number: scaled, a sum of 32 equal
+terms S z / 32, each and every partial sum of them exact in fp16 as long as it is finite. Whether S z overflows is thus
+the same in any order of summation, in any precision of the sums; everything else stays well under it at every
+scale of a good step (`test_same_sequence.py` holds that). z = 1.5 blows from S = 2^16 on; now and then a batch brings
+24, and for a stretch 1.5 / 4.
+
+The losses are compared within what the format allows. `run` is the task in numpy with every value that the format
+holds rounded to it; `tolerances` draws the task again and again with each rounding replaced by a random error, up to
+the bound that holds for whatever way of computing it: u |x| for one operation, n u |a| @ |b| for a sum of n products
+in any order and in the format itself (N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., (3.5)). The
+farthest loss drawn, step by step, is as far as a framework may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation
+
+Array = NDArray[np.float64]
+
+BATCH, FEATURES, HIDDEN, OUT, STEPS = 32, 8, 16, 4, 60
+LEARNING_RATE, MOMENTUM = 2.0**-4, 0.9
+# So that the perceptron's gradients stay far from overflow where the fuse does not blow.
+PART_OF_ERROR = 0.25
+LOSS_SCALE = DynamicLossScale(init=2.0**20, growth_interval=4, ceiling=2.0**21)
+NAMES = ("w1", "b1", "w2", "b2", "v")
+
+FORMATS: dict[str, Any] = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
+UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24}
+SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything a framework starts from, FP32: x [STEPS, BATCH, FEATURES], target [STEPS, BATCH, OUT], z
+    [STEPS, BATCH, 1], and the weights by name, matrices as [in, out]."""
+
+    x: NDArray[np.float32]
+    target: NDArray[np.float32]
+    z: NDArray[np.float32]
+    weights: dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run went through: the loss of each step before its update, unscaled, and the perceptron's part of it; the
+    scale that followed each; whether it was skipped; and the largest scaled gradient of a good step but for the fuse's.
+    """
+
+    losses: Array
+    errors: Array
+    scales: list[float]
+    skipped: list[bool]
+    largest: float
+
+
+@cache
+def task() -> Task:
+    """The task; the same numbers on every machine."""
+    rng = np.random.default_rng(20)
+    x = rng.uniform(-1, 1, (STEPS, BATCH, FEATURES))
+    teacher = rng.uniform(-1, 1, (FEATURES, OUT))
+    target = np.sin(2 * x @ teacher / FEATURES**0.5)
+    fuse = np.where(np.arange(STEPS) % 2, -1.5, 1.5)  # alternating, so that v stays small
+    fuse[25:28] *= 16
+    fuse[34:46] /= 4
+    fuse[54] *= 16
+    weights = {
+        "w1": rng.uniform(-1, 1, (FEATURES, HIDDEN)) / FEATURES**0.5,
+        "b1": np.zeros(HIDDEN),
+        "w2": rng.uniform(-1, 1, (HIDDEN, OUT)) / HIDDEN**0.5,
+        "b2": np.zeros(OUT),
+        "v": np.full((1, 1), 0.25),
+    }
+    z = np.broadcast_to(fuse[:, None, None], (STEPS, BATCH, 1))
+    fp32 = np.float32
+    return Task(
+        x.astype(fp32), target.astype(fp32), z.astype(fp32), {k: w.astype(fp32) for k, w in weights.items()}
+    )
+
+
+def loss_scale(precision: str) -> LossScale:
+    """The loss scale that the task is trained with: dynamic in fp16, none in the others."""
+    return LOSS_SCALE if precision == "fp16" else NoLossScale()
+
+
+class Rounding:
+    """Values as the format holds them: rounded, ties to even."""
+
+    def __init__(self, precision: str) -> None:
+        self.format, self.unit = FORMATS[precision], UNIT[precision]
+
+    def __call__(self, exact: Array, bound: Array | None = None) -> Array:
+        """`exact` in the format. `bound` is the magnitude that errors are relative to, if it isn't that of `exact`."""
+        with np.errstate(over="ignore"):
+            return exact.astype(self.format).astype(np.float64)
+
+    def product(self, a: Array, b: Array) -> Array:
+        """a @ b."""
+        return self(a @ b, a.shape[-1] * (np.abs(a) @ np.abs(b)))
+
+    def total(self, a: Array) -> Array:
+        """The sum over rows."""
+        return self(a.sum(0), a.shape[0] * np.abs(a).sum(0))
+
+
+class Drawn(Rounding):
+    """Values with a random error instead, anywhere within what computing them in the format may bring about. What
+    overflowed in the format is infinite here too."""
+
+    def __init__(self, precision: str, seed: int) -> None:
+        super().__init__(precision)
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, exact: Array, bound: Array | None = None) -> Array:
+        rounded = super().__call__(exact)
+        smallest = 2.0**-25 if self.format is np.float16 else 0.0
+        room = self.unit * np.abs(exact if bound is None else bound) + smallest
+        return np.where(np.isfinite(rounded), exact + room * self.rng.uniform(-1, 1, exact.shape), rounded)
+
+
+def run(precision: str, rounding: Callable[[str], Rounding] = Rounding, course: int = STEPS) -> Course:
+    """The task in numpy: forward and backward in the format, master weights and momentum in FP32.
+
+    Args:
+        precision: "fp16", "bf16" or "fp32".
+        rounding: how a value of the format is made of an exact one.
+        course: how many steps.
+    """
+    given, fl, single = task(), rounding(precision), rounding("fp32")
+    weights = {name: value.astype(np.float64) for name, value in given.weights.items()}
+    momentum = {name: np.zeros_like(value) for name, value in weights.items()}
+    scale, losses, errors, scales, skips, largest = loss_scale(precision), [], [], [], [], 0.0
+    for x32, target, z32 in list(zip(given.x, given.target, given.z))[:course]:
+        x, z = fl(x32.astype(np.float64)), fl(z32.astype(np.float64))
+        w = {name: fl(value) for name, value in weights.items()}
+        hidden = fl(np.tanh(fl(fl.product(x, w["w1"]) + w["b1"])))
+        error = fl(fl(fl.product(hidden, w["w2"]) + w["b2"]) - target)
+        squared, fuse = fl(error * error), fl.product(z, w["v"])
+        errors.append(float(PART_OF_ERROR * single.total(squared.reshape(-1)) / squared.size))
+        losses.append(float(single(errors[-1] + single.total(fuse) / BATCH)[0]))
+
+        s = scale.scale
+        of_output = fl(fl(error) * (2 * PART_OF_ERROR * s / error.size))
+        of_hidden = fl(fl.product(of_output, w["w2"].T) * fl(1 - fl(hidden * hidden)))
+        found = {
+            "w2": fl.product(hidden.T, of_output),
+            "b2": fl.total(of_output),
+            "w1": fl.product(x.T, of_hidden),
+            "b1": fl.total(of_hidden),
+            # Each partial sum is exact: no error is drawn for it, only the overflow is seen.
+            "v": Rounding.product(Rounding(precision), z.T, np.full((BATCH, 1), s / BATCH)),
+        }
+        bad = not all(np.isfinite(gradient).all() for gradient in found.values())
+        if not bad:
+            largest = max([largest, *(float(np.abs(g).max()) for name, g in found.items() if name != "v")])
+            for name, gradient in found.items():
+                momentum[name] = single(single(MOMENTUM * momentum[name]) + single(gradient / s))
+                weights[name] = single(weights[name] - single(LEARNING_RATE * momentum[name]))
+        scale = scale.next(Observation(bad))
+        scales.append(scale.scale)
+        skips.append(bad)
+    return Course(np.array(losses), np.array(errors), scales, skips, largest)
+
+
+@cache
+def expected(precision: str) -> Course:
+    """The course that every framework must take."""
+    return run(precision)
+
+
+@cache
+def tolerances(precision: str) -> Array:
+    """How far each step's loss may be from the expected one: as far as the farthest of `SAMPLES` draws was."""
+    drawn = [run(precision, lambda name, s=s: Drawn(name, s)).losses for s in range(SAMPLES)]  # type: ignore[misc]
+    return np.abs(np.array(drawn) - expected(precision).losses).max(0)
+
+
+def check(precision: str, losses: Any, scales: Any) -> None:
+    """Hold a framework's run to the expected one: scales to the bit, losses within the format's tolerance."""
+    wanted = expected(precision)
+    assert [float(s) for s in scales] == wanted.scales
+    distance = np.abs(np.array([float(loss) for loss in losses]) - wanted.losses)
+    allowed = tolerances(precision)
+    worst = int((distance / allowed).argmax())
+    assert (distance <= allowed).all(), (
+        f"step {worst}: loss {losses[worst]} is {distance[worst]:.3g} from {wanted.losses[worst]:.6g}; "
+        f"{precision} allows {allowed[worst]:.3g}"
+    )

@@ -1,0 +1,175 @@
+"""The cases that every framework is held to, on PyTorch: the table of events, and the one training task.
+
+What the task itself promises, and that its check can fail, is here too. Keras and TensorFlow are held to the same in
+`on_keras/test_keras_same_sequence.py` and `on_tensorflow/test_tf_same_sequence.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+import one_task
+from mezzo.core.loss_scale import DynamicLossScale, Observation
+from scale_cases import TABLE
+from training_steps import nobody_owns_anything, who_decides  # noqa: F401
+
+
+def scales_of(settings: dict[str, Any], events: str) -> list[float]:
+    """The scale after every event, of the pure machine."""
+    pure, scales = DynamicLossScale(**settings), []
+    for event in events:
+        pure = pure.next(Observation(event == "x"))
+        scales.append(pure.scale)
+    return scales
+
+
+@pytest.mark.parametrize(("settings", "events"), [row[:2] for row in TABLE if row[1]], ids=str)
+@pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])
+def test_the_table(make: str, settings: dict[str, Any], events: str, decides: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pure = DynamicLossScale(**settings)
+    names = ("growth_factor", "backoff_factor", "growth_interval", "floor", "ceiling", "hysteresis")
+    scaler = mezzo.GradScaler(init_scale=pure.init, **{name: getattr(pure, name) for name in names})
+    mp = None if make == "GradScaler" else mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=pure)
+    seen = []
+    for event in events:
+        loss = (model.weight * torch.tensor([[1.0, float("inf") if event == "x" else -3.0]])).sum()
+        if mp is None:
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            mp.step(loss)
+        seen.append(scaler.get_scale() if mp is None else mp.loss_scale)
+    assert seen == scales_of(settings, events)
+
+
+class Task(nn.Module):
+    """The task's perceptron and its fuse, with the task's first weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(one_task.FEATURES, one_task.HIDDEN)
+        self.second = nn.Linear(one_task.HIDDEN, one_task.OUT)
+        self.fuse = nn.Linear(1, 1, bias=False)
+        w = {name: torch.from_numpy(value.T.copy()) for name, value in one_task.task().weights.items()}
+        self.first.load_state_dict({"weight": w["w1"], "bias": w["b1"]})
+        self.second.load_state_dict({"weight": w["w2"], "bias": w["b2"]})
+        self.fuse.load_state_dict({"weight": w["v"]})
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return self.second(torch.tanh(self.first(x))), self.fuse(z)
+
+
+def batches() -> Iterator[tuple[Tensor, ...]]:
+    given = one_task.task()
+    return zip(*map(torch.from_numpy, (given.x, given.target, given.z.copy())))
+
+
+def loss_of(model: Any, x: Tensor, target: Tensor, z: Tensor) -> Tensor:
+    out, fuse = model(x, z)
+    return one_task.PART_OF_ERROR * (out.float() - target).square().mean() + fuse.float().mean()
+
+
+def trained(make: str, precision: str) -> tuple[list[float], list[float]]:
+    model = Task()
+    optimizer = torch.optim.SGD(model.parameters(), lr=one_task.LEARNING_RATE, momentum=one_task.MOMENTUM)
+    scale = one_task.loss_scale(precision)
+    losses, scales = [], []
+    if make == "MixedPrecision":
+        mp = mezzo.MixedPrecision(model, optimizer, precision, loss_scale=scale)
+        for batch in batches():
+            with mp.autocast():
+                loss = loss_of(model, *batch)
+            mp.step(loss)
+            losses.append(float(loss.detach()))
+            scales.append(mp.loss_scale)
+        return losses, scales
+    pure = one_task.LOSS_SCALE
+    scaler = mezzo.GradScaler(
+        init_scale=pure.init,
+        growth_interval=pure.growth_interval,
+        ceiling=pure.ceiling,
+        enabled=precision == "fp16",
+    )
+    for batch in batches():
+        optimizer.zero_grad()
+        with nullcontext() if precision == "fp32" else mezzo.autocast(precision):
+            loss = loss_of(model, *batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+@pytest.mark.parametrize("precision", one_task.FORMATS)
+@pytest.mark.parametrize("make", ["GradScaler", "MixedPrecision"])
+def test_the_task(make: str, precision: str, decides: str) -> None:
+    one_task.check(precision, *trained(make, precision))
+
+
+# The task itself.
+
+
+def test_the_task_skips_grows_and_backs_off_by_a_wide_margin() -> None:
+    """Skips are the fuse's alone, and are the same whatever error each operation makes."""
+    course = one_task.expected("fp16")
+    assert course.largest < 65504 / 32
+    before = [one_task.LOSS_SCALE.scale, *course.scales]
+    fuse = np.abs(one_task.task().z[:, 0, 0])
+    assert course.skipped == [bool(s * z > 65504) for s, z in zip(before, fuse)]
+    assert all(not 0.76 < s * z / 65504 < 1.49 for s, z in zip(before, fuse))
+    assert course.skipped[:5] == [True] * 5
+    assert course.skipped[25:28] == [True] * 3
+    assert {b / a for a, b in zip(before, course.scales)} == {0.5, 1.0, 2.0}
+    for seed in range(8):
+        drawn = one_task.run("fp16", lambda name, seed=seed: one_task.Drawn(name, seed))
+        assert (drawn.scales, drawn.skipped) == (course.scales, course.skipped)
+
+
+@pytest.mark.parametrize("precision", one_task.FORMATS)
+def test_the_task_is_learned(precision: str) -> None:
+    errors = one_task.expected(precision).errors
+    assert errors[-5:].mean() < 0.5 * errors[:5].mean()
+
+
+def unlike(**changed: Any) -> tuple[Any, list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setattr(one_task, name, value)
+        course = one_task.run("fp16")
+    return course.losses, one_task.expected("fp16").scales
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"LEARNING_RATE": one_task.LEARNING_RATE * 1.02},
+        {"MOMENTUM": 0.89},
+        {"PART_OF_ERROR": 0.251},
+        {"FORMATS": {**one_task.FORMATS, "fp16": one_task.FORMATS["bf16"]}},
+    ],
+    ids=str,
+)
+def test_the_check_of_the_task_fails_on_another_training(changed: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="fp16 allows"):
+        one_task.check("fp16", *unlike(**changed))
+
+
+def test_the_check_of_the_task_fails_on_another_sequence() -> None:
+    course = one_task.expected("fp16")
+    later = [*course.scales[1:], course.scales[-1]]
+    with pytest.raises(AssertionError):
+        one_task.check("fp16", course.losses, later)
