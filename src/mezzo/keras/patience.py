@@ -1,0 +1,88 @@
+"""When an optimizer looks at the patience of its loss scale, and what says that it ran out where Python is not asked.
+
+A look makes the host wait for the device, unless it has waited for this step already. So it is taken:
+
+- TensorFlow and JAX, eagerly: at every step; which of two branches to take was a question to the host anyway.
+- TensorFlow in a `tf.function`: by an assertion in the graph. XLA drops assertions.
+- PyTorch on a CPU: at every step. On an accelerator: at every 50th.
+- Everywhere: at the end of `fit`, and when somebody calls `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.keras.apply_or_keep import reading_is_free
+
+LOOK_EVERY = 50
+"""Steps between two looks where a look makes the host wait: PyTorch on an accelerator."""
+
+_NAMES_SHOWN = 100
+
+
+class Looks:
+    """Counts the steps of one optimizer between looks."""
+
+    def __init__(self) -> None:
+        self._left = LOOK_EVERY
+
+    def due(self, found_inf: Any) -> bool:
+        """Whether to look after this step.
+
+        Args:
+            found_inf: the step's, as a tensor: where it is, and whether it has a value yet.
+        """
+        backend = keras.backend.backend()
+        if backend == "tensorflow":
+            import tensorflow as tf
+
+            return not tf.inside_function()
+        if backend == "jax":
+            import jax
+
+            return not isinstance(found_inf, jax.core.Tracer)
+        if backend != "torch" or reading_is_free(found_inf):
+            return True
+        if found_inf.device.type == "cpu":  # a graph is being recorded
+            return False
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._left = LOOK_EVERY
+        return True
+
+
+def assert_in_graph(patience: int, stuck: Any, bad_gradients: Any, names: Sequence[str]) -> None:
+    """In a `tf.function`, an assertion that the patience has not run out; elsewhere nothing.
+
+    Args:
+        patience: steps in a row that may be skipped at the floor.
+        stuck: those that were, shape ().
+        bad_gradients: [variables], 1 where a gradient was not finite.
+        names: of the variables.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    if not tf.inside_function():
+        return
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    tf.debugging.Assert(
+        stuck < patience,
+        [
+            f"LossScaleCollapseError: {patience} steps in a row were skipped, with the loss scale as small as it gets. "
+            f"optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are {shown}:",
+            bad_gradients,
+        ],
+        summarize=_NAMES_SHOWN,
+    )
+
+
+def patience_of(machine: TraceableLossScale) -> int | None:
+    """The machine's patience; None where it has no end."""
+    return getattr(machine, "patience", None)
