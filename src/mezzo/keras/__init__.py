@@ -12,11 +12,23 @@ from typing import Any
 # Public name -> its module.
 _PUBLIC = {
     "LossScaleOptimizer": "mezzo.keras.loss_scale_optimizer",
-    "set_policy": "mezzo.keras.policy",
+    "PolicyWarning": "mezzo.keras.plan_check",
     "PrecisionMonitor": "mezzo.keras.monitor",
+    "SixteenBitOutputWarning": "mezzo.keras.outputs",
+    "check_outputs": "mezzo.keras.outputs",
+    "layer_policies": "mezzo.keras.policy_table",
+    "set_policy": "mezzo.keras.policy",
 }
 
-__all__ = ["LossScaleOptimizer", "PrecisionMonitor", "set_policy"]
+__all__ = [
+    "LossScaleOptimizer",
+    "PolicyWarning",
+    "PrecisionMonitor",
+    "SixteenBitOutputWarning",
+    "check_outputs",
+    "layer_policies",
+    "set_policy",
+]
 
 
 def __getattr__(name: str) -> Any:

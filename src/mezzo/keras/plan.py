@@ -92,17 +92,21 @@ class KerasPlan:
         >>> plan("fp16,module.encoder=fp32,module.encoder/norm=bf16").policy_for("net/encoder/norm/inner")
         'mixed_bfloat16'
         """
+        return self.decision(path)[1]
+
+    def decision(self, path: str) -> tuple[str | None, str]:
+        """What decides the policy of the layer at this path (a pattern; None for the default), and that policy."""
         components = path.split("/")
         for length in range(len(components), 0, -1):
             around = "/".join(components[:length])
             for pattern, name in reversed(self.paths):
                 if names(pattern, around):
-                    return name
-        return self.default
+                    return pattern, name
+        return None, self.default
 
     def unmatched(self, paths: Iterable[str]) -> tuple[str, ...]:
-        """The patterns that name none of the layers at these paths, in their order."""
-        known = tuple(paths)
+        """The patterns that name none of the layers at these paths nor any around them, in their order."""
+        known = {"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 2)}
         return tuple(pattern for pattern, _ in self.paths if not any(names(pattern, path) for path in known))
 
     @property

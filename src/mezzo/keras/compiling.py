@@ -1,0 +1,163 @@
+"""What `model.compile` does under a plan: the loss scale around the optimizer, and a look at whether the plan holds.
+
+Of a model whose layers are all known the look is at `compile`; else at the first loss, when every layer has been called
+and nothing has been learnt yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras has no public name for it
+
+from mezzo.core.loss_scale import NoLossScale
+from mezzo.core.policy_text import print_loss_scale
+from mezzo.keras import outputs
+from mezzo.keras.layers import walk
+from mezzo.keras.plan import KerasPlan
+from mezzo.keras.plan_check import check_plan
+from mezzo.keras.planned_name import plan_behind
+from mezzo.scripts.patches import Patches
+
+_Scaled = keras.optimizers.LossScaleOptimizer
+
+# Model -> its plan, of compiled models that are still to be looked at.
+_UNSEEN: WeakKeyDictionary[Any, KerasPlan] = WeakKeyDictionary()
+
+
+# The plan in force. Another one's functions may still be called, by someone who replaced them and calls them in turn.
+_in_force: KerasPlan | None = None
+
+
+def watch(patches: Patches, in_force: KerasPlan) -> None:
+    """From here on `compile` acts under a plan: the model's own, or this one; until the patches are undone."""
+    global _in_force
+    _in_force = in_force
+    patches.set(Trainer, "compile", _compiling(Trainer.compile, in_force))
+    for name in ("compute_loss", "_compute_loss"):  # Keras's steps call the second, a user's own the first
+        patches.set(Trainer, name, _first_looking(getattr(Trainer, name)))
+
+
+def leave() -> None:
+    """No plan is in force."""
+    global _in_force
+    _in_force = None
+    _UNSEEN.clear()
+
+
+def _compiling(compile_model: Any, in_force: KerasPlan) -> Any:
+    signature = inspect.signature(compile_model)
+
+    @functools.wraps(compile_model)
+    def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = signature.bind(model, *args, **kwargs).arguments if _in_force is in_force else None
+        except TypeError:  # Keras says it
+            given = None
+        if given is None:
+            compile_model(model, *args, **kwargs)
+            return
+        plan = plan_behind(model.dtype_policy) or in_force
+        optimizer = keras.optimizers.get(given.get("optimizer", "rmsprop"))
+        scaled = optimizer
+        if _computes_in_16_bits(model) and given.get("auto_scale_loss", True):
+            scaled = _scaled(optimizer, plan)
+            given["auto_scale_loss"] = False  # or Keras wraps it where the plan says none
+        given["optimizer"] = scaled
+        _UNSEEN.pop(model, None)
+        if _is_known(model):
+            check_plan(model, plan)
+        del given[next(iter(given))]  # the model: methods may call it self
+        compile_model(model, **given)
+        # As Keras does with its own wrapper: a saved model holds the optimizer that was given, and loads without Mezzo.
+        model._compile_config.config["optimizer"] = optimizer
+        if not (_is_known(model) and _look_at_outputs(model)):
+            _UNSEEN[model] = plan
+
+    return compiling
+
+
+def _scaled(optimizer: Any, plan: KerasPlan) -> Any:
+    """The optimizer in Mezzo's loss scale, if the plan has one."""
+    from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+
+    if isinstance(plan.loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    if isinstance(optimizer, _Scaled):
+        warnings.warn(
+            f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
+            f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
+            f'loss_scale="{print_loss_scale(plan.loss_scale)}").',
+            UserWarning,
+            stacklevel=4,
+        )
+        return optimizer
+    return LossScaleOptimizer(optimizer, loss_scale=plan.loss_scale)
+
+
+def _computes_in_16_bits(model: Any) -> bool:
+    """Whether any layer does, or may: one that takes its policy from a plan when it is built."""
+    layers = [layer for _, layer in walk(model)] or [model]
+    return any(
+        layer.compute_dtype in outputs.SIGNIFICANT_BITS
+        or (plan_behind(layer.dtype_policy) and not layer.built)
+        for layer in (*layers, *([] if _is_known(model) else [model]))
+    )
+
+
+def _is_known(model: Any) -> bool:
+    """Whether every layer of a model has been made and called, as far as one can tell before it runs."""
+    if outputs.inputs_of(model) is not None:
+        return True
+    return bool(model.built) and all(layer.built for layer in model._flatten_layers())
+
+
+def _look_at_outputs(model: Any) -> bool:
+    """Warn of 16-bit outputs that a loss reads; False if they can't be told yet."""
+    if outputs.inputs_of(model) is None:
+        return False
+    if not any(tensor.dtype in outputs.SIGNIFICANT_BITS for tensor in keras.tree.flatten(model.outputs)):
+        return False  # as layers say of themselves: the first loss tells
+    _warn(model, outputs.traced_outputs(model))
+    return True
+
+
+def _warn(model: Any, found: list[outputs.Output]) -> None:
+    read = outputs.read_by_a_loss(model, [output.name for output in found])
+    for output in found:
+        if output.name in read and output.dtype in outputs.SIGNIFICANT_BITS:
+            warnings.warn(outputs.advice(model, output), outputs.SixteenBitOutputWarning, stacklevel=5)
+
+
+def _first_looking(compute_loss: Any) -> Any:
+    signature = inspect.signature(compute_loss)
+
+    @functools.wraps(compute_loss)
+    def looking(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model in _UNSEEN:
+            given = signature.bind(model, *args, **kwargs).arguments
+            _look(model, given.get("x"), given.get("y_pred"))
+            # Not before: PyTorch's trace swallows what is raised, and comes again.
+            _UNSEEN.pop(model, None)
+        return compute_loss(model, *args, **kwargs)
+
+    return looking
+
+
+def _look(model: Any, x: Any, y_pred: Any) -> None:
+    check_plan(model, _UNSEEN[model])
+    found = [
+        outputs.Output(name, keras.backend.standardize_dtype(tensor.dtype))
+        for name, tensor in outputs.named_leaves(model, y_pred)
+    ]
+    if x is not None and any(output.dtype in outputs.SIGNIFICANT_BITS for output in found):
+        # For the layers' names. A model may be called in ways that one cannot know; what it gave is known without.
+        with contextlib.suppress(Exception):
+            found = outputs.traced_outputs(model, x)
+    _warn(model, found)
