@@ -11,11 +11,19 @@ from typing import Any
 # Public name -> its module.
 _PUBLIC = {
     "enable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
+    "disable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
     "install": "mezzo.tensorflow.install",
+    "uninstall": "mezzo.tensorflow.install",
     "explain": "mezzo.tensorflow.explain",
 }
 
-__all__ = ["enable_mixed_precision_graph_rewrite", "explain", "install"]
+__all__ = [
+    "disable_mixed_precision_graph_rewrite",
+    "enable_mixed_precision_graph_rewrite",
+    "explain",
+    "install",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,247 @@
+"""Keras 2 (`tf_keras`): its optimizers, new and legacy, with Mezzo's loss scale.
+
+Both classes are tf_keras's own loss-scale optimizers to everything that looks for one: `compile`, `fit`, callbacks,
+and a custom loop's `get_scaled_loss` and `get_unscaled_gradients`. What differs: a floor below 1, a ceiling,
+hysteresis, a patience that ends a run with a message; and a skipped step does not count as an iteration.
+
+tf_keras's machine takes no other; so the parent is told that the scale is constant, and all that reads it is here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer as LegacyParent
+from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3 as Parent
+
+from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import DynamicLossScale, LossScale
+from mezzo.core.policy_text import as_loss_scale, print_loss_scale
+from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.tensorflow.scaled_gradients import ScaledGradients
+
+_STATE = "mezzo_loss_scale"
+
+
+class _Scaled:
+    """What the two have in common."""
+
+    _scaled: ScaledGradients
+    rewrite: Any = None
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__  # type: ignore[attr-defined]
+        told = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"{type(self).__name__}({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return isinstance(self._scaled.pure, DynamicLossScale)
+
+    @property
+    def loss_scale(self) -> Any:
+        """S for the next step: FP32 tensor, shape ()."""
+        return self._scaled.variables.scale()
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """Good steps since the scale last moved: int64 variable, shape (); None for a constant scale."""
+        return self._scaled.variables.here().good_steps if self.dynamic else None
+
+    @property
+    def initial_scale(self) -> float:
+        """S at the start."""
+        pure = self._scaled.pure
+        return pure.init if isinstance(pure, DynamicLossScale) else pure.scale
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Good steps in a row that let S grow; None for a constant scale."""
+        pure = self._scaled.pure
+        return pure.growth_interval if isinstance(pure, DynamicLossScale) else None
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps skipped so far: int64 variable, shape ()."""
+        return self._scaled.variables.here().skipped_steps
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped: bool variable, shape ()."""
+        return self._scaled.variables.here().last_step_skipped
+
+    def machine(self) -> TraceableLossScale:
+        """The pure loss scale on the host, in an eager program; waits for the device."""
+        return self._scaled.variables.machine()
+
+    def check(self) -> None:
+        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
+        self._scaled.variables.check()
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """S * loss; of a function, a function."""
+        return self._scaled.scaled_loss(loss)
+
+    scale_loss = get_scaled_loss
+
+    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
+        """The gradients of a scaled loss times 1/S; None stays None."""
+        return self._scaled.unscaled(list(grads))
+
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer's configuration, and the loss scale as a policy writes it."""
+        inner = tf_keras.optimizers.serialize(self.inner_optimizer)  # type: ignore[attr-defined]
+        return {"inner_optimizer": inner, "loss_scale": print_loss_scale(self._scaled.pure)}
+
+
+def _begin(given: LossScale | float | str) -> ScaledGradients:
+    pure = as_loss_scale(given, "LossScaleOptimizer")
+    if pure is None:
+        raise UsageError(
+            'LossScaleOptimizer: loss_scale is None; give "dynamic", "none", a number or a DynamicLossScale(...)'
+        )
+    return ScaledGradients(pure, "compute_gradients")
+
+
+def _with_gradients(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """The pairs whose gradient isn't None."""
+    pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+    kept = [pair for pair in pairs if pair[0] is not None]
+    if not kept:
+        names = (
+            ", ".join(repr(getattr(variable, "name", str(variable))) for _, variable in pairs)
+            or "none were given"
+        )
+        raise UsageError(
+            f"apply_gradients: no variable has a gradient ({names}). Is the loss computed from the variables?"
+        )
+    return kept
+
+
+@tf_keras.saving.register_keras_serializable(package="mezzo")
+class LossScaleOptimizer(_Scaled, Parent):
+    """A `tf_keras.optimizers.Optimizer` with Mezzo's loss scale.
+
+    Args:
+        inner_optimizer: the optimizer that is given unscaled gradients.
+        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
+
+    Raises:
+        UsageError: a loss scale that is none, or has no form on arrays.
+    """
+
+    @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
+    def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
+        scaled = _begin(loss_scale)
+        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
+        self._scaled = scaled
+        self._track_trackable(scaled.variables, "loss_scale")
+
+    def apply_gradients(
+        self, grads_and_vars: Any, skip_gradients_aggregation: bool = False, **kwargs: Any
+    ) -> Any:
+        """Apply unscaled gradients, or skip the step; `iterations` counts the steps that were not skipped.
+
+        Raises:
+            CallOrderError: the loss was never scaled, or the gradients never unscaled.
+            UsageError: no variable has a gradient, or it was called in a cross-replica context.
+            LossScaleCollapseError: eagerly, if the patience ran out.
+        """
+        self._scaled.require_scaled()
+        pairs = list(grads_and_vars)
+        with tf.init_scope():
+            self.build([variable for _, variable in pairs])
+        pairs = _with_gradients(pairs)
+        inner = self.inner_optimizer
+        aggregate = kwargs.pop("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
+        if aggregate and not (inner._run_with_dtensor or inner._mesh):
+            pairs = list(
+                inner.aggregate_gradients(pairs)
+            )  # before the check: a NaN of one replica is then all's
+        variables = [variable for _, variable in pairs]
+
+        def apply(gradients: list[Any]) -> Any:
+            return inner.apply_gradients(
+                list(zip(gradients, variables)), skip_gradients_aggregation=True, **kwargs
+            )
+
+        self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+        return self.iterations
+
+    def save_own_variables(self, store: Any) -> None:
+        """The inner optimizer's variables, and the loss scale's state."""
+        super().save_own_variables(store)
+        state = self._scaled.variables.variables()
+        store[_STATE] = tf.stack([tf.cast(variable, tf.float64) for variable in state]).numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """What `save_own_variables` saved; of a file without a loss scale's state, the rest."""
+        saved = {key: store[key] for key in store.keys()}  # noqa: SIM118  (an h5 group)
+        state = saved.pop(_STATE, None)
+        super().load_own_variables(saved)
+        if state is not None:
+            for variable, value in zip(self._scaled.variables.variables(), state[()]):
+                variable.assign(tf.cast(value, variable.dtype))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
+        """The optimizer that `get_config` describes."""
+        return cls(_inner(config, custom_objects, legacy=False), config["loss_scale"])
+
+
+@tf_keras.saving.register_keras_serializable(package="mezzo")
+class LegacyLossScaleOptimizer(_Scaled, LegacyParent):
+    """A `tf_keras.optimizers.legacy.Optimizer` with Mezzo's loss scale; in Sessions of TF1 too.
+
+    Args:
+        inner_optimizer: the optimizer that is given unscaled gradients.
+        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
+
+    Raises:
+        UsageError: a loss scale that is none, or has no form on arrays.
+    """
+
+    def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
+        scaled = _begin(loss_scale)
+        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
+        self._scaled = scaled
+        self._track_trackable(scaled.variables, "loss_scale")
+
+    def apply_gradients(
+        self, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
+    ) -> Any:
+        """Apply unscaled gradients, or skip the step; `iterations` counts the steps that were not skipped.
+
+        Raises:
+            CallOrderError: the loss was never scaled, or the gradients never unscaled.
+            UsageError: no variable has a gradient, or it was called in a cross-replica context.
+            LossScaleCollapseError: eagerly, if the patience ran out.
+        """
+        self._scaled.require_scaled()
+        pairs = _with_gradients(grads_and_vars)
+        inner = self.inner_optimizer
+        if experimental_aggregate_gradients:
+            pairs = list(inner._aggregate_gradients(inner._transform_unaggregated_gradients(pairs)))
+        variables = [variable for _, variable in pairs]
+
+        def apply(gradients: list[Any]) -> Any:
+            return inner.apply_gradients(
+                list(zip(gradients, variables)), name=name, experimental_aggregate_gradients=False
+            )
+
+        return self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LegacyLossScaleOptimizer:
+        """The optimizer that `get_config` describes."""
+        return cls(_inner(config, custom_objects, legacy=True), config["loss_scale"])
+
+
+def _inner(config: dict[str, Any], custom_objects: Any, legacy: bool) -> Any:
+    given = config["inner_optimizer"]
+    if not isinstance(given, dict):
+        return given
+    return tf_keras.optimizers.deserialize(given, custom_objects=custom_objects, use_legacy_optimizer=legacy)

@@ -1,0 +1,33 @@
+"""Keras 3 under the graph rewrite: Mezzo's loss scale for Keras, and a word if XLA keeps the rewrite out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from mezzo.core.policy_text import print_loss_scale
+from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.tensorflow.xla import refuse_xla
+
+
+@keras.saving.register_keras_serializable(package="mezzo")
+class GraphRewriteOptimizer(LossScaleOptimizer):
+    """`mezzo.keras.LossScaleOptimizer` that says when XLA keeps the rewrite out of the training step."""
+
+    rewrite: Any = None
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__
+        told = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._machine)}{told})"
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """As the parent's.
+
+        Raises:
+            UsageError: the rewrite is on, and XLA compiles the function that this is called in.
+        """
+        refuse_xla()
+        super().apply(grads, trainable_variables)

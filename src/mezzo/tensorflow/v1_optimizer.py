@@ -1,0 +1,139 @@
+"""A loss scale around an optimizer of TF1: itself one, for Sessions, for `tf.function`s and eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import LossScale
+from mezzo.core.policy_text import print_loss_scale
+from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.tensorflow.scaled_gradients import ScaledGradients
+
+
+class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
+    """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients and skips steps that overflow.
+
+    `minimize` and `compute_gradients` take what the inner optimizer's do, `apply_gradients` too; on a skipped step
+    no variable, slot or `global_step` changes. Whatever else is asked of it, the inner optimizer answers.
+
+    Args:
+        optimizer: the inner optimizer.
+        loss_scale: the loss scale; NoLossScale passes everything through.
+    """
+
+    GATE_NONE, GATE_OP, GATE_GRAPH = (
+        getattr(tf.compat.v1.train.Optimizer, name) for name in ("GATE_NONE", "GATE_OP", "GATE_GRAPH")
+    )
+
+    def __init__(self, optimizer: Any, loss_scale: LossScale) -> None:
+        self._optimizer = optimizer
+        super().__init__(optimizer._use_locking, optimizer.get_name())
+        self._scaled = ScaledGradients(loss_scale, "compute_gradients")
+        self.rewrite: Any = None
+        self._track_trackable(optimizer, "base_optimizer")
+        self._track_trackable(self._scaled.variables, "loss_scale")
+
+    def __repr__(self) -> str:
+        inner = type(self._optimizer).__name__
+        told = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"LossScaleOptimizer({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that was given."""
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> Any:
+        """S for the next step: FP32 tensor, shape ()."""
+        return self._scaled.variables.scale()
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps skipped so far: int64 variable of the graph that is being built, shape ()."""
+        return self._scaled.variables.here().skipped_steps
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped: bool variable, shape ()."""
+        return self._scaled.variables.here().last_step_skipped
+
+    def machine(self) -> TraceableLossScale:
+        """The pure loss scale on the host, in an eager program; waits for the device."""
+        return self._scaled.variables.machine()
+
+    def check(self) -> None:
+        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
+        self._scaled.variables.check()
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """S * loss, for `tf.GradientTape`; of a function, a function."""
+        return self._scaled.scaled_loss(loss)
+
+    scale_loss = get_scaled_loss
+
+    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
+        """The gradients of a scaled loss times 1/S; None stays None."""
+        return self._scaled.unscaled(list(grads))
+
+    def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """The inner optimizer's pairs of gradient and variable, for the scaled loss and unscaled."""
+        pairs = self._optimizer.compute_gradients(self._scaled.scaled_loss(loss), *args, **kwargs)
+        gradients = self._scaled.unscaled([gradient for gradient, _ in pairs])
+        return [(gradient, variable) for gradient, (_, variable) in zip(gradients, pairs)]
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Apply unscaled gradients, as `compute_gradients` returns them, or skip the step.
+
+        Raises:
+            CallOrderError: the loss was never scaled, or the gradients never unscaled.
+            UsageError: no variable has a gradient, it was called in a cross-replica context, or the variables are
+                of a kind that cannot be updated inside a branch.
+            LossScaleCollapseError: eagerly, if the patience ran out.
+        """
+        self._scaled.require_scaled()
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        _refuse_references(variables)
+
+        def apply(gradients: list[Any]) -> Any:
+            return self._optimizer.apply_gradients(
+                list(zip(gradients, variables)), global_step, name, **kwargs
+            )
+
+        return self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """The inner optimizer's slot."""
+        return self._optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the inner optimizer's slots."""
+        return list(self._optimizer.get_slot_names())
+
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables, then the loss scale's."""
+        return [*self._optimizer.variables(), *self._scaled.variables.variables()]
+
+
+def _refuse_references(variables: list[Any]) -> None:
+    """A skipped step is a branch, and `tf.cond` of today cannot update TF1's reference variables inside one."""
+    if tf.executing_eagerly() or not tf.compat.v1.control_flow_v2_enabled():
+        return
+    old = [variable.name for variable in variables if not hasattr(variable, "handle")]
+    if old:
+        raise UsageError(
+            f"apply_gradients: {', '.join(map(repr, old))} is a reference variable of TF1, which cannot be updated "
+            "inside a branch of today's tf.cond. Leave out tf.compat.v1.disable_resource_variables(), or call "
+            "tf.compat.v1.disable_control_flow_v2() as well, as tf.compat.v1.disable_v2_behavior() does."
+        )
