@@ -23,6 +23,7 @@ Examples:
   mezzo compare train.py --precision bf16 --seeds 5 --metric 'accuracy: ([0-9.]+)'
   mezzo compare train.py --precision bf16,op.softmax=fp32 --precision policy.toml
   mezzo compare train.py --precision bf16,masters=split8,state=int8
+  mezzo compare --framework keras train.py --precision mixed_bfloat16
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import DEMOS
 from mezzo.report import build
 from mezzo.verify.compare import compare
+from mezzo.verify.frameworks import FRAMEWORKS
 from mezzo.verify.progress import Silent, Watcher, watcher
 from mezzo.verify.request import Request, candidates
 from mezzo.verify.table import show
@@ -59,6 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
+    )
+    parser.add_argument(
+        "--framework",
+        choices=tuple(FRAMEWORKS),
+        help="what the script trains with (default pytorch, or what the demo trains with)",
     )
     parser.add_argument(
         "--precision",
@@ -124,8 +131,8 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
     """What the command line asks for, and remarks on what was left out of it.
 
     Raises:
-        UsageError: none or several of script, demo and module; an unknown demo or precision; a value out of
-        range.
+        UsageError: none or several of script, demo and module; an unknown demo or precision; another framework than
+            the demo's; a value out of range.
     """
     script = arguments.script
     given = [word for word in (script, arguments.demo, arguments.module) if word]
@@ -135,13 +142,17 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
             f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. "
             "For instance: mezzo compare --demo digits"
         )
-    metric = arguments.metric
+    metric, trains_with = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
         if arguments.demo not in DEMOS:
             raise unknown_name("demo", arguments.demo, DEMOS)
         demo = DEMOS[arguments.demo]
-        script, metric = str(demo.path), metric or demo.metric
-    names, remarks = candidates(arguments.precision or ["bf16,fp16"])
+        if arguments.framework not in (None, demo.framework):
+            raise UsageError(
+                f"--demo {demo.name} trains with {demo.framework}: leave --framework {arguments.framework} out"
+            )
+        script, metric, trains_with = str(demo.path), metric or demo.metric, demo.framework
+    names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
     request = Request(
         target=arguments.module or script,
         argv=tuple(arguments.argv),
@@ -153,6 +164,7 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         metric_better=arguments.metric_better,
         metric_margin=arguments.metric_margin,
         demo=arguments.demo,
+        framework=trains_with,
     )
     return request, remarks
 
@@ -166,6 +178,8 @@ def command_line(request: Request, folder: Path) -> list[str]:
         words += ["-m", request.target]
     else:
         words.append(request.target)
+    if request.framework != "pytorch" and not request.demo:
+        words += ["--framework", request.framework]
     for name in request.precisions:
         words += ["--precision", name]
     words += ["--seeds", str(request.seeds), "--margin", f"{request.margin:g}"]

@@ -32,6 +32,8 @@ def command_line(comparison: Comparison) -> str:
         words += ["-m", str(script)]
     else:
         words.append(str(script))
+    if request.get("framework", "pytorch") != "pytorch" and not request.get("demo"):
+        words += ["--framework", str(request["framework"])]
     precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
     # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
     for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:

@@ -37,19 +37,19 @@ class Seeds:
     """Shifts the seeds of a run by `offset`.
 
     Args:
-        offset: k >= 0.
+        offset: k >= 0; readable afterwards.
         imports: where to wait for numpy and torch.
     """
 
     def __init__(self, offset: int, imports: ImportWatch) -> None:
-        self._offset = offset
+        self.offset = offset
         self._imports = imports
         self._patches = Patches()
         self._unseeded = 0
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
-        random.seed(BASE + self._offset)
+        random.seed(BASE + self.offset)
         self._patch_random()
         self._imports.when("numpy", self._numpy_imported)
         self._imports.when("torch", self._torch_imported)
@@ -62,7 +62,7 @@ class Seeds:
         """A seed of this run: k more for a number (modulo 2**bits), for the first of several; text gets k
         appended.
         """
-        k = self._offset
+        k = self.offset
         if isinstance(seed, bool) or seed is None or not k:
             return seed
         if isinstance(seed, str):
@@ -84,7 +84,7 @@ class Seeds:
         pair.
         """
         self._unseeded += 1
-        return int((BASE + self._offset + 1_000_003 * self._unseeded) % 2**bits)
+        return int((BASE + self.offset + 1_000_003 * self._unseeded) % 2**bits)
 
     def _patch_random(self) -> None:
         seeds, original = self, random.Random.seed
@@ -93,7 +93,7 @@ class Seeds:
             if a is not None and (generator is _global_random() or not _library_calls(2)):
                 a = seeds.shifted(a)
             elif a is None and generator is _global_random():
-                a = BASE + seeds._offset
+                a = BASE + seeds.offset
             original(generator, a, version)
 
         self._patches.set(random.Random, "seed", seed)
@@ -101,19 +101,19 @@ class Seeds:
 
     def _numpy_imported(self, numpy: ModuleType | Any) -> None:
         namespace = numpy.random
-        namespace.seed((BASE + self._offset) % 2**32)
+        namespace.seed((BASE + self.offset) % 2**32)
         self._replace_function(namespace, "default_rng", always=False, fresh=True)
-        self._replace_function(namespace, "seed", always=True, bits=32, absent=BASE + self._offset)
-        if self._offset:
+        self._replace_function(namespace, "seed", always=True, bits=32, absent=BASE + self.offset)
+        if self.offset:
             for name in ("RandomState", "SeedSequence", *_BIT_GENERATORS):
                 bits = 32 if name in ("RandomState", "MT19937") else 64
                 self._patches.set(namespace, name, _shifting_class(getattr(namespace, name), self, bits))
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
-        torch.manual_seed(BASE + self._offset)
+        torch.manual_seed(BASE + self.offset)
         for owner in (torch, torch.random):
             self._patches.set(owner, "seed", self._unpredictable(torch.manual_seed))
-        if not self._offset:
+        if not self.offset:
             return
         for owner in (torch, torch.random):
             self._replace_function(owner, "manual_seed", always=True)

@@ -22,9 +22,10 @@ import numpy as np
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
 from mezzo.scripts.request import RunRequest
-from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
+from mezzo.verify.children import run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import forget_run, prepare, write_whole
+from mezzo.verify.frameworks import framework
 from mezzo.verify.judgement import Runs, verdict
 from mezzo.verify.progress import Silent, Watcher
 from mezzo.verify.request import BASELINE, TWIN, Request
@@ -69,7 +70,7 @@ def compare(
     *,
     fresh: bool = False,
     watcher: Watcher | None = None,
-    command: Sequence[str] = LAUNCH,
+    command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Run what has not run yet, judge, and write `verdict.json`; the verdict as it was written.
 
@@ -80,10 +81,11 @@ def compare(
         folder: where everything is written; made if need be.
         fresh: delete a comparison that is there and start over.
         watcher: told of every run; by default nothing is said.
-        command: what runs a request's file, in place of `python -m mezzo.pytorch.launch` (for tests).
+        command: what runs a request's file, in place of the framework's own command (for tests).
 
     Raises:
-        ScriptError: the script fails in FP32, never calls backward, or has a loss that is not finite.
+        ScriptError: the script fails in FP32, never trains, trains with another framework, or has a loss that is not
+            finite.
         UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the
         metric's
             pattern matches nothing.
@@ -95,7 +97,7 @@ def compare(
     with watcher or Silent() as told, terminated_like_an_interrupt(), _writing(folder):
         if resumed:
             told.say(f"{folder}: finished runs are kept")
-        runs = _run_all(request, folder, told, tuple(command))
+        runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
         found = verdict(request, runs)
         write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
@@ -187,17 +189,16 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
 
 
 def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
+    its = framework(request.framework)
+    if mistaken := its.mistaken(run):
+        raise ScriptError(f"{request.target} {mistaken}.")
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
         said = ("never called", "no step was observed")
         notes = [
             note for note in (run.ended.notes if run.ended else []) if not any(word in note for word in said)
         ]
-        raise ScriptError(
-            f"{request.target} ended without a call of backward(), so it has no loss to compare. "
-            "Compare a script that trains; one that only evaluates, or trains in other processes, has none "
-            f"here. {' '.join(notes)}".rstrip()
-        )
+        raise ScriptError(f"{request.target} {its.untrained} {' '.join(notes)}".rstrip())
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])
         raise ScriptError(

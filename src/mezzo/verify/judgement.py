@@ -30,6 +30,7 @@ def verdict(request: Request, runs: Runs) -> dict[str, Any]:
     margins = _margins(request, baseline)
     return {
         "schema": SCHEMA,
+        "framework": request.framework,
         "baseline": BASELINE,
         "candidates": {
             name: _candidate(request, runs.get(name, {}), baseline, results, twins, margins)

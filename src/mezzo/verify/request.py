@@ -18,9 +18,8 @@ from typing import Any
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.core.policy import policy
 from mezzo.core.records import file_name
-from mezzo.pytorch.launch.storage import check
+from mezzo.verify.frameworks import framework
 from mezzo.verify.metric import Metric
 from mezzo.verify.precisions import split_precisions
 
@@ -42,9 +41,11 @@ class Request:
         margin: of the loss, as a share of FP32's final loss.
         metric: where the final metric is found; None judges the loss alone.
         demo: the demo's name, if the script is one.
+        framework: what the script trains with, by its name in `mezzo.verify.frameworks`.
 
     Raises:
         UsageError: the script is missing, or a value is out of range.
+        UnknownNameError: no such framework.
     """
 
     target: str
@@ -57,9 +58,11 @@ class Request:
     metric_better: str = "auto"
     metric_margin: float | None = None
     demo: str | None = None
+    framework: str = "pytorch"
     schema: int = field(default=SCHEMA)
 
     def __post_init__(self) -> None:
+        framework(self.framework)
         if self.seeds < 1:
             raise UsageError(f"--seeds {self.seeds}: give 1 or more (3 or more can prove equivalence)")
         if not 0.0 < self.margin < 1.0:
@@ -87,37 +90,39 @@ class Request:
 
     def declared(self) -> dict[str, Any]:
         """What is written down: every field, what script and policies contain, and the versions that run."""
+        its = framework(self.framework)
         return {
             **json.loads(json.dumps(asdict(self))),
             "script_sha256": "" if self.is_module else _digest(_script(Path(self.target))),
-            "policies": {name: policy(name).fingerprint() for name in (BASELINE, *self.precisions)},
+            "policies": {name: its.read(name).fingerprint for name in (BASELINE, *self.precisions)},
             "mezzo": mezzo.__version__,
-            "torch": _version("torch"),
+            **{package: _version(package) for package in its.packages},
         }
 
 
-def candidates(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The candidates that ``--precision`` names, each once, and remarks on those left out.
+def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ...], list[str]]:
+    """The candidates that ``--precision`` names, as the framework `by` reads them, each once; and remarks on those left
+    out.
 
     What a word names is `split_precisions`' to say. FP32 is the baseline and always runs, so it is left out,
     as is whatever is named twice.
 
     Raises:
-        UsageError: an unknown precision, op, or format (with the nearest right one), weights stored as no unmodified
-            script can be run with, or no candidate left.
+        UsageError: an unknown precision, op, or format (with the nearest right one), what no unmodified script of this
+            framework can be run with, or no candidate left.
     """
+    its = framework(by)
     found = split_precisions(words)
     kept: dict[str, str] = {}
     remarks = []
     for name in found:
-        value = policy(name)
-        check(value)
+        value = its.read(name)
         if value.is_fp32:
             remarks.append(f"{name} is the baseline and runs anyway: left out of the candidates.")
-        elif value.fingerprint() in kept:
-            remarks.append(f"{name} is the same as {kept[value.fingerprint()]}: run once.")
+        elif value.fingerprint in kept:
+            remarks.append(f"{name} is the same as {kept[value.fingerprint]}: run once.")
         else:
-            kept[value.fingerprint()] = name
+            kept[value.fingerprint] = name
     if not kept:
         raise UsageError(
             f"--precision {' '.join(words) or '(empty)'}: no candidate is left to compare with fp32. "

@@ -124,6 +124,8 @@ def _started(session: Session) -> RunStarted:
             )
     else:
         machine = {}
+    if "keras" in sys.modules:  # who reads the records can tell that it was Keras that trained
+        machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
     return RunStarted(
         script=request.target,
         argv=list(request.argv),

@@ -1,0 +1,1 @@
+"""Keras scripts that know nothing of Mezzo, run under a dtype policy."""

@@ -1,0 +1,68 @@
+"""What a run sets and patches in Keras, when, and how it is undone. All else in this folder is called from here."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mezzo.keras.launch.memory import resident
+from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.patches import Patches
+
+if TYPE_CHECKING:
+    from mezzo.keras.launch.session import Session
+
+
+class Instrument:
+    """Sets the policy once the script has imported Keras, records what it trains, and undoes all of it at the end."""
+
+    def __init__(self, session: Session, imports: ImportWatch) -> None:
+        self._session = session
+        self._imports = imports
+        self._patches = Patches()
+        self._policy_set = False
+
+    def install(self) -> None:
+        """Wait for Keras."""
+        self._imports.when("keras", self._keras_imported)
+
+    def remove(self) -> None:
+        """Undo all of it."""
+        self._patches.undo()
+        if self._policy_set:
+            from mezzo.keras.policy import set_policy
+
+            set_policy("fp32")
+
+    def _keras_imported(self, keras: ModuleType | Any) -> None:
+        from mezzo.core.errors import UsageError
+
+        session, patches = self._session, self._patches
+        session.backend = keras.backend.backend()
+        if session.backend not in ("tensorflow", "jax", "torch"):
+            session.stop(
+                UsageError(
+                    f"Keras's backend is {session.backend!r}, which does not train. Set KERAS_BACKEND to tensorflow, "
+                    "jax or torch."
+                )
+            )
+        session.resident = resident()
+        from mezzo.keras.launch.formats import LayerFormats
+        from mezzo.keras.launch.loops import Loops
+        from mezzo.keras.launch.own_policy import OwnPolicy
+        from mezzo.keras.launch.steps import Steps
+        from mezzo.keras.policy import set_policy
+
+        if session.plan.is_fp32:
+            from mezzo.keras.launch.true_fp32 import switch_off_tf32
+
+            switch_off_tf32(session.backend)
+        set_policy(session.request.policy)
+        self._policy_set = True
+        own = OwnPolicy(session)
+        own.install(patches)
+        Steps(session, own).install(patches)
+        Loops(session).install(patches)
+        if session.request.observe:
+            session.formats = LayerFormats(session)
+            session.formats.install(patches)

@@ -1,0 +1,26 @@
+"""The few lines that end a run of a Keras script: what ran in which precision, and what was skipped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mezzo.keras.launch.session import Session
+
+
+def summary(session: Session) -> str:
+    """The account of a run, a line each, ready to print."""
+    journal = session.journal
+    if session.left_alone is not None:
+        lines = [f"this script ran by its own policy: {session.plan.precision} was not applied"]
+    elif not session.backend:
+        lines = ["Keras was not imported, so there was nothing to run in another precision"]
+    else:
+        lines = [f"policy {session.plan.precision} ({session.plan.default}), Keras on {session.backend}"]
+    skipped = sum(update.skipped for update in journal.updates)
+    if journal.updates:
+        steps = len(journal.updates)
+        lines.append(f"{steps} training step{'' if steps == 1 else 's'}, {skipped} skipped")
+        if session.scales:
+            lines.append(f"loss scale {journal.updates[-1].loss_scale:g} in the last step")
+    return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
