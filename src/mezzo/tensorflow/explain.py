@@ -1,0 +1,281 @@
+"""`mezzo.tensorflow.explain`: which nodes of a function's graph run in 16 bits, and why the others do not.
+
+Nothing is computed. The function is traced, TensorFlow's function optimizer inlines calls and lowers loops and branches
+as it does before the pass, and `painting` colours the graph. What other optimizers do to a graph before the pass runs
+(constants folded, duplicates merged) is left out, so that the names are those that the reader's code gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.tensorflow import op_lists as lists_
+from mezzo.tensorflow.explanation import CastRow, Explanation, NodeRow
+from mezzo.tensorflow.graph import typed_graph
+from mezzo.tensorflow.op_lists import OpLists
+from mezzo.tensorflow.painting import Painting, paint
+from mezzo.tensorflow.reasons import Reasons
+from mezzo.tensorflow.typed_graph import TypedGraph
+
+__all__ = ["Explanation", "explain"]
+
+# A policy's words for the modes that the rewrite takes for them.
+_WORDS = {"fp16": "cuda", "float16": "cuda", "bf16": "onednn_bfloat16", "bfloat16": "onednn_bfloat16"}
+
+
+def explain(
+    fn: Any,
+    *args: Any,
+    mode: str = "auto",
+    op_lists: OpLists | Mapping[str, Iterable[str]] | str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Which nodes of a graph grappler's auto mixed precision turns into 16 bits, which not, and why.
+
+    Args:
+        fn: a Python function, a `tf.function`, a concrete function, a Keras 3 or tf_keras model (its forward pass), a
+            `tf.Graph` or a `GraphDef`. A training step shows its gradients too.
+        args, kwargs: what to call it with, or a `tf.TensorSpec` in the place of a tensor; none for a concrete function
+            or a graph, and none for a model that knows the shapes of its inputs.
+        mode: `cuda` or fp16 (FP16 on a GPU), `onednn_bfloat16` or bf16 (BF16 on a CPU), `onednn_float16`, `cpu` (FP16's
+            lists, on a CPU); `auto`: `cuda` where TensorFlow sees a GPU, else `onednn_bfloat16`.
+        op_lists: ops to move to other lists, as a mapping (``{"deny": ["Tanh"]}``), a TOML file with the same keys, or
+            the lists themselves.
+
+    Returns:
+        a row for each node with an FP32 type; print it, or read `rows`, `painted`, `unpainted`, `casts`.
+
+    Raises:
+        UsageError: `fn` is nothing of the kind, or cannot be traced with `args`.
+        UnknownNameError: no such mode, list or op.
+
+    >>> import tensorflow as tf
+    >>> result = explain(lambda x: tf.exp(tf.nn.relu(x @ x)), tf.TensorSpec((2, 2)), mode="onednn_bfloat16")
+    >>> [row.op for row in result.painted], result.row("Exp").why
+    (['MatMul', 'Relu'], 'Exp is on the deny list')
+    """
+    lists = _lists(mode, op_lists)
+    graph_def, kept = _graph_of(fn, args, kwargs)
+    graph = typed_graph(_inlined(graph_def, kept), lists, preserved=kept)
+    return _explanation(graph, lists, paint(graph, lists))
+
+
+def _lists(mode: str, given: Any) -> OpLists:
+    from mezzo.tensorflow.op_list_overrides import overrides_of
+
+    if isinstance(given, OpLists):
+        if mode not in ("auto", given.mode):
+            raise UsageError(
+                f"explain: mode is {mode!r} and op_lists are those of {given.mode!r}; give one of them."
+            )
+        return given
+    modes = lists_.modes()
+    if mode == "auto":
+        import tensorflow as tf
+
+        name = "cuda" if tf.config.list_physical_devices("GPU") else "onednn_bfloat16"
+    else:
+        name = _WORDS.get(mode, mode)
+    if name not in modes:
+        raise unknown_name("mode", mode, ["auto", *modes, *_WORDS], where="explain: ")
+    return lists_.op_lists(name, overrides_of(given) if given else None)
+
+
+def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The GraphDef of what was given, and the names of nodes that must be kept: what the graph gives back."""
+    import tensorflow as tf
+    from tensorflow.core.framework import graph_pb2
+
+    if isinstance(fn, (graph_pb2.GraphDef, tf.Graph)):
+        _no_arguments(fn, args, kwargs)
+        graph_def = fn if isinstance(fn, graph_pb2.GraphDef) else fn.as_graph_def()
+        if isinstance(fn, tf.Graph) and hasattr(fn, "outputs"):  # a function's own graph
+            return _with_results(graph_def, fn.outputs)
+        return graph_def, _effects(graph_def)
+    if hasattr(fn, "structured_input_signature") and hasattr(fn, "graph"):
+        _no_arguments(fn, args, kwargs)
+        return _with_results(fn.graph.as_graph_def(), fn.graph.outputs)
+    call, args, kwargs = _callable(fn, args, kwargs)
+    try:
+        concrete = call.get_concrete_function(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"explain: {_name(fn)} cannot be traced with {len(args) + len(kwargs)} arguments: "
+            f"{_first_line(error)} Give it what it is called with, or a tf.TensorSpec for a tensor."
+        ) from error
+    return _with_results(concrete.graph.as_graph_def(), concrete.graph.outputs)
+
+
+def _callable(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    import tensorflow as tf
+
+    if hasattr(fn, "get_concrete_function"):
+        return fn, args, kwargs
+    if _is_model(fn):
+        # A model is called with its arguments held fast, so that a training=True is no tensor.
+        return tf.function(lambda *inputs: fn(*inputs, **kwargs)), args or _inputs_of(fn), {}
+    if not callable(fn) or inspect.isclass(fn):
+        raise UsageError(
+            f"explain: got {_name(fn)}; give a Python function, a tf.function, a concrete function, a Keras model, a "
+            "tf.Graph or a GraphDef."
+        )
+    return tf.function(fn), args, kwargs
+
+
+def _is_model(fn: Any) -> bool:
+    for name in ("keras", "tf_keras"):
+        library = sys.modules.get(name)
+        kind = getattr(library, "Layer", None) or getattr(getattr(library, "layers", None), "Layer", None)
+        if kind is not None and isinstance(fn, kind):
+            backend = library.backend.backend() if name == "keras" and library is not None else "tensorflow"
+            if backend != "tensorflow":
+                raise UsageError(
+                    f"explain: this model runs on Keras's {backend} backend, and TensorFlow's rewrite changes "
+                    "TensorFlow graphs only. Set KERAS_BACKEND=tensorflow before importing keras."
+                )
+            return True
+    return False
+
+
+def _inputs_of(model: Any) -> list[Any]:
+    import tensorflow as tf
+
+    inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
+    if not inputs:
+        raise UsageError(
+            "explain: this model does not know the shapes of its inputs. Give one or a tf.TensorSpec: "
+            "explain(model, tf.TensorSpec((None, 784), tf.float32))."
+        )
+    specs = [tf.TensorSpec(tuple(given.shape), getattr(given.dtype, "name", given.dtype)) for given in inputs]
+    return specs if len(specs) == 1 else [specs]
+
+
+def _with_results(graph_def: Any, outputs: Sequence[Any]) -> tuple[Any, list[str]]:
+    """The graph with a node for each result, as TensorFlow adds to a function's body; those it must keep."""
+    from tensorflow.core.framework import graph_pb2
+
+    made = graph_pb2.GraphDef()
+    made.CopyFrom(graph_def)
+    for number, tensor in enumerate(outputs):
+        result = made.node.add(name=f"result_{number}", op="_Retval", input=[tensor.name])
+        result.attr["T"].type = tensor.dtype.base_dtype.as_datatype_enum
+        result.attr["index"].i = number
+    return made, _effects(made)
+
+
+def _effects(graph_def: Any) -> list[str]:
+    """Nodes that are run for what they do: stateful ones that nothing reads."""
+    read = {given.lstrip("^").partition(":")[0] for node in graph_def.node for given in node.input}
+    return [
+        node.name for node in graph_def.node if node.name not in read and node.op not in ("_Retval", "Const")
+    ]
+
+
+def _ends(graph_def: Any) -> list[str]:
+    return _effects(graph_def) or [node.name for node in graph_def.node[-1:]]
+
+
+def _inlined(graph_def: Any, kept: Sequence[str]) -> Any:
+    """The graph as TensorFlow's function optimizer hands it on: calls inlined, loops and branches lowered."""
+    if not graph_def.library.function:
+        return graph_def
+    from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
+    from tensorflow.python.grappler import tf_optimizer
+
+    config = config_pb2.ConfigProto()
+    rewrites = config.graph_options.rewrite_options
+    rewrites.optimizers.append("function")
+    rewrites.meta_optimizer_iterations = rewrites.ONE
+    rewrites.min_graph_nodes = -1
+    rewrites.fail_on_optimizer_errors = True
+    meta = meta_graph_pb2.MetaGraphDef()
+    meta.graph_def.CopyFrom(graph_def)
+    meta.collection_def["train_op"].node_list.value.extend(kept)
+    return tf_optimizer.OptimizeGraph(config, meta, verbose=False)
+
+
+def _explanation(graph: TypedGraph, lists: OpLists, painting: Painting) -> Explanation:
+    reasons = Reasons(graph, lists, painting)
+    rows = []
+    for number, node in enumerate(graph.nodes):
+        kinds = [index for index in graph.types_of[number] if graph.types[index].dtype == "float32"]
+        if not kinds:
+            continue
+        painted = [index for index in kinds if index in painting.painted]
+        rule, why = reasons.of((painted or kinds)[0])
+        kept = [graph.types[index].name or "fixed" for index in kinds if index not in painting.painted]
+        if painted and kept:
+            why += f"; its type {', '.join(kept)} stays FP32"
+        rows.append(
+            NodeRow(
+                node=node.name,
+                op=node.op,
+                colour=lists.colour(node.op),
+                painted=bool(painted),
+                types={
+                    graph.types[index].name or "fixed": lists.dtype
+                    if index in painting.painted
+                    else "float32"
+                    for index in kinds
+                },
+                rule=rule,
+                why=why,
+            )
+        )
+    casts = tuple(
+        CastRow(
+            graph.nodes[c.node].name, c.port, c.dtype, tuple(graph.nodes[reader].name for reader, _ in c.to)
+        )
+        for c in painting.casts
+    )
+    return Explanation(
+        lists.mode,
+        lists.dtype,
+        lists.device,
+        len(graph.nodes),
+        tuple(rows),
+        casts,
+        tuple(_notes(graph, lists, painting)),
+    )
+
+
+def _notes(graph: TypedGraph, lists: OpLists, painting: Painting) -> list[str]:
+    notes = []
+    if not painting.painted:
+        notes.append("The graph has no op on the allow list, so the pass leaves all of it as it is.")
+    if not graph.kernels_known:
+        notes.append(
+            f"This build of TensorFlow has no {lists.device} kernels to look up: each listed op is taken to have one "
+            f"in {lists.dtype} where its definition allows it."
+        )
+    if lists.mode == "onednn_float16":
+        notes.append("TensorFlow rewrites nothing in this mode unless the processor has FP16 instructions.")
+    if lists.mode == "cpu":
+        notes.append(
+            "In this mode TensorFlow computes in FP32 between two casts, unless "
+            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_EMULATE_FP16=0."
+        )
+    return notes
+
+
+def _no_arguments(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if args or kwargs:
+        raise UsageError(
+            f"explain: {_name(fn)} is traced already and takes no arguments here; got {len(args) + len(kwargs)}."
+        )
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or getattr(fn, "name", None) or f"a {type(fn).__name__}"
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if line.endswith(".") else f"{line}."
