@@ -61,7 +61,8 @@ def explain(
     """
     lists = _lists(mode, op_lists)
     graph_def, kept = _graph_of(fn, args, kwargs)
-    graph = typed_graph(_inlined(graph_def, kept), lists, preserved=kept)
+    fed = [node.name for node in graph_def.node if node.op == "Placeholder"]
+    graph = typed_graph(inlined(graph_def, kept), lists, preserved=[*kept, *fed])
     return _explanation(graph, lists, paint(graph, lists))
 
 
@@ -182,7 +183,7 @@ def _ends(graph_def: Any) -> list[str]:
     return _effects(graph_def) or [node.name for node in graph_def.node[-1:]]
 
 
-def _inlined(graph_def: Any, kept: Sequence[str]) -> Any:
+def inlined(graph_def: Any, kept: Sequence[str]) -> Any:
     """The graph as TensorFlow's function optimizer hands it on: calls inlined, loops and branches lowered."""
     if not graph_def.library.function:
         return graph_def

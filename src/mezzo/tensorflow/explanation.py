@@ -214,7 +214,8 @@ def _short(word: str, room: int) -> str:
     """A node's name without its first parts, where it is longer than `room`: `.../while/Tanh_grad/TanhGrad`."""
     if len(word) <= room:
         return word
+    opening = "(" if word.startswith("(") else ""
     parts = word.split("/")
     while len(parts) > 1 and len(".../" + "/".join(parts)) > room:
         del parts[0]
-    return ".../" + "/".join(parts)
+    return f"{opening}.../{'/'.join(parts)}"

@@ -56,7 +56,7 @@ class _Types:
 
 
 def typed_graph(
-    graph_def: Any, lists: OpLists, *, preserved: Collection[str] = (), assume_kernels: bool | None = None
+    graph_def: Any, lists: OpLists, *, preserved: Iterable[str] = (), assume_kernels: bool | None = None
 ) -> TypedGraph:
     """Read a `GraphDef`.
 
@@ -82,6 +82,7 @@ def typed_graph(
     library = {function.signature.name: _op(function.signature) for function in graph_def.library.function}
     index = {node.name: number for number, node in enumerate(graph_def.node)}
     by_name = {node.name: node for node in graph_def.node}
+    preserved = frozenset(preserved)
     nodes: list[Node] = []
     types: list[NodeType] = []
     for number, node in enumerate(graph_def.node):

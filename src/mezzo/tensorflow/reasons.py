@@ -58,6 +58,8 @@ class Reasons:
     def _unpainted(self, index: int) -> tuple[str, str]:
         node, kind = self.graph.node_of(index), self.graph.types[index]
         colour = self.lists.colour(node.op)
+        if colour == "other" and node.op in _VALUES:
+            return VALUE, _VALUES[node.op]
         if node.left_out:
             return "left out", node.left_out
         if index in self.painting.denied:
@@ -101,8 +103,6 @@ class Reasons:
             return "control flow", "control flow that was not lowered: what goes through it keeps its type"
         if op.startswith(("Assign", "ResourceApply")):
             return VALUE, "updates a variable, and variables stay FP32"
-        if op in _VALUES:
-            return VALUE, _VALUES[op]
         return "on no list", f"{op} is on no list: it stays FP32 and lets no paint through"
 
     def _unreached(self, index: int, kind: NodeType, colour: str) -> tuple[str, str]:
