@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from mezzo import __version__
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import RunStarted
+from mezzo.core.version import __version__
 from mezzo.keras.plan import POLICIES, plan
 from mezzo.scripts.journal import now_text
 
