@@ -15,7 +15,7 @@ import keras
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import RunStarted
-from mezzo.core.version import __version__
+from mezzo.core.version import VERSION
 from mezzo.keras.plan import POLICIES, plan
 from mezzo.scripts.journal import now_text
 
@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "keras": keras.__version__,
         "backend": f"{backend} {_version(backend)}",
-        "mezzo": __version__,
+        "mezzo": VERSION,
         "cpu": _cpu(),
         "gpu": _gpu(backend),
     }
