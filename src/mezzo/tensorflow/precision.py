@@ -103,7 +103,7 @@ def _gpu() -> str | None:
     for device in tf.config.get_visible_devices("GPU"):
         details = tf.config.experimental.get_device_details(device)
         if tuple(details.get("compute_capability") or (0, 0)) >= _TENSOR_CORES:
-            return str(details.get("device_name", device.name))
+            return str(details.get("device_name") or device.name)
     return "the GPU that TensorFlow simulates" if os.environ.get(SIMULATE_GPU, "") in ("1", "true") else None
 
 

@@ -13,11 +13,13 @@ from mezzo.core.traced_scale import TraceableLossScale
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
 
-class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
+class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.compat.v1.train.Optimizer):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients and skips steps that overflow.
 
     `minimize` and `compute_gradients` take what the inner optimizer's do, `apply_gradients` too; on a skipped step
-    no variable, slot or `global_step` changes. Whatever else is asked of it, the inner optimizer answers.
+    no variable, slot or `global_step` changes. Whatever else is asked of it, the inner optimizer answers. In an
+    object-based checkpoint it is the inner optimizer with the loss scale beside it, so that those of either load into
+    the other.
 
     Args:
         optimizer: the inner optimizer.
@@ -30,10 +32,10 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
 
     def __init__(self, optimizer: Any, loss_scale: LossScale) -> None:
         self._optimizer = optimizer
-        super().__init__(optimizer._use_locking, optimizer.get_name())
+        tf.compat.v1.train.Optimizer.__init__(self, optimizer._use_locking, optimizer.get_name())
+        tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, optimizer)
         self._scaled = ScaledGradients(loss_scale, "compute_gradients")
         self.rewrite: Any = None
-        self._track_trackable(optimizer, "base_optimizer")
         self._track_trackable(self._scaled.variables, "loss_scale")
 
     def __repr__(self) -> str:
@@ -120,6 +122,12 @@ class LossScaleOptimizer(tf.compat.v1.train.Optimizer):
     def get_slot_names(self) -> list[str]:
         """The names of the inner optimizer's slots."""
         return list(self._optimizer.get_slot_names())
+
+    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+    def _restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
+        return self._optimizer._restore_slot_variable(*args, **kwargs)
 
     def variables(self) -> list[Any]:
         """The inner optimizer's variables, then the loss scale's."""

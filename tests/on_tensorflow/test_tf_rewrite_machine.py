@@ -1,0 +1,257 @@
+"""Every family of optimizers goes through the pure machine's states, eagerly, in a function and in a Session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tf_steppers import FAMILIES, WAYS, Eager, InSession
+
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
+from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer
+from scale_cases import TABLE
+
+v1 = tf.compat.v1
+
+# Keras 3 reads its variables in a way that NumPy 2 has deprecated.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
+)
+
+# Compiling costs a second each, so functions and Sessions take one row that has every kind of event.
+ALL = {"growth_interval": 2, "init": 3.0, "floor": 1.5, "ceiling": 5.0, "hysteresis": 2}
+SOME = [(DynamicLossScale(**ALL), "..x.xxxx...."), (StaticLossScale(3.5), "..xx.x")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("pure", "events"), SOME, ids=["dynamic", "static"])
+def test_states_and_skips(way: str, pure: Any, events: str) -> None:
+    stepper = WAYS[way](pure)
+    stepper(False)
+    pure = pure.next(Observation(False))
+    for event in events:
+        before = stepper.everything()
+        stepper(event == "x")
+        pure = pure.next(Observation(event == "x"))
+        assert stepper.machine() == pure
+        same = all(np.array_equal(a, b) for a, b in zip(before, stepper.everything()))
+        assert same == (event == "x")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table(family: str) -> None:
+    for settings, events, *state in TABLE:
+        stepper = Eager(family, DynamicLossScale(**settings))
+        for event in events:
+            stepper(event == "x")
+        machine = stepper.machine()
+        assert [machine.scale, machine.good_steps, machine.overflows, machine.stuck] == state, (
+            settings,
+            events,
+        )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_are_those_of_no_loss_scale(way: str) -> None:
+    scaled, plain = WAYS[way](DynamicLossScale()), WAYS[way](NoLossScale())
+    for _ in range(3):
+        scaled(False)
+        plain(False)
+    for a, b in zip(scaled.everything(), plain.everything()):
+        np.testing.assert_array_equal(a, b)
+    weight = scaled.everything()[0]
+    np.testing.assert_array_equal(weight, np.float32([1.0, 2.0]) - 0.125 * (1 + 1.5 + 1.75))
+
+
+COLLAPSING = DynamicLossScale(init=2.0, floor=1.0, patience=3)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "keras3" not in way])
+def test_patience(way: str) -> None:
+    stepper = WAYS[way](COLLAPSING)
+    for _ in range(3):
+        stepper(True)
+    eager = way.endswith("eagerly")
+    with pytest.raises(LossScaleCollapseError if eager else tf.errors.InvalidArgumentError) as raised:
+        stepper(True)
+    said = str(raised.value)
+    assert "the loss scale is at its floor 2^0 and the last 3 steps were skipped" in said
+    assert "Gradients that are not finite:" in said
+    assert "weight" in said.partition("Gradients that are not finite:")[2]
+    if not way.endswith("Session"):
+        with pytest.raises(LossScaleCollapseError, match="floor 2\\^0"):
+            stepper.optimizer.check()
+
+
+def test_only_the_bad_variable_is_named() -> None:
+    good, bad = tf.Variable(1.0, name="innocent"), tf.Variable(1.0, name="culprit")
+    optimizer = LossScaleOptimizer(v1.train.GradientDescentOptimizer(0.1), StaticLossScale(2.0, patience=1))
+
+    @tf.function
+    def step() -> None:
+        optimizer.minimize(lambda: good + bad * np.inf, var_list=[good, bad])
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        step()
+    said = str(raised.value).partition("Gradients that are not finite:")[2]
+    assert "culprit" in said
+    assert "innocent" not in said
+
+
+@pytest.mark.parametrize("family", ["v1", "tf_keras", "legacy"])
+def test_forgetting_to_scale_or_to_unscale(family: str) -> None:
+    variable = tf.Variable([1.0])
+
+    def fresh() -> Any:
+        return FAMILIES[family](DynamicLossScale())
+
+    with pytest.raises(CallOrderError, match="the loss was never scaled, so that small gradients"):
+        fresh().apply_gradients([(tf.constant([1.0]), variable)])
+    optimizer = fresh()
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    with pytest.raises(
+        CallOrderError, match=r"never unscaled: they are too large[\s\S]*get_unscaled_gradients"
+    ):
+        optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+    optimizer = fresh()
+    optimizer.get_unscaled_gradients([tf.constant([1.0])])
+    with pytest.raises(CallOrderError, match="too small by the loss scale"):
+        optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+    np.testing.assert_array_equal(variable.numpy(), [1.0])
+    FAMILIES[family](NoLossScale()).apply_gradients([(tf.constant([1.0]), variable)])  # nothing to forget
+    np.testing.assert_array_equal(variable.numpy(), [0.875])
+
+
+@pytest.mark.parametrize("family", ["v1", "tf_keras", "legacy"])
+def test_no_gradient_at_all(family: str) -> None:
+    optimizer = FAMILIES[family](DynamicLossScale())
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    gradients = optimizer.get_unscaled_gradients([None])
+    with pytest.raises(UsageError, match="no variable has a gradient"):
+        optimizer.apply_gradients(zip(gradients, [tf.Variable([1.0])]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparse_gradients(family: str) -> None:
+    if family == "keras3":
+        pytest.skip("tests/on_keras has it")
+    table = tf.Variable(tf.ones([4, 2]))
+    optimizer = FAMILIES[family](DynamicLossScale())
+    for factor, expected in ((1.0, 0.875), (np.nan, 0.875)):
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.gather(table, [1])) * factor)
+        gradients = tape.gradient(loss, [table])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        optimizer.apply_gradients(zip(optimizer.get_unscaled_gradients(gradients), [table]))
+        np.testing.assert_array_equal(table.numpy(), [[1, 1], [expected, expected], [1, 1], [1, 1]])
+
+
+def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
+    optimizer = FAMILIES["v1"](DynamicLossScale())
+    scaled = optimizer.get_scaled_loss(tf.constant(2.0, tf.float16))
+    assert (scaled.dtype, float(scaled)) == (tf.float32, 2.0**17)  # infinite in FP16
+    tiny = optimizer.get_unscaled_gradients([tf.constant(2.0**-8, tf.float16), None])
+    assert (tiny[0].dtype, float(tiny[0]), tiny[1]) == (tf.float16, 2.0**-24, None)
+    wide = optimizer.get_unscaled_gradients([tf.constant(1.0, tf.float64)])[0]
+    assert (wide.dtype, float(wide)) == (tf.float64, 2.0**-16)
+
+
+def test_a_tf1_optimizer_is_still_one() -> None:
+    variable = tf.Variable([1.0])
+    inner = v1.train.MomentumOptimizer(0.125, 0.5, name="Heavy")
+    optimizer = LossScaleOptimizer(inner, DynamicLossScale())
+    assert isinstance(optimizer, v1.train.Optimizer)
+    optimizer.minimize(lambda: variable * 1.0, var_list=[variable])
+    assert optimizer.get_name() == "Heavy"
+    assert optimizer.get_slot_names() == ["momentum"]
+    assert optimizer.get_slot(variable, "momentum") is inner.get_slot(variable, "momentum")
+    assert len(optimizer.variables()) == len(inner.variables()) + 6
+    assert optimizer._momentum == 0.5  # whatever else it is asked for
+    assert repr(optimizer) == "LossScaleOptimizer(MomentumOptimizer, loss_scale=dynamic)"
+
+
+def test_arguments_of_compute_gradients_pass_through() -> None:
+    stepper = InSession("v1", DynamicLossScale())
+    with stepper.graph.as_default():
+        other = v1.get_variable("other", initializer=[3.0])
+        pairs = stepper.optimizer.compute_gradients(
+            tf.reduce_sum(stepper.variable) + tf.reduce_sum(other) ** 2,
+            [other],
+            gate_gradients=LossScaleOptimizer.GATE_GRAPH,
+            colocate_gradients_with_ops=True,
+            grad_loss=tf.constant(2.0),
+        )
+        assert [variable.name for _, variable in pairs] == ["other:0"]
+        stepper.session.run(other.initializer)
+        assert stepper.session.run(pairs[0][0]) == [12.0]
+
+
+def test_two_graphs_have_a_scale_each() -> None:
+    with tf.Graph().as_default():
+        optimizer = FAMILIES["v1"](DynamicLossScale())
+        first = optimizer.skipped_steps
+    with tf.Graph().as_default() as graph:
+        variable = v1.get_variable("weight", initializer=[1.0])
+        step = optimizer.minimize(tf.reduce_sum(variable) * np.inf)
+        assert optimizer.skipped_steps.graph is graph
+        assert first.graph is not graph
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            session.run(step)
+            assert session.run([optimizer.skipped_steps, optimizer.last_step_skipped]) == [1, True]
+
+
+def test_a_session_saves_and_restores_by_name(tmp_path: Any) -> None:
+    stepper = InSession("v1", DynamicLossScale(growth_interval=3))
+    for bad in (False, True, True, False):
+        stepper(bad)
+    with stepper.graph.as_default():
+        saver = v1.train.Saver()
+        path = saver.save(stepper.session, str(tmp_path / "saved"))
+    kept, weights = stepper.machine(), stepper.everything()
+    stepper(True)
+    assert stepper.machine() != kept
+    with stepper.graph.as_default():
+        saver.restore(stepper.session, path)
+    assert stepper.machine() == kept
+    assert all(np.array_equal(a, b) for a, b in zip(weights, stepper.everything()))
+
+
+@pytest.mark.parametrize("family", ["v1", "tf_keras", "legacy"])
+def test_a_checkpoint_brings_the_state_back(family: str, tmp_path: Any) -> None:
+    stepper = Eager(family, DynamicLossScale(growth_interval=3))
+    for bad in (False, True, True, False):
+        stepper(bad)
+    tracked = {"optimizer": stepper.optimizer, "weight": stepper.variable}
+    path = tf.train.Checkpoint(**tracked).save(str(tmp_path / "saved"))
+    other = Eager(family, DynamicLossScale(growth_interval=3))
+    other(False)
+    tf.train.Checkpoint(optimizer=other.optimizer, weight=other.variable).restore(path).assert_consumed()
+    assert other.machine() == stepper.machine()
+    for bad in (False, False, True):
+        stepper(bad)
+        other(bad)
+    assert all(np.array_equal(a, b) for a, b in zip(stepper.everything(), other.everything()))
+
+
+def test_a_checkpoint_of_the_plain_optimizer_loads(tmp_path: Any) -> None:
+    variable = tf.Variable([1.0])
+    plain = v1.train.MomentumOptimizer(0.125, 0.5)
+    plain.minimize(lambda: variable * 1.0, var_list=[variable])
+    path = tf.train.Checkpoint(optimizer=plain, weight=variable).save(str(tmp_path / "saved"))
+    optimizer = FAMILIES["v1"](DynamicLossScale())
+    optimizer.minimize(lambda: variable * 4.0, var_list=[variable])
+    tf.train.Checkpoint(optimizer=optimizer, weight=variable).restore(path).expect_partial()
+    np.testing.assert_array_equal(optimizer.get_slot(variable, "momentum").numpy(), [1.0])
+    np.testing.assert_array_equal(variable.numpy(), [0.875])
+
+
+def test_reference_variables_are_refused_with_the_way_out() -> None:
+    with tf.Graph().as_default():
+        variable = v1.get_variable("old", initializer=[1.0], use_resource=False)
+        optimizer = FAMILIES["v1"](DynamicLossScale())
+        with pytest.raises(UsageError, match=r"'old:0' is a reference variable.*disable_control_flow_v2"):
+            optimizer.minimize(tf.reduce_sum(variable))
