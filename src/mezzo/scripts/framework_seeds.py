@@ -62,6 +62,7 @@ class FrameworkSeeds:
             self._shift(jax.random, name, bits=31, but_for="keras")
 
     def _keras(self, keras: ModuleType | Any) -> None:
+        self._seeds.shifted_before.add("keras")  # on its torch backend
         made = keras.random.SeedGenerator.__init__
 
         @functools.wraps(made)

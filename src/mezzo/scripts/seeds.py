@@ -46,6 +46,8 @@ class Seeds:
         self._imports = imports
         self._patches = Patches()
         self._unseeded = 0
+        self.shifted_before: set[str] = set()
+        """Packages that seed torch's generators with numbers that somebody else has shifted."""
 
     def install(self) -> None:
         """Seed what may stay unseeded, and from now on add to what the script gives."""
@@ -124,7 +126,8 @@ class Seeds:
 
         class Generator(generator, metaclass=_standing_for(generator)):  # type: ignore[misc,valid-type,metaclass]
             def manual_seed(self, seed: int) -> Any:
-                super().manual_seed(seeds.shifted(seed))
+                caller = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+                super().manual_seed(seed if caller in seeds.shifted_before else seeds.shifted(seed))
                 return self
 
         Generator.__qualname__ = Generator.__name__ = "Generator"

@@ -21,6 +21,7 @@ class Instrument:
         self._imports = imports
         self._patches = Patches()
         self._policy_set = False
+        self._loops: Any = None
 
     def install(self) -> None:
         """Wait for Keras."""
@@ -28,6 +29,8 @@ class Instrument:
 
     def remove(self) -> None:
         """Undo all of it."""
+        if self._loops is not None:
+            self._loops.remove()
         self._patches.undo()
         if self._policy_set:
             from mezzo.keras.policy import set_policy
@@ -62,7 +65,8 @@ class Instrument:
         own = OwnPolicy(session)
         own.install(patches)
         Steps(session, own).install(patches)
-        Loops(session).install(patches)
+        self._loops = Loops(session)
+        self._loops.install(patches)
         if session.request.observe:
             session.formats = LayerFormats(session)
             session.formats.install(patches)

@@ -14,6 +14,7 @@ gradients before it were taken of. How a compiled function tells of its steps is
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -37,12 +38,14 @@ class Loops:
     Attributes:
         loss: the loss whose gradients were taken last and not applied yet: a tensor, or a function that reads it.
         scaled: what `scale_loss` gave last, and what it was given.
+        at_end: what gives back what patches can't.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.loss: Any = None
         self.scaled: tuple[Any, Any] = (None, None)
+        self.at_end: list[Callable[[], None]] = []
         self._depth = 0
         self._nudged: set[int] = set()
 
@@ -58,6 +61,11 @@ class Loops:
                 if name in vars(cls):
                     patches.set(cls, name, make(vars(cls)[name]))
         backend.install(patches)
+
+    def remove(self) -> None:
+        """Give back what patches can't."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def _backend(self) -> Any:
         name = self.session.backend

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import ScriptError
@@ -28,7 +27,6 @@ class OwnPolicy:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
         """From now on; `mezzo.keras.set_policy` goes through as it is."""
@@ -66,9 +64,8 @@ class OwnPolicy:
         Raises:
             ScriptError: one does.
         """
-        if not self._session.plan.is_fp32 or model in self._checked:
+        if not self._session.plan.is_fp32:
             return
-        self._checked.add(model)
         for layer in model._flatten_layers():
             if str(layer.compute_dtype).startswith(_LOW):
                 self._chosen(

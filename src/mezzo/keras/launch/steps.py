@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,6 +24,8 @@ import numpy as np
 from mezzo.core.traced_scale import start
 from mezzo.keras.launch.nudge import nudge
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.keras.outputs import SixteenBitOutputWarning
+from mezzo.keras.plan_check import PolicyWarning
 from mezzo.keras.recent_losses import RecentLosses
 
 if TYPE_CHECKING:
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
     from mezzo.scripts.patches import Patches
 
+LOW = ("float16", "bfloat16")
+_TOLD = (SixteenBitOutputWarning, PolicyWarning)
 _MARK = "_mezzo_records"
 
 
@@ -38,6 +45,7 @@ class Steps:
         self._session = session
         self._own = own
         self._nudged: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
         """From now on."""
@@ -50,7 +58,8 @@ class Steps:
     def _make_compile(self, original: Any) -> Any:
         @functools.wraps(original)
         def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
-            made = original(model, *args, **kwargs)
+            with self._told():
+                made = original(model, *args, **kwargs)
             old = getattr(model, "_loss_tracker", None)
             if (
                 old is not None
@@ -63,6 +72,19 @@ class Steps:
             return made
 
         return compile
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What `set_policy` warns of is a note of the run: the script has no line in which it could be mended."""
+        with warnings.catch_warnings(record=True) as caught:
+            for kind in _TOLD:
+                warnings.simplefilter("always", kind)
+            yield
+        for one in caught:
+            if issubclass(one.category, _TOLD):
+                self._session.journal.note(str(one.message))
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def _make_make(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -81,6 +103,26 @@ class Steps:
             self._nudged.add(model)
             nudge(model.trainable_variables)
 
+    def _first(self, model: Any) -> None:
+        """Before a model's first step: look whether it is what the plan says, and what a reader of a pair must know."""
+        if model in self._known:
+            return
+        self._known.add(model)
+        self._own.check(model)
+        if self._session.backend != "tensorflow" or self._session.request.seed_offset is None:
+            return
+        drawn = [
+            layer.path
+            for layer in model._flatten_layers()
+            if getattr(layer, "seed_generator", None) is not None and layer.compute_dtype in LOW
+        ]
+        if drawn:
+            self._session.journal.note(
+                f"{', '.join(drawn[:3])}{' and others' if drawn[3:] else ''}: TensorFlow draws random masks in the "
+                "compute format, so they are not FP32's of the same seed. One pair can't tell that from the precision: "
+                "give --seeds 3 or more"
+            )
+
     def _watched(self, model: Any, function: Any) -> Any:
         session, reader = self._session, _Reader(session=self._session)
 
@@ -88,7 +130,7 @@ class Steps:
         def train_function(*args: Any, **kwargs: Any) -> Any:
             if session.inside:  # a train_step that trains another model by its own fit
                 return function(*args, **kwargs)
-            self._own.check(model)
+            self._first(model)
             session.inside = True
             try:
                 made = function(*args, **kwargs)

@@ -25,7 +25,7 @@ class TorchLoops:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         patches.set(torch.autograd, "backward", self._make_backward(torch.autograd.backward))
-        register_optimizer_step_post_hook(self._stepped)
+        self._loops.at_end.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def compiling(self, optimizer: Any) -> bool:
         """Never: what a compiled function would hide is not taken apart here."""
