@@ -47,13 +47,19 @@ class Looks:
             return not isinstance(found_inf, jax.core.Tracer)
         if backend != "torch" or reading_is_free(found_inf):
             return True
-        if found_inf.device.type == "cpu":  # a graph is being recorded
+        if _recording():
             return False
         self._left -= 1
         if self._left > 0:
             return False
         self._left = LOOK_EVERY
         return True
+
+
+def _recording() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
 def assert_in_graph(patience: int, stuck: Any, bad_gradients: Any, names: Sequence[str]) -> None:

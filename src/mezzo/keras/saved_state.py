@@ -27,7 +27,7 @@ def is_keras_state(store: Mapping[str, Any], own: int, inner: int) -> bool:
 
 
 def load_keras_state(own: list[Any], inner: list[Any], store: Mapping[str, Any]) -> None:
-    """Write Keras's state into ours: scale, counter, the inner optimizer's variables; what is ours alone begins at 0."""
+    """Write the state of Keras's into ours: scale, counter, the inner optimizer's; what is ours alone begins at 0."""
     for at, variable in enumerate(own):
         variable.assign(
             store[str(at)] if at < _KERAS_OWN else keras.ops.zeros(variable.shape, variable.dtype)
