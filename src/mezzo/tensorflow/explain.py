@@ -97,7 +97,7 @@ def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
         graph_def = fn if isinstance(fn, graph_pb2.GraphDef) else fn.as_graph_def()
         if isinstance(fn, tf.Graph) and hasattr(fn, "outputs"):  # a function's own graph
             return _with_results(graph_def, fn.outputs)
-        return graph_def, _effects(graph_def)
+        return graph_def, _unread(graph_def)
     if hasattr(fn, "structured_input_signature") and hasattr(fn, "graph"):
         _no_arguments(fn, args, kwargs)
         return _with_results(fn.graph.as_graph_def(), fn.graph.outputs)
@@ -168,19 +168,42 @@ def _with_results(graph_def: Any, outputs: Sequence[Any]) -> tuple[Any, list[str
         result = made.node.add(name=f"result_{number}", op="_Retval", input=[tensor.name])
         result.attr["T"].type = tensor.dtype.base_dtype.as_datatype_enum
         result.attr["index"].i = number
-    return made, _effects(made)
+    _prune(made)
+    return made, _unread(made)
 
 
-def _effects(graph_def: Any) -> list[str]:
-    """Nodes that are run for what they do: stateful ones that nothing reads."""
-    read = {given.lstrip("^").partition(":")[0] for node in graph_def.node for given in node.input}
-    return [
-        node.name for node in graph_def.node if node.name not in read and node.op not in ("_Retval", "Const")
+def _unread(graph_def: Any) -> list[str]:
+    """The ends of a graph: what nothing reads."""
+    read = {_giver(given) for node in graph_def.node for given in node.input}
+    return [node.name for node in graph_def.node if node.name not in read]
+
+
+def _prune(graph_def: Any) -> None:
+    """Drop what neither a result nor an effect needs, as TensorFlow does with a function's body."""
+    from tensorflow.python.framework import op_def_registry
+
+    nodes = {node.name: node for node in graph_def.node}
+    # Stateful ops are run for what they do; a placeholder is an argument whether it is used or not.
+    ahead = [
+        name
+        for name, node in nodes.items()
+        if node.op in ("_Retval", "Placeholder") or getattr(op_def_registry.get(node.op), "is_stateful", True)
     ]
+    needed: set[str] = set()
+    while ahead:
+        name = ahead.pop()
+        if name not in needed:
+            needed.add(name)
+            ahead += [_giver(given) for given in nodes[name].input]
+    live = [node for node in graph_def.node if node.name in needed]
+    if len(live) < len(graph_def.node):
+        copies = [type(node).FromString(node.SerializeToString()) for node in live]
+        del graph_def.node[:]
+        graph_def.node.extend(copies)
 
 
-def _ends(graph_def: Any) -> list[str]:
-    return _effects(graph_def) or [node.name for node in graph_def.node[-1:]]
+def _giver(given: str) -> str:
+    return given.lstrip("^").partition(":")[0]
 
 
 def inlined(graph_def: Any, kept: Sequence[str]) -> Any:
