@@ -1,4 +1,4 @@
-"""One variable, one optimizer with a loss scale, and steps that overflow when told to: each family in each way to run."""
+"""One variable, one optimizer with a loss scale, and steps that overflow when told to: each family, each way to run."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import LossScale
+from mezzo.tensorflow.autograph import as_raised
 from mezzo.tensorflow.loss_scale_variables import LossScaleVariables
 from mezzo.tensorflow.xla import refuse_xla
 
@@ -79,9 +80,8 @@ class ScaledGradients:
             fault = "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
         else:
             fault = "the loss was never scaled, so that small gradients are lost in fp16"
-        raise CallOrderError(
-            f"apply_gradients: {fault}. Use optimizer.minimize(...) or optimizer.{self._own}(...), or write:{_LOOP}"
-        )
+        way = f"Use optimizer.minimize(...) or optimizer.{self._own}(...), or write:{_LOOP}"
+        raise as_raised(CallOrderError(f"apply_gradients: {fault}. {way}"))
 
     def step(
         self, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]
@@ -101,9 +101,11 @@ class ScaledGradients:
             LossScaleCollapseError: eagerly, if the patience ran out.
         """
         if tf.distribute.in_cross_replica_context():
-            raise UsageError(
-                "apply_gradients was called in a cross-replica context. Call it in the function that "
-                "strategy.run(...) runs on each replica."
+            raise as_raised(
+                UsageError(
+                    "apply_gradients was called in a cross-replica context. Call it in the function that "
+                    "strategy.run(...) runs on each replica."
+                )
             )
         refuse_xla()
         gradients = list(gradients)

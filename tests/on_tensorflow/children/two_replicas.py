@@ -1,4 +1,4 @@
-"""Two replicas on one CPU: one of them overflows, and neither takes the step. Run as a script; prints what it saw as JSON."""
+"""Two replicas on one CPU: one of them overflows, and neither takes the step. Prints what it saw as JSON."""
 
 from __future__ import annotations
 

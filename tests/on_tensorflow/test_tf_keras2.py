@@ -1,0 +1,147 @@
+"""Keras 2: compile, fit, callbacks, custom loops and files, with the new optimizers and the legacy ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import mezzo.tensorflow as mt
+from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.tensorflow.keras2 import LegacyLossScaleOptimizer, LossScaleOptimizer
+
+KINDS = {
+    "new": lambda: tf_keras.optimizers.SGD(0.01, 0.9),
+    "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.01, 0.9),
+}
+X, Y = np.ones((16, 8), "float32"), np.ones((16, 1), "float32")
+
+
+@pytest.fixture(autouse=True)
+def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
+    tf_keras.utils.set_random_seed(0)
+    yield
+    mt.disable_mixed_precision_graph_rewrite()
+
+
+def model() -> Any:
+    return tf_keras.Sequential(
+        [tf_keras.layers.Dense(16, "tanh", input_shape=(8,)), tf_keras.layers.Dense(1)]
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_scales_skips_and_does_not_count_what_it_skipped(kind: str) -> None:
+    trained = model()
+    pure = DynamicLossScale(init=16.0, growth_interval=3, floor=0.25)
+    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), pure)
+    trained.compile(optimizer, "mse")
+    assert trained.optimizer is optimizer
+    trained.fit(X, Y, batch_size=4, verbose=0)
+    assert optimizer.machine() == DynamicLossScale(
+        init=16.0, growth_interval=3, floor=0.25, scale=32.0, good_steps=1
+    )
+    assert int(optimizer.iterations.numpy()) == 4
+    before = [weight.numpy() for weight in (*trained.variables, *_variables(optimizer))]
+    trained.fit(np.inf * X, Y, batch_size=2, verbose=0)  # eight steps, each of them skipped
+    after = [weight.numpy() for weight in (*trained.variables, *_variables(optimizer))]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after))
+    assert float(optimizer.loss_scale) == 0.25  # tf_keras's own stays at 1
+    assert int(optimizer.skipped_steps.numpy()) == 8
+    assert bool(optimizer.last_step_skipped.numpy())
+    assert int(optimizer.iterations.numpy()) == 4
+
+
+def _variables(optimizer: Any) -> Any:
+    inner = optimizer.inner_optimizer.variables
+    return inner() if callable(inner) else inner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_losses_of_fit_are_those_without_a_loss_scale(kind: str) -> None:
+    losses = []
+    for scale in (None, "dynamic", 1024):
+        tf_keras.utils.set_random_seed(0)
+        trained, optimizer = model(), KINDS[kind]()
+        wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
+        trained.compile(optimizer if scale is None else wrapper(optimizer, scale), "mse")
+        losses.append(trained.fit(X, Y, batch_size=4, epochs=3, verbose=0).history["loss"])
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callbacks_see_the_inner_optimizers_settings(kind: str) -> None:
+    trained = model()
+    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), 8)
+    trained.compile(optimizer, "mse")
+    schedule = tf_keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    trained.fit(X, Y, epochs=2, verbose=0, callbacks=[schedule])
+    assert float(tf_keras.backend.get_value(optimizer.inner_optimizer.learning_rate)) == pytest.approx(0.0025)
+    assert (optimizer.dynamic, optimizer.initial_scale, optimizer.dynamic_growth_steps) == (False, 8.0, None)
+    assert optimizer.dynamic_counter is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_tf_keras_goes_on_here(kind: str, tmp_path: Path) -> None:
+    weight = tf.Variable([1.0])
+    theirs = tf_keras.mixed_precision.LossScaleOptimizer(KINDS[kind](), initial_scale=2.0**9)
+    for factor in (1.0, 1.0, np.inf, 1.0):
+        theirs.minimize(lambda factor=factor: weight * factor, [weight])
+    path = tf.train.Checkpoint(optimizer=theirs).save(str(tmp_path / "saved"))
+    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
+    ours = wrapper(KINDS[kind](), "dynamic")
+    ours.minimize(lambda: weight, [weight])
+    tf.train.Checkpoint(optimizer=ours).restore(path).expect_partial()
+    assert ours.machine() == DynamicLossScale(scale=2.0**8, good_steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "name"), [("new", "model.keras"), ("legacy", "model.keras"), ("legacy", "model.h5")]
+)
+def test_a_saved_model_brings_its_optimizer(kind: str, name: str, tmp_path: Path) -> None:
+    trained = model()
+    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), "dynamic(init=1024,growth_interval=3)")
+    trained.compile(optimizer, "mse")
+    trained.fit(X, Y, batch_size=4, verbose=0)
+    trained.save(tmp_path / name)
+    loaded = tf_keras.models.load_model(tmp_path / name).optimizer
+    assert type(loaded) is type(optimizer)
+    assert type(loaded.inner_optimizer) is type(optimizer.inner_optimizer)
+    # Neither of Keras 2's files has room for what belongs to a legacy loss-scale optimizer, tf_keras's own neither.
+    state = optimizer.machine() if kind == "new" else DynamicLossScale(init=1024.0, growth_interval=3)
+    assert loaded.machine() == state
+
+
+def test_a_configuration_of_each() -> None:
+    for kind, wrapper in (("new", LossScaleOptimizer), ("legacy", LegacyLossScaleOptimizer)):
+        config = wrapper(KINDS[kind](), StaticLossScale(8.0)).get_config()
+        assert config["loss_scale"] == "8"
+        again = wrapper.from_config(config)
+        assert (type(again), float(again.loss_scale)) == (wrapper, 8.0)
+
+
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, LegacyLossScaleOptimizer])
+def test_no_loss_scale_given(wrapper: Any) -> None:
+    with pytest.raises(UsageError, match='loss_scale is None; give "dynamic"'):
+        wrapper(KINDS["new"](), None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_the_replicas_of_a_strategy(kind: str) -> None:
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
+    with strategy.scope():
+        weight = tf.Variable([1.0])
+        optimizer = wrapper(KINDS[kind](), 8)
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        gradients = optimizer.get_unscaled_gradients([tf.constant([8.0])])
+        with pytest.raises(UsageError, match="cross-replica context"):
+            optimizer.apply_gradients(zip(gradients, [weight]), experimental_aggregate_gradients=False)
