@@ -33,6 +33,8 @@ class JaxLoops:
         for cls in (base, keras.optimizers.LossScaleOptimizer, LossScaleOptimizer):
             if "stateless_apply" in vars(cls):
                 patches.set(cls, "stateless_apply", self._make_apply(cls.stateless_apply))
+        scale = self._make_scale_loss(LossScaleOptimizer.stateless_scale_loss)
+        patches.set(LossScaleOptimizer, "stateless_scale_loss", scale)
 
     def compiling(self, optimizer: Any) -> bool:
         """Whether `apply` was called on what is being traced."""
@@ -42,6 +44,15 @@ class JaxLoops:
         """A loss is scaled: it is recorded here, before; what gradients are taken of is not."""
         self._told = True
         jax.debug.callback(self._on_loss, keras.ops.mean(keras.ops.cast(loss, "float32")))
+
+    def _make_scale_loss(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def stateless_scale_loss(optimizer: Any, optimizer_variables: Any, loss: Any) -> Any:
+            if not self._loops.session.inside:
+                self.told(loss)
+            return original(optimizer, optimizer_variables, loss)
+
+        return stateless_scale_loss
 
     def _make_value_and_grad(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -89,4 +100,7 @@ class JaxLoops:
 
     def _on_update(self, optimizer: Any, scale: Any, skipped: Any) -> None:
         with self._lock:
-            self._loops.session.stepped(optimizer, loss=None, skipped=bool(skipped), scale=float(scale))
+            try:
+                self._loops.session.stepped(optimizer, loss=None, skipped=bool(skipped), scale=float(scale))
+            except SystemExit:  # in a thread of JAX's, where it would be an error of the computation
+                self._loops.session.journal.note("a loop of its own on JAX can't be ended early: it went on")

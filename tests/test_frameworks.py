@@ -1,0 +1,175 @@
+"""The table of frameworks that `mezzo compare` knows: how each reads a precision, and whose script a run was."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mezzo.cli.compare as verb
+from mezzo.cli.main import main
+from mezzo.core import records
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.demos import DEMOS, Demo
+from mezzo.report.reading import Comparison
+from mezzo.report.rerun import command_line
+from mezzo.verify.finished import FinishedRun
+from mezzo.verify.frameworks import FRAMEWORKS, framework
+from mezzo.verify.request import Request, candidates
+
+
+def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:
+    """An FP32 run of a script on a machine that had these packages."""
+    return FinishedRun(
+        "fp32-0",
+        records.RunStarted("train.py", [], "fp32", 0, False, machine, "now"),
+        tuple(records.LossRecord(k, 1.0, float(k)) for k in range(losses)),
+        tuple(records.UpdateRecord(k, 0, True, False, 1.0, float(k)) for k in range(updates)),
+        None,
+        records.RunEnded(0, 1.0, []),
+        Path("fp32-0.log"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "losses", "updates", "says"),
+    [
+        ("pytorch", {"torch": "2"}, 5, 5, None),
+        ("pytorch", {"torch": "2", "keras": "3"}, 5, 5, None),  # trains with PyTorch, and uses some of Keras
+        ("pytorch", {"torch": "2"}, 0, 0, None),  # trains not at all: told elsewhere
+        (
+            "pytorch",
+            {"torch": "2", "keras": "3"},
+            5,
+            0,
+            "give --framework keras",
+        ),  # Keras on torch calls backward
+        ("pytorch", {"keras": "3"}, 0, 0, "give --framework keras"),
+        ("keras", {"keras": "3"}, 5, 5, None),
+        ("keras", {"keras": "3", "torch": "2"}, 5, 5, None),
+        ("keras", {"keras": "3", "torch": "2"}, 0, 0, None),
+        ("keras", {"torch": "2"}, 0, 0, "imports torch: leave --framework keras out"),
+        ("keras", {"tf_keras": "2", "tensorflow": "2"}, 0, 0, r"tf_keras.*Use Keras 3"),
+        ("keras", {}, 0, 0, "never imports keras"),
+    ],
+)
+def test_whose_script_a_run_was(
+    name: str, machine: dict[str, Any], losses: int, updates: int, says: str | None
+) -> None:
+    found = framework(name).mistaken(a_run(machine, losses, updates))
+    assert (found is None) == (says is None)
+    assert says is None or re.search(says, str(found))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "remarks"),
+    [
+        (["bf16,fp16"], ("bf16", "fp16"), 0),
+        (["mixed_bfloat16,mixed_float16"], ("mixed_bfloat16", "mixed_float16"), 0),
+        (["mixed_float16,fp16"], ("mixed_float16",), 1),
+        (["float32,bf16"], ("bf16",), 1),
+        (["fp16,module.head*=fp32,bf16"], ("fp16,module.head*=fp32", "bf16"), 0),
+    ],
+)
+def test_precisions_of_keras(words: list[str], expected: tuple[str, ...], remarks: int) -> None:
+    found, said = candidates(words, "keras")
+    assert found == expected
+    assert len(said) == remarks
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        (["bf61"], UnknownNameError, "bf16"),
+        (["bf16,op.softmax=fp32"], UsageError, "Keras"),
+        (["fp8"], UsageError, "Keras has no policy for fp8"),
+        (["float32"], UsageError, "no candidate is left"),
+    ],
+)
+def test_what_keras_cannot_do_is_refused(words: list[str], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        candidates(words, "keras")
+
+
+def test_an_unknown_framework_is_told_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="keras"):
+        Request("m", is_module=True, framework="kers")
+
+
+def test_the_declaration_holds_the_framework_and_what_decides_its_runs() -> None:
+    declared = Request("m", is_module=True, precisions=("mixed_float16",), framework="keras").declared()
+    assert declared["framework"] == "keras"
+    assert declared["policies"] == {"fp32": "fp32", "mixed_float16": "fp16"}
+    assert {"keras", "tensorflow", "jax", "torch", "mezzo"} <= declared.keys()
+    assert "keras" not in Request("m", is_module=True).declared()
+
+
+def _asked(*words: str) -> tuple[Request, list[str]]:
+    parser = argparse.ArgumentParser()
+    verb.configure(parser)
+    arguments = parser.parse_args(words)
+    arguments.argv = []
+    return verb.request_of(arguments)
+
+
+def test_the_command_repeats_the_framework(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    request, _ = _asked(str(script), "--framework", "keras", "--precision", "mixed_float16")
+    assert request.framework == "keras"
+    again = verb.command_line(request, Path("out"))
+    assert again[3:7] == ["--framework", "keras", "--precision", "mixed_float16"]
+    asked = {"target": "train.py", "framework": "keras", "precisions": ["bf16"]}
+    assert "train.py --framework keras --precision bf16" in command_line(
+        Comparison(tmp_path, {}, {}, request=asked)
+    )
+    assert "--framework" not in command_line(
+        Comparison(tmp_path, {}, {}, request={**asked, "framework": "pytorch"})
+    )
+
+
+def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "pretended.py"
+    script.write_text("")
+    monkeypatch.setitem(DEMOS, "pretended", Demo("pretended", script, "a: (.)", "", framework="keras"))
+    request, _ = _asked("--demo", "pretended")
+    assert request.framework == "keras"
+    assert "--framework" not in verb.command_line(request, Path("out"))
+    with pytest.raises(UsageError, match="--demo pretended trains with keras: leave --framework pytorch out"):
+        _asked("--demo", "pretended", "--framework", "pytorch")
+    assert {demo.framework for demo in DEMOS.values()} <= FRAMEWORKS.keys()
+
+
+def test_the_child_of_keras_imports_no_framework_before_the_script() -> None:
+    code = (
+        "import sys; import mezzo.keras.launch.__main__, mezzo.verify.frameworks; "
+        "print([name for name in ('keras', 'tensorflow', 'jax', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "source", "says"),
+    [
+        ([], "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')", "give --framework keras"),
+        (["--framework", "keras"], "import torch", "leave --framework keras out"),
+    ],
+)
+def test_the_wrong_framework_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    source: str,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(source)
+    assert main(["compare", "train.py", "--seeds", "1", *flags]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
