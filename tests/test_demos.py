@@ -31,6 +31,7 @@ SMALL = {
         "16",
     ],
     "text-lstm": ["--steps", "3", "--width", "16", "--characters", "20000", "--context", "8"],
+    "transfer": ["--pretrain-epochs", "1", "--epochs", "1", "--width", "4", "--image-size", "8"],
 }
 
 

@@ -47,6 +47,13 @@ DEMOS = {
             r"validation loss: ([0-9.]+)",
             "a character-level LSTM on the same text, its hidden state carried from window to window",
         ),
+        Demo(
+            "transfer",
+            _HERE / "transfer.py",
+            r"accuracy: ([0-9.]+) %",
+            "a convolutional network in Keras, pretrained on the digits 0 to 4 and fine-tuned to 5 to 9",
+            framework="keras",
+        ),
     )
 }
 
