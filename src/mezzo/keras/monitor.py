@@ -21,6 +21,10 @@ DEFAULT_WATCH = 100
 EVERY = 16
 """Batches whose records are read and written together: reading waits for the device."""
 
+_OF_PROBE = (
+    "activations and gradients in the ranges are those of the probe's batch, with the weights and the loss scale that "
+    "the training had at that update; weights and update ratios are the training's own"
+)
 _NO_RATIOS = (
     "watch: several steps run in one execution (steps_per_execution), so how far a single update moves a weight is not "
     "seen: no update ratios"
@@ -210,6 +214,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         else:
             self._open().note(_NO_RATIOS)
         if self._probe is not None:
+            self._open().note(_OF_PROBE)
             counted += self._probe.look(self.model)
         return Look(update, counted)
 

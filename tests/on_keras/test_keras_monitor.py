@@ -1,0 +1,415 @@
+"""PrecisionMonitor writes what the training did, and the training does what it does without."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import chromium
+from conftest import BACKEND
+from mezzo.core import records
+from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import StaticLossScale
+from mezzo.core.ranges import Histogram
+from mezzo.keras import LossScaleOptimizer, PrecisionMonitor, during_fit
+
+BATCH, BATCHES = 8, 10
+# On PyTorch Keras's dropout draws from PyTorch's own generator, from which fit's iterator draws too, and
+# train_on_batch does not: no loop by hand would have the same numbers.
+DROP = 0.0 if BACKEND == "torch" else 0.25
+Array = npt.NDArray[Any]
+
+
+def data(batches: int = BATCHES) -> tuple[Array, Array]:
+    x = np.random.default_rng(0).normal(size=(batches * BATCH, 6)).astype("float32")
+    return x, x.sum(1, keepdims=True)
+
+
+def model(optimizer: Any = None, policy: str = "mixed_float16", drop: float = DROP, **compiled: Any) -> Any:
+    """Everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    layers = keras.layers
+    found = keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Dense(8, activation="relu", name="first"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dropout(drop, name="drop"),
+            layers.Dense(1, dtype="float32", name="head"),
+        ],
+        name="net",
+    )
+    if optimizer is None:
+        optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**20)
+    found.compile(optimizer, "mse", metrics=["mae"], **compiled)
+    return found
+
+
+def fit(net: Any, callbacks: Sequence[Any], given: tuple[Array, Array] | None = None, **options: Any) -> Any:
+    x, y = given or data()
+    settings = {"batch_size": BATCH, "verbose": 0, "shuffle": False, **options}
+    return net.fit(x, y, callbacks=list(callbacks), **settings).history
+
+
+def values(net: Any) -> list[Array]:
+    return [keras.ops.convert_to_numpy(one).copy() for one in net.variables + net.optimizer.variables]
+
+
+def same(left: Sequence[Array], right: Sequence[Array]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(left, right, strict=True))
+
+
+class Seen(keras.callbacks.Callback):  # type: ignore[misc]
+    """The first layer's kernel before each batch, and what each batch's logs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Array] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        kernel = self.model.layers[0].kernel
+        self.kernels.append(keras.ops.convert_to_numpy(during_fit.values(self.model, [kernel])[0]).copy())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs))
+
+
+def of(kind: str, path: Path | None) -> list[Any]:
+    assert path is not None
+    return [record for record in records.read(path) if record.kind == kind]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two epochs of ten batches with a validation, in three ways: alone, watched, and batch by batch."""
+    x, y = data()
+    options = {"epochs": 2, "validation_data": (x[:16], y[:16])}
+    alone = model()
+    history = fit(alone, [], **options)
+    folder = tmp_path_factory.mktemp("mezzo") / "run"
+    net, seen = model(), Seen()
+    monitor = PrecisionMonitor(folder, watch=4, probe=(x[:16], y[:16]), every=3)
+    watched_history = fit(net, [monitor, seen], **options)
+    by_hand, losses, kernels = model(), [], []
+    for _ in range(2):
+        for start in range(0, len(x), BATCH):
+            kernels.append(keras.ops.convert_to_numpy(by_hand.layers[0].kernel).copy())
+            given = x[start : start + BATCH], y[start : start + BATCH]
+            losses.append(by_hand.train_on_batch(*given, return_dict=True)["loss"])
+    return {
+        "alone": values(alone),
+        "history": history,
+        "watched": values(net),
+        "watched history": watched_history,
+        "monitor": monitor,
+        "seen": seen,
+        "losses": losses,
+        "kernels": kernels,
+    }
+
+
+def test_a_watched_training_is_the_same_to_the_bit(watched: dict[str, Any]) -> None:
+    assert same(watched["alone"], watched["watched"])
+    for name, told in watched["history"].items():
+        assert watched["watched history"][name] == told
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="elsewhere the model of the other tests has dropout")
+def test_a_probe_draws_no_random_numbers(tmp_path: Path) -> None:
+    x, y = data()
+    alone = model(drop=0.5)
+    fit(alone, [])
+    net = model(drop=0.5)
+    fit(net, [PrecisionMonitor(tmp_path, watch=2, probe=(x[:16], y[:16]), verbose=False)])
+    assert same(values(alone), values(net))
+
+
+def test_logs_have_the_loss_scale_and_the_skipped_steps(watched: dict[str, Any]) -> None:
+    updates = of("update", watched["monitor"].path)
+    by_epoch = [sum(one.skipped for one in updates[:count]) for count in (BATCHES, 2 * BATCHES)]
+    assert watched["watched history"]["skipped_steps"] == by_epoch
+    assert 0 < by_epoch[0] < BATCHES
+    assert watched["watched history"]["loss_scale"][-1] == 2.0**20 / 2 ** by_epoch[1]
+    told = watched["seen"].logs
+    assert told[0]["loss_scale"] == 2.0**20
+    assert told[0]["skipped_steps"] == 0
+    # Not older than `every` batches.
+    assert told[6]["loss_scale"] <= updates[3].loss_scale
+
+
+def test_losses_are_those_of_a_loop_by_hand(watched: dict[str, Any]) -> None:
+    assert [one.loss for one in of("loss", watched["monitor"].path)] == watched["losses"]
+
+
+def test_variables_are_read_in_the_middle_of_fit(watched: dict[str, Any]) -> None:
+    assert same(watched["seen"].kernels, watched["kernels"])
+
+
+def test_updates_say_which_were_skipped_at_which_scale(watched: dict[str, Any]) -> None:
+    updates = of("update", watched["monitor"].path)
+    assert [one.index for one in updates] == list(range(2 * BATCHES))
+    scale = 2.0**20
+    for one, before, after in zip(updates, watched["kernels"], watched["kernels"][1:]):
+        assert one.loss_scale == scale
+        assert one.skipped is np.array_equal(before, after)
+        assert one.moved is not one.skipped
+        assert ("not finite" in one.reason) == one.skipped
+        scale = scale / 2 if one.skipped else scale
+
+
+def test_findings_name_the_layer_and_the_scale_that_held(watched: dict[str, Any]) -> None:
+    path = watched["monitor"].path
+    updates, found = of("update", path), of("overflow", path)
+    assert [one.update for one in found] == [one.index for one in updates if one.skipped]
+    for one in found:
+        held = next(after.loss_scale for after in updates[one.update :] if not after.skipped)
+        assert one.finding.cause == "loss scale"
+        assert one.finding.module in ("net/first", "net/norm", "net/head")
+        assert f"{held:.6g}" in one.finding.note
+        assert one.finding.propagators[0].startswith(one.finding.module)
+
+
+def test_ranges_are_of_every_fourth_update(watched: dict[str, Any]) -> None:
+    path = watched["monitor"].path
+    found, updates = of("ranges", path), of("update", path)
+    assert [one.update for one in found] == [0, 4, 8, 12, 16]
+    for one in found:
+        assert one.loss_scale == updates[one.update].loss_scale
+        what = Counter(row.what for row in one.rows)
+        ratios = 0 if updates[one.update].skipped else 6
+        assert (what["weight"], what["weight gradient"], what["update ratio"]) == (6, 6, ratios)
+        assert what["activation"] == what["activation gradient"] == 4
+    kernel = next(
+        row for row in found[1].rows if (row.module, row.name, row.what) == ("net/first", "kernel", "weight")
+    )
+    assert (kernel.format, kernel.histogram) == ("fp32", by_numpy(watched["kernels"][4]))
+    assert {
+        row.format for row in found[0].rows if row.module == "net/first" and row.what == "activation"
+    } == {"fp16"}
+
+
+def test_update_ratios_are_of_that_update(watched: dict[str, Any]) -> None:
+    last = of("ranges", watched["monitor"].path)[-1]
+    before, after = watched["kernels"][16:18]
+    moved = np.abs(after - before)
+    expected = np.where(
+        moved == 0, np.float32(0), moved / np.abs(np.where(moved == 0, np.float32(1), before))
+    )
+    row = next(
+        row
+        for row in last.rows
+        if (row.module, row.name, row.what) == ("net/first", "kernel", "update ratio")
+    )
+    assert row.histogram.elements == expected.size
+    assert row.histogram.largest == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+def by_numpy(numbers: Array) -> Histogram:
+    sizes = np.abs(numbers.astype("float64")).ravel()
+    exponents = np.floor(np.log2(sizes[sizes > 0])).astype(int)
+    lowest = int(exponents.min())
+    counts = np.bincount(exponents - lowest).tolist()
+    return Histogram(lowest, counts, int((sizes == 0).sum()), 0, 0, float(sizes.max()))
+
+
+def test_the_run_says_what_was_trained(watched: dict[str, Any]) -> None:
+    path = watched["monitor"].path
+    started, ended = of("run", path)[0], of("end", path)[0]
+    assert started.policy == "fp16,loss_scale=dynamic(init=1048576),module.net/head=fp32"
+    assert started.machine["backend"].startswith(BACKEND)
+    assert (ended.status, len(ended.notes)) == (0, 1)
+
+
+def test_the_report_needs_no_framework(watched: dict[str, Any]) -> None:
+    folder = watched["monitor"].folder
+    code = (
+        "import sys, mezzo.cli.main as m; m.main(['report', sys.argv[1]]);"
+        "print([n for n in ('torch', 'keras', 'tensorflow', 'jax') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "net/first.kernel" in page
+    assert "What made steps fail" in page
+
+
+@chromium.needs_chromium
+def test_the_page_opens(watched: dict[str, Any]) -> None:
+    from mezzo.report import build_run
+
+    text = chromium.dom(build_run(watched["monitor"].folder))
+    assert 'id="scale"' in text
+    assert 'id="findings"' in text
+    assert 'id="ranges"' in text
+
+
+def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
+    x, y = data()
+    y[2 * BATCH] = 1e30  # its square is beyond FP32
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    history = fit(model(keras.optimizers.SGD(0.01)), [monitor], (x, y))
+    losses = [one.loss for one in of("loss", monitor.path)]
+    assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
+    assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
+    finding = next(one.finding for one in of("overflow", monitor.path) if one.update == 2)
+    assert finding.cause == "unknown"
+    assert "the loss itself was inf" in finding.note
+
+
+def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:
+    class Break(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                raise KeyboardInterrupt
+
+    net, monitor = model(), PrecisionMonitor(tmp_path, every=4, verbose=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, [monitor, Break()])
+    first = monitor.path
+    fit(net, [monitor])
+    assert monitor.path == tmp_path / "runs" / "fit002.jsonl"
+    assert len(of("loss", first)) == len(of("update", first)) == 5
+    assert len(of("update", monitor.path)) == BATCHES
+    assert not of("end", first)
+    again = PrecisionMonitor(tmp_path, verbose=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, [again, Break()])
+    third = again.path
+    del again
+    gc.collect()  # the exception has seen it
+    assert third == tmp_path / "runs" / "fit003.jsonl"
+    assert len(of("loss", third)) == 5  # written as the monitor went
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch")
+def test_several_steps_in_one_execution(tmp_path: Path, watched: dict[str, Any]) -> None:
+    monitor = PrecisionMonitor(tmp_path, watch=8, every=3, verbose=False)
+    history = fit(model(steps_per_execution=4), [monitor])  # 4, 4 and 2
+    losses = [one.loss for one in of("loss", monitor.path)]
+    assert losses == pytest.approx(watched["losses"][:BATCHES], rel=1e-4)
+    skipped = sum(one.skipped for one in of("update", watched["monitor"].path)[:BATCHES])
+    assert [one.index for one in of("update", monitor.path)] == list(range(BATCHES))
+    assert sum(one.skipped for one in of("update", monitor.path)) == skipped
+    assert history["skipped_steps"] == [skipped]
+    assert [one.update for one in of("ranges", monitor.path)] == [0, 8]
+    assert {row.what for one in of("ranges", monitor.path) for row in one.rows} == {"weight"}
+
+
+def test_without_a_loss_scale(tmp_path: Path) -> None:
+    monitor = PrecisionMonitor(tmp_path, watch=True, verbose=False)
+    history = fit(model(keras.optimizers.SGD(0.01), "mixed_bfloat16"), [monitor])
+    assert "loss_scale" not in history
+    assert {one.loss_scale for one in of("update", monitor.path)} == {1.0}
+    assert len(of("loss", monitor.path)) == BATCHES
+    assert not of("overflow", monitor.path)
+
+
+def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.0), 2.0**13, dynamic_growth_steps=3
+    )
+    monitor = PrecisionMonitor(tmp_path)
+    history = fit(model(optimizer), [monitor])
+    updates = of("update", monitor.path)
+    for before, after in itertools.pairwise(updates):
+        change = after.loss_scale / before.loss_scale
+        assert change == 0.5 if before.skipped else change in (1.0, 2.0)
+    assert any(after.loss_scale > before.loss_scale for before, after in itertools.pairwise(updates))
+    assert history["skipped_steps"] == [sum(one.skipped for one in updates)]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1
+    assert f"mezzo report {tmp_path}" in said[0]
+
+
+def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
+    optimizer = LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), loss_scale=StaticLossScale(2.0**60, patience=3)
+    )
+    monitor = PrecisionMonitor(tmp_path, every=4, verbose=False)
+    seen = Seen()
+    with pytest.raises(Exception, match=r"(?s)loss scale|patience|not finite") as caught:
+        fit(model(optimizer), [monitor, seen])
+    assert len(seen.kernels) < BATCHES
+    if BACKEND == "jax":  # where the optimizer can't look while it trains
+        assert caught.type is LossScaleCollapseError
+        assert of("end", monitor.path)[0].status == 1
+
+
+def test_a_model_with_a_training_step_of_its_own(tmp_path: Path) -> None:
+    class Own(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+        @property
+        def metrics(self) -> list[Any]:
+            return []
+
+    keras.config.set_dtype_policy("float32")
+    net = Own()
+    net.compile(keras.optimizers.SGD(0.0), "mse")
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    fit(net, [monitor])
+    assert len(of("update", monitor.path)) == BATCHES
+    assert "loss" in of("end", monitor.path)[0].notes[0]
+
+
+def test_what_is_saved_in_a_watched_training_loads_in_any(tmp_path: Path) -> None:
+    net = model()
+    fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
+    net.save(tmp_path / "net.keras")
+    loaded = keras.saving.load_model(tmp_path / "net.keras")
+    assert same([*map(np.asarray, loaded.get_weights())], net.get_weights())
+    assert type(loaded._loss_tracker) is keras.metrics.Mean
+
+
+BAD = [
+    ({"folder": ""}, "give a folder"),
+    ({"folder": 3}, "give a folder"),
+    ({"watch": -1}, "watch=-1: give True"),
+    ({"watch": 2.5}, "watch=2.5"),
+    ({"every": 0}, "every=0"),
+    ({"every": True}, "every=True"),
+    ({"probe": np.zeros((4, 2))}, r"array of shape \(4, 2\)"),
+    ({"probe": (np.zeros((4, 2)), np.zeros((3, 1)))}, r"\[3, 4\] samples"),
+    ({"probe": (np.zeros((4, 2)), np.zeros((4, 1))), "watch": 0}, "watch is 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), BAD, ids=[told for _, told in BAD])
+def test_bad_arguments(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        PrecisionMonitor(**given)
+
+
+def test_a_probe_of_another_shape_is_told(tmp_path: Path) -> None:
+    monitor = PrecisionMonitor(tmp_path, probe=(np.zeros((4, 3)), np.zeros((4, 1))), verbose=False)
+    with pytest.raises(UsageError, match=r"shapes \(4, 3\), \(4, 1\)"):
+        fit(model(keras.optimizers.SGD()), [monitor])
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("x", encoding="utf-8")
+    with pytest.raises(UsageError, match="is a file"):
+        fit(model(), [PrecisionMonitor(os.fspath(place))])
