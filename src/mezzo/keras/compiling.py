@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import keras
 from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras has no public name for it
 
-from mezzo.core.loss_scale import NoLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras import outputs
 from mezzo.keras.layers import walk
@@ -67,7 +67,7 @@ def _compiling(compile_model: Any, in_force: KerasPlan) -> Any:
         optimizer = keras.optimizers.get(given.get("optimizer", "rmsprop"))
         scaled = optimizer
         if _computes_in_16_bits(model) and given.get("auto_scale_loss", True):
-            scaled = _scaled(optimizer, plan)
+            scaled = _scaled(optimizer, plan, _scale_for(model, plan))
             given["auto_scale_loss"] = False  # or Keras wraps it where the plan says none
         given["optimizer"] = scaled
         _UNSEEN.pop(model, None)
@@ -83,22 +83,30 @@ def _compiling(compile_model: Any, in_force: KerasPlan) -> Any:
     return compiling
 
 
-def _scaled(optimizer: Any, plan: KerasPlan) -> Any:
-    """The optimizer in Mezzo's loss scale, if the plan has one."""
+def _scale_for(model: Any, plan: KerasPlan) -> LossScale:
+    """The plan's loss scale; a dynamic one for layers in float16 that are not of a plan that has any."""
+    foreign = "mixed_float16" not in plan.policies and any(
+        layer.compute_dtype == "float16" for _, layer in walk(model)
+    )
+    return DynamicLossScale() if foreign and isinstance(plan.loss_scale, NoLossScale) else plan.loss_scale
+
+
+def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
+    """The optimizer in Mezzo's loss scale, if there is to be one."""
     from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 
-    if isinstance(plan.loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
+    if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if isinstance(optimizer, _Scaled):
         warnings.warn(
             f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
             f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
-            f'loss_scale="{print_loss_scale(plan.loss_scale)}").',
+            f'loss_scale="{print_loss_scale(loss_scale)}").',
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return optimizer
-    return LossScaleOptimizer(optimizer, loss_scale=plan.loss_scale)
+    return LossScaleOptimizer(optimizer, loss_scale=loss_scale)
 
 
 def _computes_in_16_bits(model: Any) -> bool:
@@ -124,7 +132,11 @@ def _look_at_outputs(model: Any) -> bool:
         return False
     if not any(tensor.dtype in outputs.SIGNIFICANT_BITS for tensor in keras.tree.flatten(model.outputs)):
         return False  # as layers say of themselves: the first loss tells
-    _warn(model, outputs.traced_outputs(model))
+    try:
+        found = outputs.traced_outputs(model)
+    except Exception:  # it takes what one cannot guess (a size that is left open): the first loss tells
+        return False
+    _warn(model, found)
     return True
 
 
@@ -132,7 +144,7 @@ def _warn(model: Any, found: list[outputs.Output]) -> None:
     read = outputs.read_by_a_loss(model, [output.name for output in found])
     for output in found:
         if output.name in read and output.dtype in outputs.SIGNIFICANT_BITS:
-            warnings.warn(outputs.advice(model, output), outputs.SixteenBitOutputWarning, stacklevel=5)
+            warnings.warn(outputs.advice(model, output), outputs.SixteenBitOutputWarning, stacklevel=4)
 
 
 def _first_looking(compute_loss: Any) -> Any:
@@ -142,16 +154,22 @@ def _first_looking(compute_loss: Any) -> Any:
     def looking(model: Any, *args: Any, **kwargs: Any) -> Any:
         if model in _UNSEEN:
             given = signature.bind(model, *args, **kwargs).arguments
-            _look(model, given.get("x"), given.get("y_pred"))
-            # Not before: PyTorch's trace swallows what is raised, and comes again.
-            _UNSEEN.pop(model, None)
+            if not _is_only_pretended(given.get("y_pred")):
+                _look(model, _UNSEEN.pop(model), given.get("x"), given.get("y_pred"))
         return compute_loss(model, *args, **kwargs)
 
     return looking
 
 
-def _look(model: Any, x: Any, y_pred: Any) -> None:
-    check_plan(model, _UNSEEN[model])
+def _is_only_pretended(y_pred: Any) -> bool:
+    """Whether this is Keras's trace on PyTorch's "meta" device, whose dtypes are not those of a step."""
+    return keras.backend.backend() == "torch" and any(
+        getattr(leaf, "is_meta", False) for leaf in keras.tree.flatten(y_pred)
+    )
+
+
+def _look(model: Any, plan: KerasPlan, x: Any, y_pred: Any) -> None:
+    check_plan(model, plan)
     found = [
         outputs.Output(name, keras.backend.standardize_dtype(tensor.dtype))
         for name, tensor in outputs.named_leaves(model, y_pred)

@@ -1,8 +1,8 @@
 """How a layer comes to the policy that a plan has for its path: when it is first built or called, before all else.
 
 Keras knows a layer's path no earlier, and of layers without a build (Activation, Softmax, Dropout, Add) never: their
-`path` is None for good, so that a `keras.DTypePolicyMap` cannot name them. Here a path is where the layer is first used,
-by the names of the scopes around it, which is what Keras writes into `path` of the others.
+`path` is None for good, so that a `keras.DTypePolicyMap` cannot name them. Here a path is where the layer is first
+used, by the names of the scopes around it, which is what Keras writes into `path` of the others.
 
 A layer that was given a `dtype` keeps it, and so does one that was made before the plan: both have a policy whose name
 is no `PlannedName`.

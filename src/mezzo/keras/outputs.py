@@ -76,7 +76,7 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
     def traced(inputs: Any) -> Any:
         made: dict[int, tuple[Any, Any]] = {}  # id -> tensor, kept lest its id is taken again, and the layer
         patches = Patches()
-        patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, made))
+        patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, model, made))
         try:
             outputs = model(inputs)
         finally:
@@ -87,15 +87,36 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
         ]
         return outputs
 
-    compute_output_spec(traced, inputs)
+    _trace(traced, inputs)
     return found
 
 
-def _noting(call: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+def _trace(call: Any, inputs: Any) -> None:
+    if keras.backend.backend() != "torch":
+        compute_output_spec(call, inputs)
+        return
+    # There Keras traces on PyTorch's "meta" device, on which it forgets to cast variables to what a layer computes in:
+    # it says float32 of a Dense that gives float16. So one example of zeros goes through.
+    import torch
+
+    with torch.no_grad(), keras.StatelessScope():  # nothing that the call assigns to stays
+        call(keras.tree.map_structure(_zeros, inputs))
+
+
+def _zeros(symbol: Any) -> Any:
+    sizes = [size or _UNKNOWN_SIZE for size in symbol.shape]
+    return keras.ops.zeros([1, *sizes[1:]] if sizes else [], symbol.dtype)
+
+
+_UNKNOWN_SIZE = 64  # of images and sequences whose size is left open
+
+
+def _noting(call: Any, model: Any, made: dict[int, tuple[Any, Any]]) -> Any:
     def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(layer, *args, **kwargs)
-        for tensor in keras.tree.flatten(outputs):
-            made.setdefault(id(tensor), (tensor, layer))  # the innermost layer returns first
+        if layer is not model:
+            for tensor in keras.tree.flatten(outputs):
+                made.setdefault(id(tensor), (tensor, layer))  # the innermost layer returns first
         return outputs
 
     return noting

@@ -39,7 +39,7 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
             "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in the "
             "same thread; keras.utils.clear_session() forgets the policy.",
             PolicyWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
         return
     if not following:
@@ -52,7 +52,7 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
                 f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
                 "Make it after set_policy and without a dtype, or leave the pattern out.",
                 PolicyWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
     known = [path for path, _ in layers]
     for pattern in plan.unmatched([*known, *paths_under(plan)]):

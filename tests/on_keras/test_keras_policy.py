@@ -1,0 +1,400 @@
+"""`set_policy` on this backend: which layer computes in what, what `compile` does, and what is said where it can't."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import mezzo.keras
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.keras import LossScaleOptimizer, PolicyWarning, layer_policies, set_policy
+
+X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
+Y = np.arange(8) % 3
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+KerasScaled = keras.optimizers.LossScaleOptimizer
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    set_policy("fp32")
+
+
+def sequential(**arguments: Any) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5, name="body"), layers.Dense(3, name="head", **arguments)],
+        name="net",
+    )
+
+
+def late() -> keras.Model:
+    return keras.Sequential([layers.Dense(5, name="body"), layers.Dense(3, name="head")], name="net")
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(3, name="head")(layers.Dense(5, name="body")(inputs)), name="net")
+
+
+def nested() -> keras.Model:
+    inputs = keras.Input((4,))
+    encoder = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(5, name="body"), layers.LayerNormalization(name="norm")],
+        name="encoder",
+    )
+    return keras.Model(inputs, layers.Dense(3, name="head")(encoder(inputs)), name="net")
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.body = layers.Dense(5, name="body")
+        self.activation = layers.Activation(
+            "relu", name="bend"
+        )  # without a build: Keras never gives it a path
+        self.head = layers.Dense(3, name="head")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.activation(self.body(x)))
+
+
+def wrapped() -> keras.Model:
+    inputs = keras.Input((4,))
+    x = layers.Reshape((2, 2), name="fold")(inputs)
+    x = layers.TimeDistributed(layers.Dense(4, name="each"), name="times")(x)
+    x = layers.Bidirectional(layers.LSTM(2, name="lstm", return_sequences=True), name="both")(x)
+    x = layers.RNN([layers.LSTMCell(2, name="one"), layers.GRUCell(2, name="two")], name="rnn")(x)
+    return keras.Model(inputs, layers.Dense(3, name="head")(x), name="net")
+
+
+def attention() -> keras.Model:
+    inputs = keras.Input((2, 4))
+    return keras.Model(inputs, layers.MultiHeadAttention(2, 2, name="mha")(inputs, inputs), name="net")
+
+
+MHA = {"mha/query", "mha/key", "mha/value", "mha/softmax", "mha/dropout", "mha/attention_output"}
+BACKWARD = {"both/backward_lstm", "both/backward_lstm/lstm_cell"}
+CELLS = {"both/backward_lstm/lstm_cell", "both/forward_lstm/lstm_cell"}
+# How a model is made, the patterns that get float32, and the ends of the paths of the layers that have it then.
+CASES: list[tuple[Callable[[], keras.Model], str, set[str]]] = [
+    (sequential, "head", {"net/head"}),
+    (sequential, "net/head", {"net/head"}),
+    (sequential, "b*", {"net/body"}),
+    (late, "head", {"net/head"}),
+    (functional, "head", {"head"}),
+    (functional, "/head", {"head"}),
+    (nested, "encoder", {"encoder", "encoder/body", "encoder/norm"}),
+    (nested, "encoder/norm", {"encoder/norm"}),
+    (nested, "**.norm", {"encoder/norm"}),
+    (Subclassed, "bend", {"subclassed/bend"}),
+    (Subclassed, "subclassed", {"subclassed/body", "subclassed/bend", "subclassed/head"}),
+    (wrapped, "times both/backward_lstm", {"times", "times/each", *BACKWARD}),
+    (wrapped, "each lstm_cell rnn/*/two", {"times/each", *CELLS, "rnn/stacked_rnn_cells/two"}),
+    (attention, "mha", {"mha", *MHA}),
+    (attention, "mha/query", {"mha/query"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "patterns", "expected"), CASES, ids=lambda case: getattr(case, "__name__", None)
+)
+def test_each_layer_has_the_policy_of_its_path(
+    make: Callable[[], keras.Model], patterns: str, expected: set[str]
+) -> None:
+    modules = {f"module.{pattern}" for pattern in patterns.split()}
+    set_policy(",".join(["bf16", *(f"{module}=fp32" for module in sorted(modules))]))
+    model = make()
+    if not model.built:
+        model(X)
+    rows = {row.path: row for row in layer_policies(model)}
+    assert {path for path, row in rows.items() if row.compute == "float32"} == expected
+    assert {row.why for path, row in rows.items() if path in expected} == modules
+    assert {row.why for path, row in rows.items() if path not in expected} <= {"plan"}
+    assert {row.variables for row in rows.values()} == {"float32"}
+
+
+def test_what_layers_hand_on_is_what_their_policies_say() -> None:
+    set_policy("fp32,module.body=bf16,module.bend=fp16")
+    model = Subclassed()
+    body = model.body(X)
+    assert keras.backend.standardize_dtype(body.dtype) == "bfloat16"
+    bent = model.activation(body)
+    assert keras.backend.standardize_dtype(bent.dtype) == "float16"
+    assert keras.backend.standardize_dtype(model.head(bent).dtype) == "float32"
+
+
+def test_a_layers_own_dtype_stays() -> None:
+    set_policy("fp16,module.body=fp32")
+    model = sequential(dtype="float32")
+    assert [(row.policy, row.why) for row in layer_policies(model)] == [
+        ("float32", "module.body"),
+        ("float32", "its own"),
+    ]
+
+
+def test_the_table_reads_as_one() -> None:
+    set_policy("bf16,module.head=fp32")
+    assert str(layer_policies(sequential())) == (
+        "layer     class  policy          computes in  why\n"
+        "net/body  Dense  mixed_bfloat16  bfloat16     plan\n"
+        "net/head  Dense  float32         float32      module.head"
+    )
+
+
+def test_it_trains_as_keras_does_with_dtypes_written_by_hand() -> None:
+    """The same weights, bit for bit, as under Keras's own policy with the head's dtype at the layer."""
+    weights = []
+    for by_hand in (True, False):
+        keras.utils.set_random_seed(1)
+        if by_hand:
+            set_policy("fp32")
+            keras.config.set_dtype_policy("mixed_float16")
+            model, optimizer = sequential(dtype="float32"), LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        else:
+            set_policy("fp16,module.head=fp32")
+            model, optimizer = sequential(), keras.optimizers.SGD(0.1)
+        model.compile(optimizer, LOSS)
+        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert all(np.array_equal(one, other) for one, other in zip(*weights, strict=True))
+    assert type(model.optimizer) is LossScaleOptimizer
+
+
+@pytest.mark.parametrize("make", [sequential, functional, nested])
+def test_a_saved_model_has_plain_policies_and_no_word_of_mezzo(
+    make: Callable[[], keras.Model], tmp_path: Path
+) -> None:
+    set_policy("fp16,module.head=fp32")
+    model = make()
+    model.compile("sgd", LOSS)
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        assert "mezzo" not in archive.read("config.json").decode()
+    set_policy("fp32")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", compile=False)
+    leaves = {"body", "norm", "head"}
+    assert {row.path.rpartition("/")[2]: row.policy for row in layer_policies(loaded)} == {
+        row.path.rpartition("/")[2]: "float32" if row.path.endswith(("head", "encoder")) else "mixed_float16"
+        for row in layer_policies(loaded)
+        if row.kind == "Sequential" or row.path.rpartition("/")[2] in leaves
+    }
+    assert np.array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_a_model_goes_on_under_the_same_policy(tmp_path: Path) -> None:
+    set_policy("fp16,module.head=fp32,loss_scale=64")
+    model = sequential()
+    model.compile(keras.optimizers.Adam(0.1), LOSS)
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.machine() == StaticLossScale(64.0)
+    for each in (model, loaded):
+        each.fit(X, Y, shuffle=False, verbose=0)
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(model.get_weights(), loaded.get_weights(), strict=True)
+    )
+    assert int(loaded.optimizer.iterations) == 2
+
+
+def test_a_clone_follows_the_same_plan() -> None:
+    set_policy("fp16,module.head=fp32")
+    clone = keras.models.clone_model(sequential())
+    assert [row.why for row in layer_policies(clone)] == ["plan", "module.head"]
+
+
+# What compile is given under which precision, and the machine of the optimizer that it makes; None: not wrapped.
+@pytest.mark.parametrize(
+    ("precision", "arguments", "machine"),
+    [
+        ("fp16,module.head=fp32", {}, DynamicLossScale()),
+        ("fp32,module.body=fp16", {}, DynamicLossScale()),
+        ("fp16,module.head=fp32,loss_scale=128", {}, StaticLossScale(128.0)),
+        ("bf16,module.head=fp32,loss_scale=128", {}, StaticLossScale(128.0)),
+        ("fp16,module.head=fp32,loss_scale=none", {}, None),
+        ("bf16,module.head=fp32", {}, None),
+        ("fp16,module.head=fp32", {"auto_scale_loss": False}, None),
+    ],
+)
+@pytest.mark.parametrize("make", [sequential, late, Subclassed])
+def test_compile_wraps_the_optimizer(make: Any, precision: str, arguments: Any, machine: Any) -> None:
+    set_policy(precision)
+    model = make()
+    optimizer = keras.optimizers.SGD(0.5)
+    for _ in range(2):  # compiling again wraps once
+        model.compile(optimizer, LOSS, **arguments)
+        if machine is None:
+            assert model.optimizer is optimizer
+        else:
+            assert type(model.optimizer) is LossScaleOptimizer
+            assert model.optimizer.inner_optimizer is optimizer
+            assert model.optimizer.machine() == machine
+
+
+def test_compile_leaves_an_optimizer_that_scales() -> None:
+    set_policy("fp16,module.head=fp32")
+    model, own = sequential(), LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=2)
+    model.compile(own, LOSS)
+    assert model.optimizer is own
+    kerass = KerasScaled(keras.optimizers.SGD())
+    with pytest.warns(
+        UserWarning, match=r'mezzo.keras.LossScaleOptimizer\(optimizer, loss_scale="dynamic"\)'
+    ):
+        model.compile(kerass, LOSS)
+    assert model.optimizer is kerass
+
+
+def test_compile_in_a_subclass_that_calls_super() -> None:
+    class Own(Subclassed):
+        def compile(self, rate: float) -> None:
+            super().compile(optimizer=keras.optimizers.SGD(rate), loss=LOSS)
+
+    set_policy("fp16,module.head=fp32")
+    model = Own()
+    model.compile(0.25)
+    assert type(model.optimizer) is LossScaleOptimizer
+    assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
+    model.fit(X, Y, verbose=0)
+
+
+def test_fp32_undoes_everything() -> None:
+    def patched() -> list[Any]:
+        from keras.src.trainers.trainer import Trainer
+
+        names = ("compile", "compute_loss", "_compute_loss")
+        return [
+            keras.layers.Layer.__call__,
+            keras.layers.Layer._open_name_scope,
+            *(getattr(Trainer, n) for n in names),
+        ]
+
+    before = patched()
+    set_policy("fp16,module.head=fp32")
+    set_policy("fp16,module.head=fp32")
+    during = patched()
+    assert not any(one is other for one, other in zip(before, during, strict=True))
+    assert [inspect.signature(each) for each in during] == [inspect.signature(each) for each in before]
+    assert set_policy("fp32").is_fp32
+    assert patched() == before
+    assert keras.config.dtype_policy() == keras.DTypePolicy("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    model = sequential()
+    model.compile("sgd", LOSS)
+    assert type(model.optimizer) is KerasScaled
+
+
+def test_what_keras_says_of_a_wrong_call_it_says() -> None:
+    set_policy("fp16,module.head=fp32")
+    model = sequential()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'los'"):
+        model.compile("sgd", los=LOSS)
+    with pytest.raises(ValueError, match="Could not interpret optimizer identifier"):
+        model.compile("sgdd", LOSS)
+    model.compile(None, LOSS)
+    assert model.optimizer is None
+
+
+@pytest.mark.parametrize("make", [sequential, functional, late, Subclassed])
+def test_a_pattern_that_names_no_layer_is_told_at_compile_or_at_the_first_step(make: Any) -> None:
+    set_policy("bf16,module.head=fp32,module.boddy=fp32")
+    model = make()
+
+    def train() -> None:
+        model.compile("sgd", LOSS)
+        assert make in (late, Subclassed)  # of the others it is told by now
+        model.train_on_batch(X, Y)
+
+    with pytest.raises(
+        UnknownNameError, match=r"module\.boddy names no layer .*/?head\. Did you mean 'body'\?"
+    ):
+        train()
+
+
+def test_a_pattern_for_another_model_that_was_made() -> None:
+    set_policy("bf16,module.head=fp32,module.critic/out=fp32")
+    critic = keras.Sequential([layers.Dense(1, name="out")], name="critic")
+    critic(X)
+    sequential().compile("sgd", LOSS)
+
+
+def test_a_model_made_before_is_told_at_compile() -> None:
+    model = sequential()
+    set_policy("fp16")
+    with pytest.warns(
+        PolicyWarning, match=r"no layer of the model 'net' computes in 16 bits .*set_policy\('fp16'\)"
+    ):
+        model.compile("sgd", LOSS)
+    assert not isinstance(model.optimizer, KerasScaled)
+
+
+def test_layers_made_before_in_a_model_made_after_are_told() -> None:
+    old = layers.Dense(5, name="body")
+    set_policy("fp16")
+    model = keras.Sequential([keras.Input((4,)), old])
+    with pytest.warns(PolicyWarning, match="made before set_policy"):
+        model.compile("sgd", LOSS)
+
+
+@pytest.mark.parametrize("forgetting", ["clear_session", "thread"])
+def test_a_policy_that_keras_forgot_is_told(forgetting: str) -> None:
+    set_policy("fp16")
+    made: list[keras.Model] = []
+    if forgetting == "thread":
+        thread = threading.Thread(target=lambda: made.append(sequential()))
+        thread.start()
+        thread.join()
+    else:
+        keras.utils.clear_session(free_memory=False)
+        made.append(sequential())
+    with pytest.warns(PolicyWarning, match="clear_session"):
+        made[0].compile("sgd", LOSS)
+
+
+def test_a_layer_with_a_dtype_that_a_pattern_names_is_told() -> None:
+    set_policy("bf16,module.head=fp32")
+    model = sequential(dtype="bfloat16")
+    with (
+        pytest.warns(PolicyWarning, match="the layer 'net/head', which has the policy bfloat16 of its own"),
+        pytest.warns(mezzo.keras.SixteenBitOutputWarning),
+    ):
+        model.compile("sgd", LOSS)
+
+
+def test_float16_layers_from_a_file_are_scaled_under_a_plan_without(tmp_path: Path) -> None:
+    set_policy("fp16,module.head=fp32")
+    sequential().save(tmp_path / "model.keras")
+    set_policy("bf16")
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    model.compile("sgd", LOSS)
+    assert model.optimizer.machine() == DynamicLossScale()
+
+
+def test_a_loop_of_ones_own() -> None:
+    plan = set_policy("fp16,module.head=fp32,loss_scale=32")
+    model = sequential()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1), loss_scale=plan.loss_scale)
+    optimizer.build(model.trainable_variables)
+    assert optimizer.machine() == StaticLossScale(32.0)
+    assert keras.backend.standardize_dtype(model(X).dtype) == "float32"
+
+
+@pytest.mark.parametrize("bad", ["fp8", "float16", "bf16,op.softmax=fp32", "fp16,module.a//b=fp32", 3])
+def test_a_refused_policy_changes_nothing(bad: Any) -> None:
+    set_policy("bf16,module.head=fp32")
+    compiling, policy = keras.Model.compile, keras.config.dtype_policy()
+    with pytest.raises(UsageError):
+        set_policy(bad)
+    assert keras.Model.compile is compiling
+    assert keras.config.dtype_policy() is policy

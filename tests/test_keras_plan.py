@@ -1,0 +1,234 @@
+"""A precision as Keras understands it: no framework is needed for any of this."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mezzo.core.policy import policy
+from mezzo.keras.plan import KerasPlan, names, plan
+from mezzo.keras.planned_name import PlannedName, plan_behind
+
+HEAD = (("head", "float32"),)
+
+
+@pytest.mark.parametrize(
+    ("given", "default", "paths", "scale", "precision"),
+    [
+        ("fp32", "float32", (), NoLossScale(), "fp32"),
+        ("bf16", "mixed_bfloat16", (), NoLossScale(), "bf16"),
+        ("fp16", "mixed_float16", (), DynamicLossScale(), "fp16"),
+        ("float32", "float32", (), NoLossScale(), "fp32"),
+        ("mixed_bfloat16", "mixed_bfloat16", (), NoLossScale(), "bf16"),
+        ("mixed_float16", "mixed_float16", (), DynamicLossScale(), "fp16"),
+        ("compute=mixed_float16", "mixed_float16", (), DynamicLossScale(), "fp16"),
+        ("fp16,module.head=fp32", "mixed_float16", HEAD, DynamicLossScale(), "fp16,module.head=fp32"),
+        (
+            "mixed_float16, module.head = float32",
+            "mixed_float16",
+            HEAD,
+            DynamicLossScale(),
+            "fp16,module.head=fp32",
+        ),
+        ("fp16,loss_scale=1024", "mixed_float16", (), StaticLossScale(1024.0), "fp16,loss_scale=1024"),
+        ("fp16,loss_scale=none", "mixed_float16", (), NoLossScale(), "fp16,loss_scale=none"),
+        # An FP32 model with one part in float16 needs the loss scale too.
+        (
+            "fp32,module.a=fp16",
+            "float32",
+            (("a", "mixed_float16"),),
+            DynamicLossScale(),
+            "fp32,module.a=fp16",
+        ),
+        (
+            "bf16,module.a/b=fp32",
+            "mixed_bfloat16",
+            (("a/b", "float32"),),
+            NoLossScale(),
+            "bf16,module.a/b=fp32",
+        ),
+        (policy("fp16"), "mixed_float16", (), DynamicLossScale(), "fp16"),
+    ],
+)
+def test_what_a_precision_means(given: Any, default: str, paths: Any, scale: Any, precision: str) -> None:
+    made = plan(given)
+    assert made == KerasPlan(default, paths, scale, precision)
+    assert plan(made.precision) == made
+
+
+@pytest.mark.parametrize(
+    ("given", "scale", "precision"),
+    [
+        ("none", NoLossScale(), "fp16,loss_scale=none"),
+        (2**10, StaticLossScale(1024.0), "fp16,loss_scale=1024"),
+        ("dynamic(init=8)", DynamicLossScale(init=8.0), "fp16,loss_scale=dynamic(init=8)"),
+        (DynamicLossScale(init=8.0), DynamicLossScale(init=8.0), "fp16,loss_scale=dynamic(init=8)"),
+    ],
+)
+def test_the_loss_scale_that_is_asked_for_comes_before_the_policys(
+    given: Any, scale: Any, precision: str
+) -> None:
+    made = plan("fp16,loss_scale=2", given)
+    assert (made.loss_scale, made.precision) == (scale, precision)
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text('compute = "fp16"\nloss_scale = 16\n[modules]\n"encoder/*" = "fp32"\n', encoding="utf-8")
+    made = plan(file)
+    assert made == plan(str(file)) == plan("fp16,loss_scale=16,module.encoder/*=fp32")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("bf61", ["unknown precision 'bf61'", "Did you mean 'bf16'?"]),
+        ("mixed_float61", ["unknown precision 'mixed_float61'", "Did you mean 'mixed_float16'?"]),
+        ("fp16,modul.head=fp32", ["unknown key 'modul.head'", "module.PATTERN"]),
+        ("fp16,module.head=fp23", ["unknown format 'fp23'", "Did you mean 'fp32'?"]),
+        ("e4m3fn", ["e4m3fn is a number format"]),
+    ],
+)
+def test_a_wrong_name_has_the_nearest(given: str, words: list[str]) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        plan(given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("fp8", ["compute=fp8", 'model.quantize("float8")', "fp32, bf16, fp16"]),
+        ("tf32", ["compute=tf32", "jax_default_matmul_precision"]),
+        ("auto", ["compute=auto", "name bf16"]),
+        ("bf16,module.head=fp8", ["module.head=fp8", "Keras has no policy for fp8"]),
+        ("bf16,op.softmax=fp32", ["op.softmax", "module.PATTERN=fp32"]),
+        ("bf16,params=bf16", ["params=bf16,masters=split", "FP32 variables"]),
+        ("bf16,masters=none", ["masters=none", "FP32 variables"]),
+        ("bf16,state=int8", ["state=int8", "FP32 state"]),
+        ("fp16,output=fp16", ["output=fp16", "last layer"]),
+        ("bf16,recompute=gelu", ["recompute=gelu", "keras.remat"]),
+        ("bf16,scaling=rowwise", ["scaling=rowwise"]),
+        ("bf16,hidden=fp32", ["hidden=fp32", "module.PATTERN=fp32"]),
+        ("fp16,loss_scale=statistical", ["loss_scale=statistical", "'dynamic'"]),
+        ("float16", ["keeps its variables in 16 bits", "mixed_float16"]),
+        ("bfloat16", ["keeps its variables in 16 bits", "mixed_bfloat16"]),
+        ("float64", ["float64", "float32"]),
+        ("fp16,module.head=float16", ["mixed_float16"]),
+        ("fp16,module.a//b=fp32", ["'a//b' is no pattern of layer paths"]),
+        ("fp16,module.a/=fp32", ["'a/' is no pattern of layer paths"]),
+        ("fp16,module./=fp32", ["'/' is no pattern of layer paths"]),
+        ("nowhere.toml", ["nowhere.toml", "No such file"]),
+        (3, ["this is 3, a int", "'mixed_float16'"]),
+        (None, ["this is None"]),
+        (
+            SimpleNamespace(compute_dtype="float16", variable_dtype="float32", default_policy=1),
+            ["DTypePolicyMap"],
+        ),
+    ],
+)
+def test_what_keras_cannot_do_is_an_error_that_says_what_to_use(given: Any, words: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        plan(given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("loss_scale", ["statistical", "dynamic(ini=8)", True, -1, object()])
+def test_a_wrong_loss_scale_is_an_error(loss_scale: Any) -> None:
+    with pytest.raises(UsageError, match="scale"):
+        plan("fp16", loss_scale)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named", "not_named"),
+    [
+        ("head", ["head", "net/head"], ["head/inner", "heads", "net/head_1", "ahead"]),
+        ("dense*", ["dense", "net/dense_1"], ["dense/norm", "net/my_dense"]),
+        ("encoder/*/norm", ["encoder/0/norm", "net/encoder/b1/norm"], ["encoder/norm", "encoder/0/1/norm"]),
+        ("encoder.*.norm", ["encoder/0/norm", "net/encoder/b1/norm"], ["encoder/norm", "encoder/0/1/norm"]),
+        ("encoder/**/norm", ["encoder/norm", "net/encoder/0/1/norm"], ["norm"]),
+        ("/dense", ["dense"], ["net/dense"]),
+        (
+            "block.0/dense",
+            ["block.0/dense", "net/block.0/dense"],
+            ["block/dense"],
+        ),  # Keras takes dots in names
+        ("*", ["a", "a/b"], []),
+    ],
+)
+def test_which_paths_a_pattern_names(pattern: str, named: list[str], not_named: list[str]) -> None:
+    assert all(names(pattern, path) for path in named)
+    assert not any(names(pattern, path) for path in not_named)
+
+
+def test_of_patterns_that_name_a_layer_the_last_decides_and_inner_layers_follow() -> None:
+    made = plan("fp16,module.mha=fp32,module.mha/query=bf16,module.enc/**=bf16,module.enc/norm*=fp32")
+    for path, policy_name, pattern in (
+        ("net/mha", "float32", "mha"),
+        ("net/mha/key", "float32", "mha"),
+        ("net/mha/query", "mixed_bfloat16", "mha/query"),
+        ("net/mha/query/inside", "mixed_bfloat16", "mha/query"),
+        ("enc/dense", "mixed_bfloat16", "enc/**"),
+        ("enc/norm_1", "float32", "enc/norm*"),
+        ("other", "mixed_float16", None),
+    ):
+        assert made.policy_for(path) == policy_name, path
+        assert made.decision(path) == (pattern, policy_name)
+    backwards = plan("fp16,module.enc/norm*=fp32,module.enc/**=bf16")
+    assert backwards.policy_for("enc/norm_1") == "mixed_bfloat16"
+
+
+def test_patterns_that_name_nothing() -> None:
+    made = plan("fp16,module.net=fp32,module.hed=fp32,module.head=fp32,module./head=fp32")
+    assert made.unmatched(["net/head", "net/body"]) == ("hed", "/head")
+    assert made.unmatched([]) == ("net", "hed", "head", "/head")
+
+
+def test_printed_it_says_everything() -> None:
+    assert str(plan("fp16,module.encoder/*/norm=fp32,module.head=fp32,loss_scale=1024")) == (
+        "fp16,loss_scale=1024,module.encoder/*/norm=fp32,module.head=fp32\n"
+        "  every other layer  mixed_float16\n"
+        "  encoder/*/norm     float32\n"
+        "  head               float32\n"
+        "  loss scale         1024"
+    )
+    assert str(plan("bf16")) == "bf16\n  every layer  mixed_bfloat16\n  loss scale   none"
+
+
+def test_is_fp32() -> None:
+    assert plan("fp32").is_fp32
+    assert not plan("fp32,module.a=bf16").is_fp32
+    assert not plan("fp32", 1024).is_fp32
+
+
+def test_a_planned_name_is_its_string_and_survives_copies_but_not_files() -> None:
+    made = plan("fp16")
+    name = PlannedName("mixed_float16", made)
+    assert name == "mixed_float16"
+    assert hash(name) == hash("mixed_float16")
+    assert plan_behind(SimpleNamespace(name=copy.deepcopy({"name": name})["name"])) is made
+    again = pickle.loads(pickle.dumps(name))
+    assert type(again) is str
+    assert again == name
+    assert plan_behind(SimpleNamespace(name="mixed_float16")) is None
+    assert plan_behind(None) is None
+
+
+def test_a_plan_imports_no_framework() -> None:
+    code = (
+        "import sys; from mezzo.keras.plan import plan; plan('fp16,module.a=fp32'); "
+        "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'tf_keras') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
