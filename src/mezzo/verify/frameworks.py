@@ -71,7 +71,7 @@ def _of_keras(name: str) -> Precision:
 
 def _is_keras(run: FinishedRun) -> str | None:
     """A run as PyTorch's in which only Keras trained: on its torch backend it calls backward, and steps itself."""
-    if run.updates or not run.machine.get("keras"):
+    if run.updates or "keras" not in run.machine:
         return None
     return "trains with Keras: give --framework keras"
 
