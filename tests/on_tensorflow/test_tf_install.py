@@ -58,6 +58,17 @@ def test_a_name_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tf.train.AdamOptimizer == "mine"
 
 
+def test_a_module_does_not_hide_the_function_of_its_name() -> None:
+    code = (
+        "import sys, mezzo.tensorflow as mt; assert 'tensorflow' not in sys.modules; mt.uninstall(); "
+        "import mezzo.tensorflow.install, mezzo.tensorflow.explain; mt.install(); mt.uninstall(); "
+        "assert mt.explain.__module__ == 'mezzo.tensorflow.explain' and callable(mt.explain); "
+        "assert sorted(mt.__all__) == sorted(set(mt.__all__) & set(dir(mt)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def run(code: str) -> dict[str, str]:
     environment = os.environ | {"MEZZO_ASSUME_NATIVE": "bf16"}
     done = subprocess.run(

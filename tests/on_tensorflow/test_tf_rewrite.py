@@ -362,6 +362,8 @@ def test_keras_3_fits_in_rewritten_graphs() -> None:
     found = types(lambda: model.fit(x, y, batch_size=4, epochs=2, verbose=0))
     assert found["MatMul"] == {"bfloat16"}
     assert optimizer.machine() == DynamicLossScale(init=16.0, growth_interval=3, scale=64.0, good_steps=2)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert repr(again) == "GraphRewriteOptimizer(SGD, loss_scale=dynamic(init=16,growth_interval=3))"
 
 
 def test_keras_3_leaves_xla_out_while_the_rewrite_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ Each public name is fetched when it is first asked for: `import mezzo.tensorflow
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 # Public name -> its module.
@@ -35,3 +37,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
+
+
+class _Package(ModuleType):
+    """A package whose functions are not hidden by the modules that they come from: `import` binds those by name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
