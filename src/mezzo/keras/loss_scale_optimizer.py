@@ -14,6 +14,7 @@ Keras's does, it keeps the arguments that are refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +27,13 @@ from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
 from mezzo.keras.apply_or_keep import apply_or_keep
 from mezzo.keras.gradients import is_narrow, unscale
-from mezzo.keras.machine_setting import machine_of
+from mezzo.keras.machine_setting import machine_of, setting_of
 from mezzo.keras.patience import Looks, assert_in_graph, patience_of
 from mezzo.keras.saved_state import allowed, is_keras_state, load_keras_state
 from mezzo.keras.scale_use import ScaleUse, check_not_baked_in
+
+# By its name of now: a script or a plugin may put another class in the place of that attribute.
+_Keras: Any = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="mezzo")
@@ -55,7 +59,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     PyTorch on an accelerator; at the end of `fit` everywhere; whenever `check` is called.
 
     Raises:
-        UsageError: an inner optimizer that is none, or scales the loss itself; a loss scale that is none.
+        UsageError: an inner optimizer that is none, or wraps one for a loss scale already; a loss scale that is none.
         ValueError: arguments that belong to the inner optimizer.
     """
 
@@ -102,7 +106,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 (len(variables),), "zeros", "int", aggregation="only_first_replica", name="bad_gradients"
             )
         self.inner_optimizer.build(variables)
-        super(keras.optimizers.LossScaleOptimizer, self).build(variables)
+        super(_Keras, self).build(variables)
 
     # What the loss is multiplied by
 
@@ -217,9 +221,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             ValueError: the TensorFlow backend, where Keras has none; no `build` before; a wrong number of values.
         """
-        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
-            optimizer_variables, grads, trainable_variables
-        )
+        return super(_Keras, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def _examine(self, grads: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], Any]:
         """The unscaled gradients; and int [trainable variables], 1 where one is not finite."""
@@ -260,7 +262,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value),
             ),
         ):
-            variable.assign(value)
+            self.assign(variable, value)
         patience = patience_of(self._machine)
         if patience is None:
             return
@@ -291,7 +293,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _bad_names(self) -> list[str]:
         if self.bad_gradients is None:
             return []
-        flags = keras.ops.convert_to_numpy(self.bad_gradients.value)
+        flags = self.bad_gradients.numpy()
         return [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
 
     # State
@@ -336,12 +338,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._scale.assign(allowed(self._machine, _number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes the same optimizer from: settings, no state."""
+        """What `from_config` makes the same optimizer from: settings, no state.
+
+        Where Keras's own optimizer has a word for all that is set, it is Keras's configuration, which it can read.
+        """
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        unscaled = self._use.on_unscaled
         return {
             "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "loss_scale": self._machine.state_dict(),
-            "on_unscaled": self._use.on_unscaled,
+            "inner_optimizer": inner,
+            **setting_of(self._machine),
+            **({} if unscaled == "raise" else {"on_unscaled": unscaled}),
         }
 
     @classmethod
@@ -362,7 +369,7 @@ def _times(loss: Any, scale: Any) -> Any:
 
 
 def _number(variable: Any) -> float:
-    return float(keras.ops.convert_to_numpy(variable.value))
+    return float(variable.numpy())  # of a variable of several replicas too
 
 
 def _path(variable: Any) -> str:
@@ -370,7 +377,7 @@ def _path(variable: Any) -> str:
 
 
 def _check_inner(inner: Any) -> None:
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+    if isinstance(inner, _Keras):
         raise UsageError(
             f"the inner optimizer is a {type(inner).__name__}: the loss would be scaled twice. "
             "Hand over the optimizer that it wraps, its .inner_optimizer."
@@ -381,7 +388,9 @@ def _check_inner(inner: Any) -> None:
             "keras.optimizers.Adam(1e-3); keras.optimizers.get(name) makes one from its name."
         )
     if inner.loss_scale_factor is not None:
-        raise UsageError(
-            f"the inner optimizer has loss_scale_factor={inner.loss_scale_factor!r}: the loss would be scaled twice. "
-            f"Leave it out there, and for the same constant give loss_scale={inner.loss_scale_factor!r} here."
+        warnings.warn(
+            f"loss_scale_factor={inner.loss_scale_factor!r} of the inner optimizer is switched off: the scale of "
+            "LossScaleOptimizer stands in its place. "
+            f"For that constant, give loss_scale={inner.loss_scale_factor!r} here.",
+            stacklevel=3,
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import LossScale, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, from_state_dict
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.traced_scale import TraceableLossScale, traceable
 
@@ -45,3 +45,15 @@ def machine_of(
     if dynamic_growth_steps is not None:
         machine = replace(machine, growth_interval=dynamic_growth_steps)
     return traceable(machine)
+
+
+def setting_of(machine: TraceableLossScale) -> dict[str, Any]:
+    """The arguments that `machine_of` makes this loss scale from: Keras's two where they say it all."""
+    if isinstance(machine, DynamicLossScale):
+        kerass: dict[str, Any] = {
+            "initial_scale": machine.init,
+            "dynamic_growth_steps": machine.growth_interval,
+        }
+        if machine_of("dynamic", **kerass) == machine:
+            return kerass
+    return {"loss_scale": machine.state_dict()}

@@ -1,0 +1,168 @@
+"""LossScaleOptimizer over several devices, two of which this CPU pretends to be: one decision for all replicas.
+
+Each in a process of its own, since devices are settled before the first tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from conftest import BACKEND
+
+COMMON = """
+import json, math
+import keras
+import numpy as np
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.loss_scale import StaticLossScale
+from mezzo.keras import LossScaleOptimizer
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+def model(loss_scale="dynamic(init=1024)"):
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)])
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), loss_scale=loss_scale)
+    made.compile(optimizer, "mse", jit_compile=JIT)
+    return made
+
+def fitted(x=X, **settings):
+    made = model(**settings)
+    made.fit(x, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return made
+
+def facts(made):
+    optimizer = made.optimizer
+    return {
+        "weights": np.concatenate([w.numpy().ravel() for w in made.weights]).tolist(),
+        "scale": optimizer.machine().scale,
+        "good_steps": optimizer.machine().good_steps,
+        "skipped": int(optimizer.skipped_steps.numpy()),
+        "steps": int(optimizer.iterations.numpy()),
+    }
+
+ONE_SHARD = X.copy()
+ONE_SHARD[12] = math.nan  # of the first batch, in the second device's half
+
+def collapse():
+    try:
+        fitted(np.full_like(X, math.nan), loss_scale=StaticLossScale(2.0, patience=4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+told = {}
+"""
+
+TENSORFLOW = """
+import tensorflow as tf
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+JIT = False
+"""
+
+MIRRORED = """
+# One for all: a second one in the process takes up the collective keys of the first.
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+def by_hand(cls):
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = cls(keras.optimizers.SGD(0.5, momentum=0.5), 4.0, 3)
+        optimizer.build([weight])
+
+    @tf.function
+    def run(of_replica):
+        def replica():
+            at = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.scale_loss(1.0)
+            optimizer.apply([tf.stack([of_replica[at], 4.0])], [weight])
+        strategy.run(replica)
+
+    history = []
+    for of_replica in ([4.0, 4.0], [4.0, math.inf], [math.inf, 4.0], [4.0, 4.0]):
+        run(tf.constant(of_replica))
+        scale = optimizer.dynamic_scale.value
+        history.append([[copy.numpy().tolist() for copy in held.values] for held in (weight.value, scale)])
+    return history
+
+told["ours"] = by_hand(LossScaleOptimizer)
+told["keras"] = by_hand(keras.optimizers.LossScaleOptimizer)
+with strategy.scope():
+    told["mirrored"] = facts(fitted(ONE_SHARD))
+    told["collapse"] = collapse()
+with tf.distribute.OneDeviceStrategy("CPU:1").scope():
+    told["one device strategy"] = facts(fitted(ONE_SHARD))
+print(json.dumps(told))
+"""
+
+JAX = """
+JIT = True
+import jax
+assert len(jax.devices()) == 2
+"""
+
+DATA_PARALLEL = """
+told["one device"] = facts(fitted(ONE_SHARD))
+keras.distribution.set_distribution(keras.distribution.DataParallel(devices=keras.distribution.list_devices()))
+told["parallel"] = facts(fitted(ONE_SHARD))
+told["collapse"] = collapse()
+print(json.dumps(told))
+"""
+
+
+def told_by(*parts: str) -> Any:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    run = subprocess.run(
+        [sys.executable, "-c", "".join(map(textwrap.dedent, parts))],
+        env={**os.environ, "KERAS_BACKEND": BACKEND, **(flags if BACKEND == "jax" else {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same decisions, and the same weights but for the order in which a batch is summed."""
+    assert {**one, "weights": None} == {**other, "weights": None}
+    assert one["weights"] == pytest.approx(other["weights"], rel=1e-4, abs=1e-5)
+
+
+AFTER = {"scale": 256.0, "good_steps": 1, "skipped": 2, "steps": 2}
+
+
+def test_tensorflows_strategies() -> None:
+    """Keras's own asks the first replica alone: infinity on the second one is in all weights after that step."""
+    if BACKEND != "tensorflow":
+        pytest.skip("tf.distribute is TensorFlow's")
+    told = told_by(TENSORFLOW, COMMON, MIRRORED)
+    # Weights on both replicas, then the scale on both.
+    assert told["ours"] == [
+        [[[0.0, 1.0]] * 2, [4.0] * 2],
+        [[[0.0, 1.0]] * 2, [2.0] * 2],
+        [[[0.0, 1.0]] * 2, [1.0] * 2],
+        [[[-4.5, -3.5]] * 2, [1.0] * 2],
+    ]
+    assert told["keras"][1][0] == [[float("-inf"), -0.5]] * 2
+    assert {**told["one device strategy"], "weights": None} == {**AFTER, "weights": None}
+    check_same(told["mirrored"], told["one device strategy"])
+    assert "InvalidArgumentError" in told["collapse"]
+    assert "LossScaleCollapseError: 4 steps in a row" in told["collapse"]
+
+
+def test_jaxs_data_parallel() -> None:
+    if BACKEND != "jax":
+        pytest.skip("keras.distribution.DataParallel is JAX's")
+    told = told_by(JAX, COMMON, DATA_PARALLEL)
+    assert {**told["one device"], "weights": None} == {**AFTER, "weights": None}
+    check_same(told["parallel"], told["one device"])
+    assert told["collapse"].startswith("LossScaleCollapseError: gradients that are not finite, those of")
