@@ -195,6 +195,12 @@ def test_a_graph_without_an_allow_op_is_left_as_it_is() -> None:
     assert "no op on the allow list" in str(found)
 
 
+def test_a_function_that_xla_compiles_has_a_note() -> None:
+    compiled = tf.function(net, jit_compile=True)
+    assert "jit_compile=False" in mtf.explain(compiled, X, mode=BF16).notes[0]
+    assert mtf.explain(tf.function(net), X, mode=BF16).notes == ()
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize("every_node", [False, True])
 def test_the_text_fits_its_width(width: int, every_node: bool) -> None:

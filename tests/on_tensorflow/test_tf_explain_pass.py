@@ -62,7 +62,8 @@ def test_every_node_of_every_graph_has_the_passs_colour(graphs: dict[str, Any], 
             different[name] = (theirs.types ^ ours.types, theirs.casts ^ ours.casts)
     assert not different
     assert len(graphs) > 40
-    assert (nodes, painted) >= (3000, 300)
+    assert nodes >= 3000
+    assert painted >= 400
 
 
 @pytest.mark.parametrize("op", EXERCISED)

@@ -187,6 +187,22 @@ def list_from_exp():
 
 
 @traced(f32(4, 3))
+def deny_through_a_list():
+    w = variable(3, 3)
+
+    def forward(x):
+        full = tf.raw_ops.TensorListFromTensor(tensor=tf.exp(x @ w), element_shape=[3])
+        return (
+            tf.tanh(
+                tf.raw_ops.TensorListStack(input_handle=full, element_shape=[3], element_dtype=tf.float32)
+            )
+            @ w
+        )
+
+    return forward
+
+
+@traced(f32(4, 3))
 def list_that_leaves():
     w = variable(3, 3)
 

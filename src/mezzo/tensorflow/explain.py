@@ -60,10 +60,10 @@ def explain(
     (['MatMul', 'Relu'], 'Exp is on the deny list')
     """
     lists = _lists(mode, op_lists)
-    graph_def, kept = _graph_of(fn, args, kwargs)
+    graph_def, kept, compiled = _graph_of(fn, args, kwargs)
     fed = [node.name for node in graph_def.node if node.op == "Placeholder"]
     graph = typed_graph(inlined(graph_def, kept), lists, preserved=[*kept, *fed])
-    return _explanation(graph, lists, paint(graph, lists))
+    return _explanation(graph, lists, paint(graph, lists), compiled)
 
 
 def _lists(mode: str, given: Any) -> OpLists:
@@ -87,8 +87,8 @@ def _lists(mode: str, given: Any) -> OpLists:
     return lists_.op_lists(name, overrides_of(given) if given else None)
 
 
-def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The GraphDef of what was given, and the names of nodes that must be kept: what the graph gives back."""
+def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str], bool]:
+    """The GraphDef of what was given, the names of nodes that must be kept, and whether XLA compiles it all."""
     import tensorflow as tf
     from tensorflow.core.framework import graph_pb2
 
@@ -96,11 +96,11 @@ def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
         _no_arguments(fn, args, kwargs)
         graph_def = fn if isinstance(fn, graph_pb2.GraphDef) else fn.as_graph_def()
         if isinstance(fn, tf.Graph) and hasattr(fn, "outputs"):  # a function's own graph
-            return _with_results(graph_def, fn.outputs)
-        return graph_def, _unread(graph_def)
+            return *_with_results(graph_def, fn.outputs), False
+        return graph_def, _unread(graph_def), False
     if hasattr(fn, "structured_input_signature") and hasattr(fn, "graph"):
         _no_arguments(fn, args, kwargs)
-        return _with_results(fn.graph.as_graph_def(), fn.graph.outputs)
+        return *_with_results(fn.graph.as_graph_def(), fn.graph.outputs), _by_xla(fn)
     call, args, kwargs = _callable(fn, args, kwargs)
     try:
         concrete = call.get_concrete_function(*args, **kwargs)
@@ -109,7 +109,11 @@ def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
             f"explain: {_name(fn)} cannot be traced with {len(args) + len(kwargs)} arguments: "
             f"{_first_line(error)} Give it what it is called with, or a tf.TensorSpec for a tensor."
         ) from error
-    return _with_results(concrete.graph.as_graph_def(), concrete.graph.outputs)
+    return *_with_results(concrete.graph.as_graph_def(), concrete.graph.outputs), _by_xla(concrete)
+
+
+def _by_xla(concrete: Any) -> bool:
+    return bool(concrete.function_def.attr["_XlaMustCompile"].b)
 
 
 def _callable(
@@ -225,7 +229,7 @@ def inlined(graph_def: Any, kept: Sequence[str]) -> Any:
     return tf_optimizer.OptimizeGraph(config, meta, verbose=False)
 
 
-def _explanation(graph: TypedGraph, lists: OpLists, painting: Painting) -> Explanation:
+def _explanation(graph: TypedGraph, lists: OpLists, painting: Painting, compiled: bool) -> Explanation:
     reasons = Reasons(graph, lists, painting)
     rows = []
     for number, node in enumerate(graph.nodes):
@@ -266,12 +270,17 @@ def _explanation(graph: TypedGraph, lists: OpLists, painting: Painting) -> Expla
         len(graph.nodes),
         tuple(rows),
         casts,
-        tuple(_notes(graph, lists, painting)),
+        tuple(_notes(graph, lists, painting, compiled)),
     )
 
 
-def _notes(graph: TypedGraph, lists: OpLists, painting: Painting) -> list[str]:
+def _notes(graph: TypedGraph, lists: OpLists, painting: Painting, compiled: bool) -> list[str]:
     notes = []
+    if compiled:
+        notes.append(
+            "XLA compiles this function (jit_compile=True), and TensorFlow's rewrite leaves such functions in FP32: "
+            "the rows say what it would do with jit_compile=False."
+        )
     if not painting.painted:
         notes.append("The graph has no op on the allow list, so the pass leaves all of it as it is.")
     if not graph.kernels_known:
