@@ -37,22 +37,22 @@ def data(batches: int = BATCHES) -> tuple[Array, Array]:
     return x, x.sum(1, keepdims=True)
 
 
-def model(optimizer: Any = None, policy: str = "mixed_float16", drop: float = DROP, **compiled: Any) -> Any:
+def model(
+    optimizer: Any = None,
+    policy: str = "mixed_float16",
+    drop: float = DROP,
+    plain: bool = False,
+    **compiled: Any,
+) -> Any:
     """Everything that a look could disturb: moving statistics, seeds, a loss scale that overflows."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy(policy)
     layers = keras.layers
-    found = keras.Sequential(
-        [
-            layers.Input((6,)),
-            layers.Dense(8, activation="relu", name="first"),
-            layers.BatchNormalization(name="norm"),
-            layers.Dropout(drop, name="drop"),
-            layers.Dense(1, dtype="float32", name="head"),
-        ],
-        name="net",
-    )
+    between = [] if plain else [layers.BatchNormalization(name="norm"), layers.Dropout(drop, name="drop")]
+    first = layers.Dense(8, activation="relu", name="first")
+    head = layers.Dense(1, dtype="float32", name="head")
+    found = keras.Sequential([layers.Input((6,)), first, *between, head], name="net")
     if optimizer is None:
         optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**20)
     found.compile(optimizer, "mse", metrics=["mae"], **compiled)
@@ -264,7 +264,7 @@ def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     x, y = data()
     y[2 * BATCH] = 1e30  # its square is beyond FP32
     monitor = PrecisionMonitor(tmp_path, verbose=False)
-    history = fit(model(keras.optimizers.SGD(0.01)), [monitor], (x, y))
+    history = fit(model(keras.optimizers.SGD(0.01), plain=True), [monitor], (x, y))
     losses = [one.loss for one in of("loss", monitor.path)]
     assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
     assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
@@ -279,7 +279,7 @@ def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: P
             if batch == 5:
                 raise KeyboardInterrupt
 
-    net, monitor = model(), PrecisionMonitor(tmp_path, every=4, verbose=False)
+    net, monitor = model(plain=True), PrecisionMonitor(tmp_path, every=4, verbose=False)
     with pytest.raises(KeyboardInterrupt):
         fit(net, [monitor, Break()])
     first = monitor.path
@@ -314,7 +314,7 @@ def test_several_steps_in_one_execution(tmp_path: Path, watched: dict[str, Any])
 
 def test_without_a_loss_scale(tmp_path: Path) -> None:
     monitor = PrecisionMonitor(tmp_path, watch=True, verbose=False)
-    history = fit(model(keras.optimizers.SGD(0.01), "mixed_bfloat16"), [monitor])
+    history = fit(model(keras.optimizers.SGD(0.01), "mixed_bfloat16", plain=True), [monitor])
     assert "loss_scale" not in history
     assert {one.loss_scale for one in of("update", monitor.path)} == {1.0}
     assert len(of("loss", monitor.path)) == BATCHES
@@ -326,7 +326,7 @@ def test_keras_own_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         keras.optimizers.SGD(0.0), 2.0**13, dynamic_growth_steps=3
     )
     monitor = PrecisionMonitor(tmp_path)
-    history = fit(model(optimizer), [monitor])
+    history = fit(model(optimizer, plain=True), [monitor])
     updates = of("update", monitor.path)
     for before, after in itertools.pairwise(updates):
         change = after.loss_scale / before.loss_scale
@@ -345,7 +345,7 @@ def test_a_collapse_comes_out_of_fit(tmp_path: Path) -> None:
     monitor = PrecisionMonitor(tmp_path, every=4, verbose=False)
     seen = Seen()
     with pytest.raises(Exception, match=r"(?s)loss scale|patience|not finite") as caught:
-        fit(model(optimizer), [monitor, seen])
+        fit(model(optimizer, plain=True), [monitor, seen])
     assert len(seen.kernels) < BATCHES
     if BACKEND == "jax":  # where the optimizer can't look while it trains
         assert caught.type is LossScaleCollapseError
@@ -357,13 +357,14 @@ def test_a_model_with_a_training_step_of_its_own(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.dense = keras.layers.Dense(1)
+            self.own = keras.metrics.Mean(name="own")
 
         def call(self, x: Any) -> Any:
             return self.dense(x)
 
         @property
         def metrics(self) -> list[Any]:
-            return []
+            return [self.own]
 
     keras.config.set_dtype_policy("float32")
     net = Own()
@@ -375,7 +376,7 @@ def test_a_model_with_a_training_step_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_in_a_watched_training_loads_in_any(tmp_path: Path) -> None:
-    net = model()
+    net = model(plain=True)
     fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
     net.save(tmp_path / "net.keras")
     loaded = keras.saving.load_model(tmp_path / "net.keras")

@@ -144,18 +144,37 @@ def _tensorflow(tensor: Any) -> Any:
 
 
 def _jax(tensor: Any) -> Any:
-    import jax
     import jax.numpy as jnp
 
-    bits = {"float16": (5, 10), "bfloat16": (8, 7)}.get(str(tensor.dtype))
-    wide = tensor.astype(jnp.float32).reshape(-1)
-    if bits is not None:  # compiled, the rounding to 16 bits may have been left out as a pair of casts
-        wide = jax.lax.reduce_precision(wide, *bits)
-    pattern = jax.lax.bitcast_convert_type(wide, jnp.int32) & 0x7FFFFFFF
+    pattern = _jax_pattern(tensor).reshape(-1)
     index = jnp.where(pattern == 0, ZERO, jnp.where(pattern > _INFINITY, NAN, pattern >> 23))
     bins = jnp.zeros(BINS, jnp.int32).at[index].add(1)
     finite = jnp.max(jnp.where(pattern < _INFINITY, pattern, 0), initial=0)
     return jnp.concatenate([bins, finite[None]])
+
+
+def _jax_pattern(tensor: Any) -> Any:
+    """FP32's bits of the magnitudes, int32; of 16-bit numbers by whole numbers alone.
+
+    Compiled, a rounding to 16 bits and the cast back may both be left out, and `lax.reduce_precision`, which is not,
+    makes fp16's subnormals 0.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dtype = str(tensor.dtype)
+    if dtype not in ("float16", "bfloat16"):
+        return jax.lax.bitcast_convert_type(tensor.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    bits = jax.lax.bitcast_convert_type(tensor, jnp.uint16).astype(jnp.int32) & 0x7FFF
+    if dtype == "bfloat16":
+        return bits << 16
+    exponent, mantissa = bits >> 10, bits & 0x3FF
+    normal = ((exponent + 112) << 23) | (mantissa << 13)
+    top = 31 - jax.lax.clz(jnp.maximum(mantissa, 1))  # of a subnormal, mantissa * 2^-24
+    subnormal = ((top + 103) << 23) | ((mantissa << (23 - top)) & 0x7FFFFF)
+    beyond = _INFINITY | (mantissa << 13)
+    small = jnp.where(mantissa == 0, 0, subnormal)
+    return jnp.where(exponent == 0, small, jnp.where(exponent == 31, beyond, normal))
 
 
 def _torch(tensor: Any) -> Any:

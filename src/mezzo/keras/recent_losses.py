@@ -12,6 +12,9 @@ from typing import Any
 
 import keras
 
+LEAST = 32
+"""Losses that a model's tracker keeps at least: another monitor that reads a little less often need not replace it."""
+
 
 class RecentLosses(keras.metrics.Mean):
     """`keras.metrics.Mean`, and the last `size` values that it was given.
@@ -76,7 +79,7 @@ def put_into(model: Any, size: int) -> RecentLosses | None:
         return old
     if not isinstance(old, keras.metrics.Mean):
         return None
-    new = RecentLosses(size, name=old.name, dtype=old.dtype)
+    new = RecentLosses(max(size, LEAST), name=old.name, dtype=old.dtype)
     object.__setattr__(model, "_loss_tracker", new)  # Keras too sets it past its own tracking of attributes
     # Functions that were traced before hold the old one.
     model.train_function = model.test_function = None
