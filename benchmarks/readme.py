@@ -15,6 +15,7 @@ import readme_monitoring as monitoring
 import readme_recipes as recipes
 import readme_reproduce as reproduce
 import readme_steps as steps
+import readme_transfer as transfer
 from readme_steps import busy
 
 ROOT = Path(__file__).parent.parent
@@ -250,6 +251,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "tracing": lambda: monitoring.tracing(_read("watch.json")),
         "faults": lambda: monitoring.faults(_read("faults.json")),
     },
+    "docs/transfer.md": {"transfer": lambda: transfer.table(RESULTS / "transfer.json")},
     "docs/tune.md": {"tuned": lambda: monitoring.tuned(_read("tune.json"))},
     "docs/losses.md": {"losses": _bench(steps.losses)},
     "docs/memory.md": {"keep-memory": keep_memory},

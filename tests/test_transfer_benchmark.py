@@ -1,0 +1,91 @@
+"""benchmarks/transfer.py and its table: which steps are timed, what is paired, what a run cut short leaves out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mezzo.core.records import UpdateRecord
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("transfer")
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("readme_transfer")
+
+
+def update(index: int, optimizer: int, at: float, observed: bool = False) -> UpdateRecord:
+    return UpdateRecord(index, optimizer, True, False, 1.0, at, observed=observed)
+
+
+def test_steps_are_those_of_their_stage_without_the_first_and_the_watched(benchmark: ModuleType) -> None:
+    at = [0.0, 9.0, 18.0, 20.0, 30.0, 40.0, 43.0]
+    first = [update(index, 0, time, observed=index == 4) for index, time in enumerate(at)]
+    second = [update(7 + index, 1, 100.0 + index * 0.5) for index in range(4)]
+    assert benchmark.step_times([*first, *second]) == {
+        "pretraining": {3: 2.0, 6: 3.0},
+        "head": {3: 0.5},
+        "fine-tuning": {},
+    }
+
+
+def run(benchmark: ModuleType, seconds: dict[int, float], accuracy: float | None = 90.0):  # type: ignore[no-untyped-def]
+    times = {stage: dict(seconds) if stage == "pretraining" else {} for stage in benchmark.STAGES}
+    return benchmark.Run(times, accuracy, 5_000_000, 1, None if accuracy is None else 7.0, {})
+
+
+def test_a_row_pairs_the_same_steps_and_leaves_out_what_a_run_did_not_reach(benchmark: ModuleType) -> None:
+    whole = run(benchmark, {3: 0.1, 4: 0.1, 5: 0.1, 6: 99.0})
+    cut = run(benchmark, {3: 0.4, 4: 0.4, 5: 0.4}, accuracy=None)
+    found = benchmark.rows({"fp32": [whole], "bf16": [], "fp16": [cut]})
+    assert list(found) == ["fp32", "fp16"]
+    assert found["fp32"]["accuracies"] == [90.0]
+    row = found["fp16"]
+    assert (row["accuracies"], row["seconds"], row["peak_bytes"], row["skipped"]) == ([], None, 5_000_000, 1)
+    assert row["stages"].keys() == {"pretraining"}
+    stage = row["stages"]["pretraining"]
+    assert stage["steps"] == 3
+    assert [stage["ratio"], *stage["interval"]] == pytest.approx([4.0] * 3)
+
+
+def test_rounds_turn_so_that_no_precision_is_always_first(benchmark: ModuleType) -> None:
+    assert [benchmark.turned(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "c", "a", "c"]
+
+
+@pytest.mark.parametrize(("load", "shown"), [(0.5, True), (1.5, False)])
+def test_the_table_leaves_times_out_where_the_machine_was_busy(
+    load: float, shown: bool, tmp_path: Path, benchmark: ModuleType, page: ModuleType
+) -> None:
+    fp32 = [run(benchmark, {3: 0.125, 4: 0.125}, accuracy) for accuracy in (80.0, 91.5)]
+    fp16 = [run(benchmark, {3: 0.5, 4: 0.5}, None)]
+    results = {
+        "load_at_start": load,
+        "argv": [],
+        "limit": 60.0,
+        "machine": {"threads": 2, "cpu": "a CPU", "keras": "3", "jax": "1"},
+        "backends": {"jax": benchmark.rows({"fp32": fp32, "fp16": fp16})},
+        "scratch": {"backend": "jax", "accuracies": [60.0, 61.0]},
+    }
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps(results))
+    table = page.table(path)
+    assert ["125 ms" in table, "500 ms, 4.00 (4.00 to 4.00)" in table, "7 s" in table] == [shown] * 3
+    assert "| jax | float32 | 80.0 %, 91.5 % |" in table
+    assert "| jax | mixed_float16 | ended after 60 s |" in table
+    assert table.count("5 MB") == 2
+    assert "85.8 % with it, 60.5 % without" in table
+    assert "keras 3, jax 1" in table
+
+
+def test_without_a_file_the_page_says_what_makes_one(tmp_path: Path, page: ModuleType) -> None:
+    assert "python benchmarks/transfer.py" in page.table(tmp_path / "none.json")
