@@ -1,0 +1,103 @@
+"""docs/keras.md: its Python runs on this backend, prints what the page shows, and is right about Keras itself."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import pytest
+from keras import layers
+
+from conftest import BACKEND
+from mezzo.keras import set_policy
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "keras.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+# A block's fence may name the one backend that it is for. After a block may come, indented, what it prints.
+BLOCK = re.compile(r"^```python ?(\w*)\n(.*?)^```\n(?:\n((?:    [^\n]*\n)+))?", re.MULTILINE | re.DOTALL)
+KerasScaled = keras.optimizers.LossScaleOptimizer
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    set_policy("fp32")
+
+
+def test_the_pages_python_runs_and_prints_what_it_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [match.groups() for match in BLOCK.finditer(TEXT)]
+    assert len(blocks) == TEXT.count("```python")
+    assert {backend for backend, _, _ in blocks} == {"", "tensorflow", "jax", "torch"}
+    names: dict[str, object] = {"__name__": "page"}
+    shown = 0
+    for backend, code, expected in blocks:
+        if backend not in ("", BACKEND):
+            continue
+        exec(compile(code, str(PAGE), "exec"), names)
+        printed = capsys.readouterr().out
+        if expected and not expected.strip().startswith("mezzo "):  # a command, not what is printed
+            assert printed == re.sub(r"^    ", "", expected, flags=re.MULTILINE)
+            shown += 1
+        for comment in re.findall(r"print\([^\n]*\)  # ([^\n]+)", code):
+            assert comment in printed
+    assert shown == 4
+
+
+def functional(*made: keras.layers.Layer) -> keras.Model:
+    x = inputs = keras.Input((4,))
+    for layer in made:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def test_keras_maps_cannot_name_layers_without_weights_and_leave_the_loss_unscaled() -> None:
+    fp32 = keras.DTypePolicy("float32")
+    keras.config.set_dtype_policy(
+        keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": fp32, "bend": fp32, "hed": fp32})
+    )
+    model = functional(layers.Dense(3, name="head"), layers.Activation("relu", name="bend"))
+    head, bend = model.layers[1:]
+    assert (head.compute_dtype, head.path) == ("float32", "head")
+    assert (bend.compute_dtype, bend.path) == ("float16", None)
+    assert model.dtype_policy.name == "map_mixed_float16"
+    model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, KerasScaled)
+
+
+def test_keras_maps_refuse_a_path_that_two_keys_match() -> None:
+    fp32 = keras.DTypePolicy("float32")
+    policies = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head.*": fp32, ".*head": fp32})
+    with pytest.raises(ValueError, match="matches multiple dtype policy"):
+        policies["head"]
+
+
+def test_keras_leaves_one_float16_layer_unscaled() -> None:
+    model = functional(layers.Dense(3, dtype="mixed_float16"), layers.Dense(3))
+    model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, KerasScaled)
+
+
+def test_keras_forgets_the_policy_in_other_threads_and_when_its_session_is_cleared() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(layers.Dense(1).compute_dtype))
+    thread.start()
+    thread.join()
+    keras.utils.clear_session(free_memory=False)
+    assert [*seen, layers.Dense(1).compute_dtype] == ["float32", "float32"]
+
+
+def test_keras_says_float32_of_a_mixed_layer_in_a_symbolic_call_on_pytorch() -> None:
+    from keras.src.backend import compute_output_spec
+
+    layer = layers.Dense(3, dtype="mixed_float16")
+    layer.build((None, 4))
+    told = compute_output_spec(layer, keras.KerasTensor((2, 4))).dtype
+    given = keras.backend.standardize_dtype(layer(keras.ops.ones((2, 4))).dtype)
+    assert (told, given) == ("float32" if BACKEND == "torch" else "float16", "float16")
