@@ -147,7 +147,7 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
         (["train.py", "--demo", "digits"], "received train.py, digits"),
         (
             ["--demo", "digit"],
-            "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm. Did you mean 'digits'?",
+            "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm, transfer. Did you mean 'digits'?",
         ),
         (["missing.py"], "script 'missing.py': no such file"),
         (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
