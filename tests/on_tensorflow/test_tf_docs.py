@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow
 
@@ -20,13 +21,13 @@ def test_the_code_of_the_page_runs(
     text = PAGE.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     names: dict[str, object] = {}
-    try:
-        for block in blocks:
-            line = text[: block.start(1)].count("\n")
-            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-    finally:
-        mezzo.tensorflow.disable_mixed_precision_graph_rewrite()
-        mezzo.tensorflow.uninstall()
+    with a_fresh_switch():
+        try:
+            for block in blocks:
+                line = text[: block.start(1)].count("\n")
+                exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
+        finally:
+            mezzo.tensorflow.uninstall()
     told = capsys.readouterr()
     first = re.search(r"^```\n(mezzo: .*?)^```", text, re.MULTILINE | re.DOTALL)
     assert first is not None

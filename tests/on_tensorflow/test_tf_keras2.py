@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
+from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UsageError
@@ -24,11 +25,10 @@ X, Y = np.ones((16, 8), "float32"), np.ones((16, 1), "float32")
 
 
 @pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
+def _fresh() -> Iterator[None]:
     tf_keras.utils.set_random_seed(0)
-    yield
-    mt.disable_mixed_precision_graph_rewrite()
+    with a_fresh_switch():
+        yield
 
 
 def model() -> Any:

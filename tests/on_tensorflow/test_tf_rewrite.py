@@ -19,6 +19,7 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.eager import context
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
+from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
@@ -32,13 +33,9 @@ PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 
 
 @pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU with BF16, whatever this one has; no Session before; and everything off afterwards."""
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-    global_state.set_non_mixed_precision_session_created(False)
-    yield
-    mt.disable_mixed_precision_graph_rewrite()
-    global_state.set_non_mixed_precision_session_created(False)
+def _fresh() -> Iterator[None]:
+    with a_fresh_switch():
+        yield
 
 
 def adam() -> Any:
@@ -81,12 +78,14 @@ INPUT = tf.ones([8, 32])
 
 def test_a_function_is_rewritten_and_back_again() -> None:
     function = layers()
-    assert types(function, INPUT)["MatMul"] == {"float32"}  # traced before the rewrite
+    full = float(function(INPUT))  # traced before the rewrite
     enable(adam())
     assert types(function, INPUT)["MatMul"] == {"bfloat16"}
+    assert float(function(INPUT)) != full
     assert types(layers(), INPUT)["MatMul"] == {"bfloat16"}
     mt.disable_mixed_precision_graph_rewrite()
-    assert types(function, INPUT)["MatMul"] == {"float32"}
+    assert float(function(INPUT)) == full
+    assert types(layers(), INPUT)["MatMul"] == {"float32"}
 
 
 def in_a_session(config: Any = None) -> dict[str, set[str]]:
