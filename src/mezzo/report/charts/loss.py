@@ -92,7 +92,7 @@ def loss(title: str, groups: list[Group]) -> Markup | None:
 
 def _unit(window: int, seeds: int, alone: bool) -> str:
     over = f"mean over {counted(seeds, 'seed')}, " if seeds > 1 else "" if alone else "one seed, "
-    return f"Loss at each backward(), {over}" + (
+    return f"Each loss that gradients were taken of, {over}" + (
         f"averaged over {window} steps around." if window > 1 else "not smoothed."
     )
 
@@ -126,7 +126,7 @@ def _mixed(groups: list[Group]) -> list[str]:
     if not most:
         return []
     return [
-        f"{most} optimizers stepped: the curve holds every loss that backward() was called on, one after the other, "
+        f"{most} optimizers stepped: the curve holds every loss that gradients were taken of, one after the other, "
         "whichever optimizer it was for."
     ]
 
