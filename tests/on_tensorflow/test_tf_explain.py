@@ -67,6 +67,27 @@ def test_models_of_keras_3_and_2(library: Any) -> None:
     assert "Random" not in str([row.op for row in mtf.explain(dropping, mode=BF16).rows])
 
 
+@pytest.mark.parametrize("library", [keras, tf_keras])
+@pytest.mark.parametrize("structure", [list, dict])
+def test_a_model_of_two_inputs_is_called_with_their_structure(library: Any, structure: type) -> None:
+    a, b = (library.Input((3,), name=name) for name in "ab")
+    out = library.layers.Dense(2)(library.layers.Subtract()([a, b]))
+    model = library.Model([a, b] if structure is list else {"a": a, "b": b}, out)
+    assert [row.op for row in mtf.explain(model, mode=BF16).painted].count("MatMul") == 1
+
+
+def test_the_training_step_of_a_compiled_keras_model() -> None:
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(3)]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.ones((8, 6), np.float32), np.zeros(8, np.int32)
+    found = mtf.explain(lambda x, y: model.train_step((x, y)), x, y, mode=BF16)
+    assert [row.op for row in found.painted].count("MatMul") == 5  # two forward, three for the gradients
+    assert {row.rule for row in found.rows if row.op == "Pow"} == {"deny list"}
+    assert model.optimizer.iterations.numpy() == 0, "nothing was computed"
+
+
 def test_a_training_step_shows_its_gradients_and_that_variables_stay_fp32() -> None:
     w, v = tf.Variable(tf.ones((3, 5))), tf.Variable(tf.ones((5, 2)))
 

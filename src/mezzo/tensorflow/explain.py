@@ -152,14 +152,14 @@ def _is_model(fn: Any) -> bool:
 def _inputs_of(model: Any) -> list[Any]:
     import tensorflow as tf
 
-    inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
-    if not inputs:
+    if not (getattr(model, "built", False) and getattr(model, "inputs", None)):
         raise UsageError(
             "explain: this model does not know the shapes of its inputs. Give one or a tf.TensorSpec: "
             "explain(model, tf.TensorSpec((None, 784), tf.float32))."
         )
-    specs = [tf.TensorSpec(tuple(given.shape), getattr(given.dtype, "name", given.dtype)) for given in inputs]
-    return specs if len(specs) == 1 else [specs]
+    # `input` has the structure that the model is called with (one tensor, a list, a mapping); a Sequential has none.
+    structure = getattr(model, "input", model.inputs[0])
+    return [tf.nest.map_structure(lambda given: tf.TensorSpec(tuple(given.shape), given.dtype), structure)]
 
 
 def _with_results(graph_def: Any, outputs: Sequence[Any]) -> tuple[Any, list[str]]:
@@ -214,8 +214,8 @@ def inlined(graph_def: Any, kept: Sequence[str]) -> Any:
     """The graph as TensorFlow's function optimizer hands it on: calls inlined, loops and branches lowered."""
     if not graph_def.library.function:
         return graph_def
-    from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
-    from tensorflow.python.grappler import tf_optimizer
+    from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
+    from tensorflow.python.grappler import cluster, tf_optimizer
 
     config = config_pb2.ConfigProto()
     rewrites = config.graph_options.rewrite_options
@@ -226,7 +226,10 @@ def inlined(graph_def: Any, kept: Sequence[str]) -> Any:
     meta = meta_graph_pb2.MetaGraphDef()
     meta.graph_def.CopyFrom(graph_def)
     meta.collection_def["train_op"].node_list.value.extend(kept)
-    return tf_optimizer.OptimizeGraph(config, meta, verbose=False)
+    cpu = device_properties_pb2.NamedDevice(name="/job:localhost/replica:0/task:0/device:CPU:0")
+    cpu.properties.type = "CPU"
+    # A machine that is only described: grappler would else start the real one's devices.
+    return tf_optimizer.OptimizeGraph(config, meta, verbose=False, cluster=cluster.Cluster(devices=[cpu]))
 
 
 def _explanation(graph: TypedGraph, lists: OpLists, painting: Painting, compiled: bool) -> Explanation:
