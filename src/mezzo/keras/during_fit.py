@@ -29,14 +29,15 @@ def values(model: Any, variables: Sequence[Any]) -> list[Any]:
     """
     held = _held(model)
     # Not `get`: on JAX a variable whose value was taken out has none to give.
-    return [held[id(one)] if id(one) in held else one.value for one in variables]  # noqa: SIM401
+    found = [held[id(one)] if id(one) in held else one.value for one in variables]  # noqa: SIM401
+    return [one.detach() for one in found] if keras.backend.backend() == "torch" else found
 
 
 def copies(model: Any, variables: Sequence[Any]) -> list[Any]:
     """The same as tensors of their own, which stay as they are while the training goes on."""
     found = values(model, variables)
     if keras.backend.backend() == "torch":
-        return [value.detach().clone() for value in found]
+        return [value.clone() for value in found]
     if keras.backend.backend() == "jax":
         import jax.numpy as jnp
 
