@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+import tf_list_graphs  # noqa: F401  (adds its graphs)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tf_graphs import GRAPHS
@@ -150,7 +151,7 @@ def applied(op: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
             full = tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=[3])
             return tf.raw_ops.TensorListStack(input_handle=full, element_shape=[3], element_dtype=tf.float32)
         case "Unpack":
-            return tf.stack(tf.unstack(x)[::-1])
+            return tf.stack(tf.unstack(x, num=3)[::-1])
         case "Select":
             return tf.where(x > y, x, tf.cast(tf.argsort(y), tf.float32))
         case "IdentityN":
