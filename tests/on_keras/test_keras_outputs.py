@@ -89,10 +89,11 @@ def test_a_16_bit_output_is_told_once_before_anything_is_learnt(name: str) -> No
     model = make()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", SixteenBitOutputWarning)
-        model.compile("sgd", LOSS, run_eagerly=name not in LATE)
+        model.compile("sgd", LOSS)
         assert len(found) == (name not in LATE)
-        model.train_on_batch(X, Y)
-        model.train_on_batch(X, Y)
+        if name in (*LATE, "functional"):
+            model.train_on_batch(X, Y)
+            model.train_on_batch(X, Y)
     (told,) = (str(each.message) for each in found if each.category is SixteenBitOutputWarning)
     assert "the output of the model 'net' is float16: a loss sees values of 11 significant bits" in told
     if layer is None:
@@ -122,8 +123,9 @@ def test_what_is_right_is_not_told(name: str) -> None:
     model = RIGHT[name]()
     with warnings.catch_warnings():
         warnings.simplefilter("error", SixteenBitOutputWarning)
-        model.compile("sgd", LOSS, run_eagerly=True)
-        model.train_on_batch(X, Y)
+        model.compile("sgd", LOSS)
+        if name in ("unbuilt", "casts itself", "subclassed"):  # of which compile alone can't be sure
+            model.train_on_batch(X, Y)
         check_outputs(model, X)
 
 
