@@ -58,16 +58,16 @@ base = keras.Model(inputs, layers.Flatten()(convolution(convolution(inputs, 32, 
 # 1. The network that one would have downloaded: it knows the digits 0 to 4.
 train(keras.Sequential([base, layers.Dense(5, dtype="float32", name="old_head")]), old, 2e-3, 53)
 
-# 2. The base frozen, a new head. training=False keeps batch normalisation's statistics, when the base is thawed too.
+# 2. The base frozen, a new head.
 base.trainable = False
-logits = layers.Dense(5, dtype="float32", name="head")(base(inputs, training=False))
+logits = layers.Dense(5, dtype="float32", name="head")(base(inputs))
 model = keras.Model(inputs, logits)
 shown = np.flatnonzero(new)[:106]
 train(model, shown, 1e-2, 53)
 
-# 3. Its upper part thawed, a small learning rate.
+# 3. Its upper convolution thawed, a small learning rate. Batch normalisation stays frozen, statistics and all.
 for layer in base.layers:
-    layer.trainable = layer.name.startswith("high")
+    layer.trainable = layer.name == "high_conv"
 train(model, shown, 3e-4, 53)
 
 unseen = np.flatnonzero(new)[106:]

@@ -1,11 +1,11 @@
 """Transfer learning: a convolutional network learns the digits 0 to 4, then 5 to 9 from two labelled images of each.
 
-An ordinary FP32 training script for Keras 3, on any of its backends, in the three steps of every fine-tuning: train a
-base where there is plenty of data; freeze it and train a new head; thaw its last stage and go on with a small
-learning rate. The base is called with training=False once it is pretrained, so that its batch normalisation keeps the
-statistics it has. The images are scikit-learn's, real ones of 8 x 8, shown larger so that three stages have something
-to pool; label smoothing keeps the loss from reaching zero, where a relative difference of two losses would mean
-nothing.
+An ordinary FP32 training script for Keras 3, on any of its backends, in the three steps of every fine-tuning:
+train a base where there is plenty of data; freeze it and train a new head; thaw its last stage and go on with a
+small learning rate. Batch normalisation stays frozen when its stage is thawed, and so keeps the statistics that it
+has: with trainable = False it runs in inference mode. The images are scikit-learn's, real ones of 8 x 8, shown
+larger so that three stages have something to pool; label smoothing keeps the loss from reaching zero, where a
+relative difference of two losses would mean nothing.
 """
 
 from __future__ import annotations
@@ -63,11 +63,17 @@ def base(size: int, width: int) -> Any:
     return keras.Model(images, layers.GlobalAveragePooling2D(name="average")(x), name="base")
 
 
-def headed(body: Any, name: str, training: bool | None = None) -> Any:
+def headed(body: Any, name: str) -> Any:
     """The base with a head of its own for five classes; the logits are FP32 under every dtype policy."""
     images = keras.Input(body.input_shape[1:])
-    logits = layers.Dense(5, dtype="float32", name=f"{name}_head")(body(images, training=training))
+    logits = layers.Dense(5, dtype="float32", name=f"{name}_head")(body(images))
     return keras.Model(images, logits, name=name)
+
+
+def thaw(body: Any) -> None:
+    """Make the convolutions of the last stage trainable, and nothing else of the base."""
+    for layer in body.layers:
+        layer.trainable = layer.name.startswith("stage3") and not isinstance(layer, layers.BatchNormalization)
 
 
 def train(model: Any, data: Any, stage: str, epochs: int, batch_size: int, learning_rate: float) -> None:
@@ -134,12 +140,11 @@ def main() -> None:
         print(f"pretrained: {right(model, old_test):.2f} % of unseen digits 0 to 4 right", flush=True)
 
         body.trainable = False
-        model = headed(body, "transfer", training=False)
+        model = headed(body, "transfer")
         train(model, new, "head", arguments.epochs, arguments.batch_size, 1e-2)
         print(f"new head: {right(model, new_test):.2f} % of unseen digits 5 to 9 right", flush=True)
 
-        for layer in body.layers:
-            layer.trainable = layer.name.startswith("stage3")
+        thaw(body)
         train(model, new, "fine-tuning", arguments.epochs, arguments.batch_size, 3e-4)
     else:
         model = headed(body, "scratch")
