@@ -174,6 +174,17 @@ def test_a_gradient_beyond_its_variables_format_is_skipped(accumulation: int | N
         assert np.isfinite(np.concatenate(values(*weights, optimizer))).all()
 
 
+def test_fp16_variables_are_accumulated_in_their_format() -> None:
+    """Keras adds a gradient to an accumulator of the variable's format, and takes no other on TensorFlow and JAX."""
+    weights = variables([[1.0, 1.0]], "float16")
+    optimizer = LossScaleOptimizer(sgd(gradient_accumulation_steps=2), loss_scale=4.0)
+    with no_gradients():
+        optimizer.scale_loss(tensor(1.0))
+        for _ in range(2):
+            optimizer.apply([tensor([8.0, 0.0], "float16")], weights)
+    assert values(*weights) == [[0.0, 1.0]]
+
+
 def test_an_fp32_gradient_that_overflows_in_the_division_is_skipped() -> None:
     weights = variables()
     optimizer = LossScaleOptimizer(sgd(), loss_scale=2.0**-14)
