@@ -39,7 +39,7 @@ from mezzo.cli.numbers import whole
 from mezzo.core.batch_result import HEADS, BatchSizeResult, columns
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.demos import DEMOS
+from mezzo.demos import PYTORCH as DEMOS
 from mezzo.verify.batch_size.progress import watcher
 from mezzo.verify.batch_size.request import BatchSizeRequest, precisions_of
 from mezzo.verify.batch_size.search import FILE, search_script

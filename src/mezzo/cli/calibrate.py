@@ -34,7 +34,7 @@ from mezzo.cli.numbers import whole
 from mezzo.cli.page import page
 from mezzo.core.calibration import FORMATS
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.demos import DEMOS
+from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
 from mezzo.verify.calibrate import (
     POLICY,

@@ -32,7 +32,7 @@ from mezzo.cli.numbers import share, whole
 from mezzo.cli.page import page
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.tuning import GOALS
-from mezzo.demos import DEMOS
+from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build
 from mezzo.verify.progress import Silent, Watcher, watcher
 from mezzo.verify.table import show as show_verdict

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class MezzoError(Exception):
     """Base of every error that Mezzo raises on purpose."""
 
+    # AutoGraph makes a StagingError of an error that it cannot rebuild, and who catches a UsageError around a
+    # tf.function would not. One with this mark leaves the function as it was raised.
+    ag_pass_through = True
+
 
 class UsageError(MezzoError, ValueError):
     """The call, the policy or the command line is wrong; the message says how to mend it (CLI exit status 2)."""

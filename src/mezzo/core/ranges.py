@@ -180,7 +180,7 @@ WHAT = {
     "weight": "the parameter, before the update (its FP32 master where it has one)",
     "activation": "what the module returned",
     "activation gradient": "the gradient of what the module returned, without the loss scale",
-    "weight gradient": "the gradient, unscaled; before `MixedPrecision` clips it, after a script's own clipping",
+    "weight gradient": "the gradient, unscaled; before `MixedPrecision` or Keras clips it, after a script's own",
     "update ratio": "magnitude of the update over that of the weight, element by element",
 }
 """What is looked at, and what is meant by it."""

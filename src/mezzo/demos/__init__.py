@@ -57,6 +57,9 @@ DEMOS = {
     )
 }
 
+PYTORCH = {name: demo for name, demo in DEMOS.items() if demo.framework == "pytorch"}
+"""Those that the verbs for PyTorch alone can run."""
+
 
 def find(name: str) -> Demo:
     """The demo of that name.

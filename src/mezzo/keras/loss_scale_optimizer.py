@@ -26,7 +26,7 @@ from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
 from mezzo.keras.apply_or_keep import apply_or_keep
-from mezzo.keras.gradients import is_narrow, unscale
+from mezzo.keras.gradients import unscale
 from mezzo.keras.machine_setting import machine_of, setting_of
 from mezzo.keras.patience import Looks, assert_in_graph, patience_of
 from mezzo.keras.saved_state import allowed, is_keras_state, load_keras_state
@@ -147,7 +147,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             CallOrderError: JAX is compiling a function in which S would be a constant.
         """
-        return _times(loss, self.scale)
+        return keras.ops.multiply(loss, self.scale)  # in the wider of both formats: the scale is FP32
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
         """The loss times the S that is among these values of the optimizer's variables: for compiled JAX steps.
@@ -167,7 +167,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             )
         self._use.asked()
         place = next(at for at, variable in enumerate(self._variables) if variable is self._scale)
-        return _times(loss, optimizer_variables[place])
+        return keras.ops.multiply(loss, optimizer_variables[place])
 
     # The step
 
@@ -361,11 +361,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             settings.pop("inner_optimizer"), custom_objects=custom_objects
         )
         return cls(inner, **settings)
-
-
-def _times(loss: Any, scale: Any) -> Any:
-    loss = keras.ops.convert_to_tensor(loss)
-    return keras.ops.multiply(keras.ops.cast(loss, "float32") if is_narrow(loss) else loss, scale)
 
 
 def _number(variable: Any) -> float:

@@ -20,7 +20,6 @@ from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.core.traced_scale import TraceableLossScale
-from mezzo.tensorflow.autograph import as_raised
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
 _STATE = "mezzo_loss_scale"
@@ -116,10 +115,8 @@ def _with_gradients(grads_and_vars: Any) -> list[tuple[Any, Any]]:
             ", ".join(repr(getattr(variable, "name", str(variable))) for _, variable in pairs)
             or "none were given"
         )
-        raise as_raised(
-            UsageError(
-                f"apply_gradients: no variable has a gradient ({names}). Is the loss computed from the variables?"
-            )
+        raise UsageError(
+            f"apply_gradients: no variable has a gradient ({names}). Is the loss computed from the variables?"
         )
     return kept
 

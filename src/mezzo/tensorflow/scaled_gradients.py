@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import LossScale
-from mezzo.tensorflow.autograph import as_raised
 from mezzo.tensorflow.loss_scale_variables import LossScaleVariables
 from mezzo.tensorflow.xla import refuse_xla
 
@@ -81,7 +80,7 @@ class ScaledGradients:
         else:
             fault = "the loss was never scaled, so that small gradients are lost in fp16"
         way = f"Use optimizer.minimize(...) or optimizer.{self._own}(...), or write:{_LOOP}"
-        raise as_raised(CallOrderError(f"apply_gradients: {fault}. {way}"))
+        raise CallOrderError(f"apply_gradients: {fault}. {way}")
 
     def step(
         self, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]
@@ -101,11 +100,9 @@ class ScaledGradients:
             LossScaleCollapseError: eagerly, if the patience ran out.
         """
         if tf.distribute.in_cross_replica_context():
-            raise as_raised(
-                UsageError(
-                    "apply_gradients was called in a cross-replica context. Call it in the function that "
-                    "strategy.run(...) runs on each replica."
-                )
+            raise UsageError(
+                "apply_gradients was called in a cross-replica context. Call it in the function that "
+                "strategy.run(...) runs on each replica."
             )
         refuse_xla()
         gradients = list(gradients)

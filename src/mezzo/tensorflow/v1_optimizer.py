@@ -10,7 +10,6 @@ from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.traced_scale import TraceableLossScale
-from mezzo.tensorflow.autograph import as_raised
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
 
@@ -141,10 +140,8 @@ def _refuse_references(variables: list[Any]) -> None:
         return
     old = [variable.name for variable in variables if not hasattr(variable, "handle")]
     if old:
-        raise as_raised(
-            UsageError(
-                f"apply_gradients: {', '.join(map(repr, old))} is a reference variable of TF1, which cannot be updated "
-                "inside a branch of today's tf.cond. Leave out tf.compat.v1.disable_resource_variables(), or call "
-                "tf.compat.v1.disable_control_flow_v2() as well, as tf.compat.v1.disable_v2_behavior() does."
-            )
+        raise UsageError(
+            f"apply_gradients: {', '.join(map(repr, old))} is a reference variable of TF1, which cannot be updated "
+            "inside a branch of today's tf.cond. Leave out tf.compat.v1.disable_resource_variables(), or call "
+            "tf.compat.v1.disable_control_flow_v2() as well, as tf.compat.v1.disable_v2_behavior() does."
         )

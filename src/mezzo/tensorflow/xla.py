@@ -6,7 +6,6 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from mezzo.core.errors import UsageError
-from mezzo.tensorflow.autograph import as_raised
 from mezzo.tensorflow.switch import SWITCH
 
 
@@ -22,10 +21,8 @@ def refuse_xla() -> None:
         UsageError: it is.
     """
     if SWITCH.is_on and in_xla():
-        raise as_raised(
-            UsageError(
-                "XLA compiles this training step (jit_compile=True), and TensorFlow's graph rewrite leaves such "
-                "functions in FP32. Use jit_compile=False in model.compile(...) or tf.function(...); or use a policy "
-                "in place of the rewrite, mezzo.keras.set_policy('fp16')."
-            )
+        raise UsageError(
+            "XLA compiles this training step (jit_compile=True), and TensorFlow's graph rewrite leaves such "
+            "functions in FP32. Use jit_compile=False in model.compile(...) or tf.function(...); or use a policy "
+            "in place of the rewrite, mezzo.keras.set_policy('fp16')."
         )
