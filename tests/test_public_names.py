@@ -26,12 +26,23 @@ PUBLIC = {
     "find_batch_size",
     "formats",
     "keep_memory",
+    "keras",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
     "nn",
     "optim",
     "policy",
+    "tensorflow",
+}
+
+KERAS = {
+    *("LossScaleOptimizer", "PolicyWarning", "PrecisionMonitor", "SixteenBitOutputWarning"),
+    *("check_outputs", "layer_policies", "set_policy"),
+}
+TENSORFLOW = {
+    *("disable_mixed_precision_graph_rewrite", "enable_mixed_precision_graph_rewrite"),
+    *("explain", "install", "uninstall"),
 }
 
 FORMATS = {
@@ -45,6 +56,42 @@ def test_the_public_names_are_these_and_no_others() -> None:
     assert sorted(mezzo.__all__) == list(mezzo.__all__)
     assert set(mezzo._PUBLIC) == PUBLIC
     assert set(dir(mezzo)) >= PUBLIC
+
+
+def test_the_names_of_the_other_frameworks_rooms_are_these() -> None:
+    for room, names in ((mezzo.keras, KERAS), (mezzo.tensorflow, TENSORFLOW)):
+        assert set(room.__all__) == set(room._PUBLIC) == names <= set(dir(room))
+        with pytest.raises(AttributeError, match="has no attribute 'set_polcy'"):
+            room.set_polcy
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "absent", "words"),
+    [
+        ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3, pip install 'mezzo"),
+        (
+            "tensorflow",
+            "install",
+            "tensorflow",
+            "tensorflow is not installed. Install it with pip install 'mezzo",
+        ),
+    ],
+)
+def test_a_framework_that_is_not_installed_is_told_with_the_mend(
+    room: str, name: str, absent: str, words: str
+) -> None:
+    code = (
+        f"import sys, importlib.abc\n"
+        f"class Absent(importlib.abc.MetaPathFinder):\n"
+        f"    def find_spec(self, name, *rest):\n"
+        f"        if name.split('.')[0] == {absent!r}: raise ModuleNotFoundError('absent', name={absent!r})\n"
+        f"sys.meta_path.insert(0, Absent())\n"
+        f"import mezzo.{room}\n"
+        f"try:\n    mezzo.{room}.{name}\n"
+        f"except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert words in done.stdout
 
 
 def test_the_names_of_mezzo_formats_are_these() -> None:
@@ -82,6 +129,8 @@ NO_FRAMEWORK = [
     "import mezzo; mezzo.Policy; mezzo.policy('bf16')",
     "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
     "import mezzo; mezzo.StatisticalLossScale()",
+    "import mezzo; mezzo.keras; mezzo.tensorflow",
+    "import mezzo.scripts.seeds, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
     "import mezzo.core.records, mezzo.core.errors",
     "import mezzo; mezzo.formats.round(0.1, 'bf16'); mezzo.formats.bits(0.1, 'fp16')",
     "import mezzo, numpy; mezzo.formats.round(numpy.ones(3, numpy.float32), 'fp16')",

@@ -31,6 +31,8 @@ _PUBLIC = {
     "find_batch_size": ("mezzo.pytorch.batch_size.find", "find_batch_size"),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
     "nn": ("mezzo.nn", ""),
+    "keras": ("mezzo.keras", ""),
+    "tensorflow": ("mezzo.tensorflow", ""),
     "optim": ("mezzo.optim", ""),
     "keep_memory": ("mezzo.pytorch.keep_memory", "keep_memory"),
     "lower_weights": ("mezzo.pytorch.weights.lowering", "lower_weights"),
@@ -54,16 +56,18 @@ __all__ = [
     "find_batch_size",
     "formats",
     "keep_memory",
+    "keras",
     "load_master_state_dict",
     "lower_weights",
     "master_state_dict",
     "nn",
     "optim",
     "policy",
+    "tensorflow",
 ]
 
 if TYPE_CHECKING:
-    from mezzo import nn, optim
+    from mezzo import keras, nn, optim, tensorflow
     from mezzo.core import formats
     from mezzo.core.errors import LossScaleCollapseError
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale

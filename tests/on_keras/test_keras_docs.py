@@ -49,6 +49,17 @@ def test_the_pages_python_runs_and_prints_what_it_shows(
     assert shown == 4
 
 
+def test_the_readmes_python_for_keras_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = PAGE.parent.parent / "README.md"
+    blocks = re.findall(
+        r"^```python keras\n(.*?)^```", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 1
+    exec(compile(blocks[0], str(readme), "exec"), {"__name__": "readme"})
+    assert len(list((tmp_path / "mezzo-run").rglob("*.jsonl"))) == 1
+
+
 def functional(*made: keras.layers.Layer) -> keras.Model:
     x = inputs = keras.Input((4,))
     for layer in made:

@@ -6,8 +6,7 @@ settled by its own first import.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from mezzo.core.lazy import lazy
 
 # Public name -> its module.
 _PUBLIC = {
@@ -31,12 +30,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'mezzo.keras' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy(
+    __name__,
+    _PUBLIC,
+    {
+        "keras": "Install Keras 3, pip install 'mezzo[keras]', and one of its backends: tensorflow, jax or torch.",
+        "tensorflow": "It is Keras's default backend. Install it, or set KERAS_BACKEND=torch before Keras is imported.",
+        "jax": "It is the backend that KERAS_BACKEND names. Install it, or set KERAS_BACKEND=torch.",
+    },
+)

@@ -5,10 +5,11 @@ Each public name is fetched when it is first asked for: `import mezzo.tensorflow
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import Any
+
+from mezzo.core.lazy import lazy
 
 # Public name -> its module.
 _PUBLIC = {
@@ -28,15 +29,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'mezzo.tensorflow' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy(
+    __name__,
+    _PUBLIC,
+    {
+        "tensorflow": "Install it with pip install 'mezzo[tensorflow]'; on a CPU, pip install tensorflow-cpu.",
+    },
+)
 
 
 class _Package(ModuleType):
