@@ -27,11 +27,10 @@ def lazy(
         try:
             value = getattr(importlib.import_module(modules[name]), name)
         except ModuleNotFoundError as error:
-            if error.name not in missing:
+            absent = error.name or ""
+            if absent not in missing:
                 raise
-            raise ImportError(
-                f"{package}.{name}: {error.name} is not installed. {missing[error.name]}"
-            ) from error
+            raise ImportError(f"{package}.{name}: {absent} is not installed. {missing[absent]}") from error
         setattr(sys.modules[package], name, value)
         return value
 
