@@ -71,7 +71,7 @@ def test_the_names_of_the_other_frameworks_rooms_are_these() -> None:
         ("keras", "set_policy", "keras", "keras is not installed. Install Keras 3, pip install 'mezzo"),
         (
             "tensorflow",
-            "explain",
+            "enable_mixed_precision_graph_rewrite",
             "tensorflow",
             "tensorflow is not installed. Install it with pip install 'mezzo",
         ),
