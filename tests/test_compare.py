@@ -309,6 +309,19 @@ def test_an_interrupt_ends_the_child_and_keeps_what_finished(case: Case) -> None
         ({"fp32": {"losses": 0}}, {}, ScriptError, "without a call of backward"),
         ({"bf16": {"signal": 9}}, {}, MezzoError, "killed by signal 9"),
         ({"bf16": {"refuse": "no kernel here"}}, {}, UnsupportedPrecisionError, "bf16 can't run: no kernel"),
+        # A pattern that no model of the script's had: found at its end, or by an error that its records end with.
+        (
+            {"bf16": {"mistake": "no module haed"}},
+            {},
+            UnsupportedPrecisionError,
+            "bf16 can't run: no module haed",
+        ),
+        (
+            {"bf16": {"mistake": "no layer haed", "status": 1}},
+            {},
+            UnsupportedPrecisionError,
+            "bf16 can't run: no layer haed",
+        ),
         ({"bf16": {"crash": "OSError: [Errno 28] No space left on device"}}, {}, UsageError, "no space left"),
         ({"*": {"say": "accuracy: high"}}, {"metric": "accuracy: (.*)"}, UsageError, "'high', which is no"),
     ],

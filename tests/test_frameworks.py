@@ -55,7 +55,8 @@ def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> Finishe
         ("keras", {"keras": "3", "torch": "2"}, 0, 0, None),
         ("keras", {"torch": "2"}, 0, 0, "imports torch: leave --framework keras out"),
         ("keras", {"tf_keras": "2", "tensorflow": "2"}, 0, 0, r"tf_keras.*Use Keras 3"),
-        ("keras", {}, 0, 0, "never imports keras"),
+        ("keras", {"tensorflow": "2"}, 0, 0, "makes no Keras model: .* not TensorFlow alone"),
+        ("keras", {}, 0, 0, "makes no Keras model"),
     ],
 )
 def test_whose_script_a_run_was(

@@ -10,6 +10,7 @@ The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> b
     hang true     sleep for a minute instead     unmoved true  no update moves
     machine {}    what to say of the machine
     refuse "why"  end as the real one does for a request that can't be run
+    mistake "why" end as it does for a policy that only the script's model shows to be wrong
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def main() -> int:
         print(f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{does["crash"]}')
     status = does.get("status", 1 if "crash" in does else 0)
     writer.write(records.RunEnded(status, at, does.get("notes", [])))
+    if "mistake" in does:
+        print(f"mezzo: {does['mistake']}")
+        return 2
     return status
 
 

@@ -162,7 +162,8 @@ def _outcome(run: FinishedRun, status: int) -> str:
 
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
-    if not run.succeeded:
+    refused = _refused(run, status)
+    if refused or not run.succeeded:
         try:
             if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
                 raise _full(folder)
@@ -171,11 +172,8 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
                     f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
                     "Finished runs are kept: the same command goes on from here."
                 )
-            lines = run.failure().splitlines()
-            if status == 2 and not run.losses and lines and lines[-1].startswith("mezzo: "):
-                raise UnsupportedPrecisionError(
-                    f"{plan.precision} can't run: {lines[-1].removeprefix('mezzo: ')}"
-                )
+            if refused:
+                raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
             if plan.precision == BASELINE:
                 how = f"ended with exit status {status}" if status else "ended before its records did"
                 raise ScriptError(
@@ -186,6 +184,18 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
             # No later call may take this for a candidate's result; the log stays for the user.
             (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
             raise
+
+
+def _refused(run: FinishedRun, status: int) -> str:
+    """What Mezzo said when it refused the run; empty where it did not.
+
+    A status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
+    """
+    lines = run.output.rstrip().splitlines()
+    own = run.ended is None or run.ended.status != status or not run.losses
+    if status != 2 or not own or not lines or not lines[-1].startswith("mezzo: "):
+        return ""
+    return lines[-1].removeprefix("mezzo: ")
 
 
 def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:

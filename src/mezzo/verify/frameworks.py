@@ -85,8 +85,10 @@ def _is_not_keras(run: FinishedRun) -> str | None:
             "TF_USE_LEGACY_KERAS unset"
         )
     if "torch" in run.machine:
-        return "never imports keras, and imports torch: leave --framework keras out"
-    return "never imports keras. Compare a script that trains a Keras model, or leave --framework keras out"
+        return "makes no Keras model, and imports torch: leave --framework keras out"
+    if "tensorflow" in run.machine:
+        return "makes no Keras model: --framework keras compares scripts that train with Keras, not TensorFlow alone"
+    return "makes no Keras model. Compare a script that trains one, or leave --framework keras out"
 
 
 def _table(rows: Iterable[Framework]) -> dict[str, Framework]:

@@ -24,7 +24,8 @@ class Instrument:
         self._loops: Any = None
 
     def install(self) -> None:
-        """Wait for Keras."""
+        """Wait for Keras, and for TensorFlow, which a script may set up before."""
+        self._imports.when("tensorflow", self._tensorflow_imported)
         self._imports.when("keras", self._keras_imported)
 
     def remove(self) -> None:
@@ -36,6 +37,11 @@ class Instrument:
             from mezzo.keras.policy import set_policy
 
             set_policy("fp32")
+
+    def _tensorflow_imported(self, tensorflow: ModuleType) -> None:
+        from mezzo.keras.launch.own_rewrite import watch_rewrite
+
+        watch_rewrite(self._session, self._patches)
 
     def _keras_imported(self, keras: ModuleType | Any) -> None:
         from mezzo.core.errors import UsageError
@@ -52,6 +58,7 @@ class Instrument:
         session.resident = resident()
         from mezzo.keras.launch.formats import LayerFormats
         from mezzo.keras.launch.loops import Loops
+        from mezzo.keras.launch.own_layers import watch_layers
         from mezzo.keras.launch.own_policy import OwnPolicy
         from mezzo.keras.launch.steps import Steps
         from mezzo.keras.policy import set_policy
@@ -62,6 +69,7 @@ class Instrument:
             switch_off_tf32(session.backend)
         set_policy(session.request.policy)
         self._policy_set = True
+        watch_layers(session, patches)
         own = OwnPolicy(session)
         own.install(patches)
         Steps(session, own).install(patches)

@@ -18,14 +18,20 @@ _CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16
 _CUDA_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
 
 
-def describe(backend: str) -> dict[str, Any]:
-    """Keys: os, python, the version of each framework imported, mezzo, backend, device_type, cpu, usable_cores, gpu,
-    native_formats (those of bf16 and fp16 that the device multiplies itself).
+def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
+    """What ran where. TensorFlow imports Keras and JAX for itself, so neither is told for being imported.
+
+    Args:
+        backend: Keras's backend; empty where Keras was not imported.
+        used: whether the script made anything of Keras's.
+
+    Keys: os, python, the version of each framework imported (jax: as the backend), mezzo, backend, device_type, cpu,
+    usable_cores, gpu, native_formats (those of bf16 and fp16 that the device multiplies itself).
     """
     versions: dict[str, Any] = {
         name: str(getattr(sys.modules[name], "__version__", ""))
         for name in ("keras", "tensorflow", "jax", "torch", "tf_keras")
-        if name in sys.modules
+        if name in sys.modules and (name != "jax" or backend == "jax") and (name != "keras" or used)
     }
     gpu, capability = _gpu(backend) if backend else (None, None)
     name, flags = _cpu()

@@ -97,13 +97,14 @@ def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
 
 
 def _started(session: Session) -> RunStarted:
-    request = session.request
+    request, journal = session.request, session.journal
+    used = session.used or bool(journal.losses or journal.updates)
     return RunStarted(
         script=request.target,
         argv=list(request.argv),
         policy=session.plan.precision,
         seed_offset=request.seed_offset or 0,
         nudged=request.nudge,
-        machine=describe(session.backend),
+        machine=describe(session.backend, used=used),
         started=now_text(),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from mezzo.core.errors import MezzoError
+from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import NoLossScale
 from mezzo.keras.plan import KerasPlan
 from mezzo.scripts.journal import Journal
@@ -25,6 +27,7 @@ class Session:
         left_alone: why the script's own policy rules; None while Mezzo's does.
         fatal: the user's mistake that only a line of the script could show.
         inside: whether a step of Keras's own trainer runs: what its optimizer does is that step's.
+        used: whether the script has made a layer of Keras's: importing TensorFlow imports Keras too.
         resident: bytes that the process held when Keras had been imported; None where the system does not tell.
     """
 
@@ -35,6 +38,7 @@ class Session:
     left_alone: str | None = None
     fatal: MezzoError | None = None
     inside: bool = False
+    used: bool = False
     resident: int | None = None
     _numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
     _moved: int = 0
@@ -52,6 +56,20 @@ class Session:
         """End the run for a mistake that is the user's."""
         self.fatal = error
         raise error
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """What Keras does here checks the run's policy: where that does not fit the script, the user's mistake is told.
+
+        Raises:
+            UsageError: as it was raised; under a policy of Mezzo's it ends the run.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if not self.plan.is_fp32 and self.left_alone is None:
+                self.fatal = error
+            raise
 
     def number(self, optimizer: Any) -> int:
         """The number of an optimizer (of a model, where it has none of its own), in the order of their first steps."""

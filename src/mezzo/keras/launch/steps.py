@@ -58,7 +58,7 @@ class Steps:
     def _make_compile(self, original: Any) -> Any:
         @functools.wraps(original)
         def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._told():
+            with self._told(), self._session.heeding():
                 made = original(model, *args, **kwargs)
             old = getattr(model, "_loss_tracker", None)
             if (
@@ -133,7 +133,8 @@ class Steps:
             self._first(model)
             session.inside = True
             try:
-                made = function(*args, **kwargs)
+                with session.heeding():  # a model that is built by its first step is looked at in it
+                    made = function(*args, **kwargs)
             finally:
                 session.inside = False
             self._nudge(model)  # TensorFlow makes some models' weights in their first step
