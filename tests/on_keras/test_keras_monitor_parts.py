@@ -12,10 +12,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from keras_steps import no_gradients
 
 from conftest import BACKEND
+from mezzo.core.errors import CallOrderError
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
-from mezzo.keras import exponents
+from mezzo.keras import LossScaleOptimizer, exponents
 from mezzo.keras.overflow import NAMED, Skipped
 from mezzo.keras.probe import Probe
 from mezzo.keras.recent_losses import RecentLosses
@@ -141,6 +143,71 @@ def test_a_probe_leaves_no_trace() -> None:
     assert generators == (random.getstate(), np.random.get_state()[1].tolist())
     assert not any("call" in vars(layer) for layer in net.layers)
     assert len({one.module for one in seen}) == 4
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch's modules")
+def test_a_probe_leaves_no_trace_in_buffers_of_pytorch_modules() -> None:
+    import torch
+
+    class Listed(keras.Model):  # type: ignore[misc]
+        """PyTorch does not see what is in a list."""
+
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.parts = [keras.layers.TorchModuleWrapper(inner), keras.layers.Dense(1)]
+
+        def call(self, x: Any) -> Any:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    class Counting(torch.nn.BatchNorm1d):
+        """Its buffers are also replaced, counted up past autograd, spread out, NaN, and none."""
+
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.register_buffer("last", torch.zeros(4))
+            self.register_buffer("seen", torch.full((2,), math.nan))
+            self.register_buffer("spread", torch.zeros(1).expand(5))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x: Any) -> Any:
+            self.last = x.mean(0).detach()
+            self.seen.data[0] = 7
+            return super().forward(x)
+
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), Counting())
+    net = Listed(inner)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    net(x)
+    net.compile("sgd", "mse", jit_compile=False)
+    inner[1].seen.fill_(math.nan)
+    before = [(one, one.clone()) for one in inner.buffers()]
+    assert len(before) == 6
+    batches = int(inner[1].num_batches_tracked)
+    Probe((x, x[:, :1])).look(net)
+    for (old, value), new in zip(before, inner.buffers(), strict=True):
+        assert new is old
+        torch.testing.assert_close(new, value, rtol=0, atol=0, equal_nan=True)
+    net(x, training=True)
+    assert int(inner[1].num_batches_tracked) == batches + 1
+
+
+def test_a_loop_that_forgets_the_scale_is_found_out_beside_a_probe() -> None:
+    x = np.ones((2, 2), "float32")
+    net = linear()
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+    net.compile(optimizer, "mse", auto_scale_loss=False)
+    optimizer.build(net.trainable_variables)
+    probe = Probe((x, x[:, :1]))
+    assert any(one.scaled for one in probe.look(net))
+    gradients = [keras.ops.ones(one.shape) for one in net.trainable_variables]
+    with pytest.raises(CallOrderError, match="nobody has multiplied the loss"):
+        optimizer.apply(gradients)
+    optimizer.scale_loss(1.0)
+    probe.look(net)
+    with no_gradients():
+        optimizer.apply(gradients)  # who asked before still has
 
 
 def test_layers_in_layers_and_one_that_is_called_twice() -> None:

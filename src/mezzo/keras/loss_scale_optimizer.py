@@ -25,6 +25,7 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
+from mezzo.keras import fit_end
 from mezzo.keras.apply_or_keep import apply_or_keep
 from mezzo.keras.gradients import unscale
 from mezzo.keras.machine_setting import machine_of, setting_of
@@ -263,13 +264,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ),
         ):
             self.assign(variable, value)
-        patience = patience_of(self._machine)
-        if patience is None:
+        if patience_of(self._machine) is None:
             return
         if self._looks.due(found_inf):
             self.check()
         names = [_path(variable) for variable in self._trainable_variables]
-        assert_in_graph(patience, self._stuck.value, self.bad_gradients.value, names)
+        assert_in_graph(self._machine, self._stuck.value, self.bad_gradients.value, names)
 
     # Patience
 
@@ -319,11 +319,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """The end of `fit`: the inner optimizer's averages become the weights, and the patience is looked at.
 
+        Of a `fit` that fails already, the error is let through.
+
         Raises:
             LossScaleCollapseError: as `check`.
         """
-        self.inner_optimizer.finalize_variable_values(var_list)
-        self.check()
+        if fit_end.finalize(self.inner_optimizer, var_list, self._stuck):
+            self.check()
 
     def load_own_variables(self, store: Any) -> None:
         """Take over what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.

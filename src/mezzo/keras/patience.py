@@ -15,6 +15,8 @@ from typing import Any
 
 import keras
 
+from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import TraceableLossScale
 from mezzo.keras.apply_or_keep import reading_is_free
 
@@ -62,12 +64,14 @@ def _recording() -> bool:
     return torch.compiler.is_compiling()
 
 
-def assert_in_graph(patience: int, stuck: Any, bad_gradients: Any, names: Sequence[str]) -> None:
+def assert_in_graph(
+    machine: TraceableLossScale, stuck: Any, bad_gradients: Any, names: Sequence[str]
+) -> None:
     """In a `tf.function`, an assertion that the patience has not run out; elsewhere nothing.
 
     Args:
-        patience: steps in a row that may be skipped at the floor.
-        stuck: those that were, shape ().
+        machine: the loss scale, as it was given. One without a patience asserts nothing.
+        stuck: how many steps in a row were skipped at the floor, or under a constant scale; shape ().
         bad_gradients: [variables], 1 where a gradient was not finite.
         names: of the variables.
     """
@@ -75,13 +79,16 @@ def assert_in_graph(patience: int, stuck: Any, bad_gradients: Any, names: Sequen
         return
     import tensorflow as tf
 
-    if not tf.inside_function():
+    patience = patience_of(machine)
+    if patience is None or not tf.inside_function():
         return
+    smallest = isinstance(machine, DynamicLossScale)
+    held = "as small as it gets" if smallest else f"constant at {power_text(machine.scale)}"
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     tf.debugging.Assert(
         stuck < patience,
         [
-            f"LossScaleCollapseError: {patience} steps in a row were skipped, with the loss scale as small as it gets. "
+            f"LossScaleCollapseError: {patience} steps in a row were skipped, with the loss scale {held}. "
             f"optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are {shown}:",
             bad_gradients,
         ],

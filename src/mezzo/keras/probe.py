@@ -4,14 +4,15 @@ Inside of a compiled training step nobody can look at what a layer returned, or 
 the weights and the loss scale that it has at that moment, computes the loss of one batch outside of it, and each
 layer's output and that output's gradient are counted as they come by. The training does not notice: whatever the
 layers assign (moving statistics, metrics, the states of seed generators) goes into a `keras.StatelessScope` and is
-forgotten, gradients are asked for and not kept, and the generators of Python, NumPy and PyTorch are put back.
+forgotten, gradients are asked for and not kept, the generators of Python, NumPy and PyTorch are put back, and so are
+the buffers of PyTorch modules.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import numpy as np
 
 from mezzo.core.errors import UsageError
 from mezzo.keras import during_fit, exponents
+from mezzo.keras.scale_use import ScaleUse
+from mezzo.keras.torch_buffers import torch_buffers_kept
 
 Tap = Callable[[str, Any], Any]
 """(path of a layer, a floating tensor that it returned) -> what it returns in place of it."""
@@ -84,6 +87,8 @@ class Probe:
             self._step = (model, _step_of(model))
         with ExitStack() as stack:
             stack.enter_context(_generators_kept())
+            stack.enter_context(torch_buffers_kept(model))
+            stack.enter_context(_scale_not_asked_for(model.optimizer))
             stack.enter_context(during_fit.reading(model))
             try:
                 gradients = self._step[1](x, y, weight, seen)
@@ -135,6 +140,12 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _scale_not_asked_for(optimizer: Any) -> AbstractContextManager[None]:
+    """A loop that forgot to scale its loss is found out, although the probe has scaled its own."""
+    use = getattr(optimizer, "_use", None)
+    return use.beside() if isinstance(use, ScaleUse) else nullcontext()
 
 
 @contextmanager

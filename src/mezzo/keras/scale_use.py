@@ -7,6 +7,8 @@ called while a step is being compiled reads S once: S moves on, the compiled los
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -37,6 +39,15 @@ class ScaleUse:
     def asked(self) -> None:
         """Somebody has the scale from here on."""
         self._asked = True
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Who asks for the scale within is not the training loop, and has not scaled its loss."""
+        before = self._asked
+        try:
+            yield
+        finally:
+            self._asked = before
 
     def check_scaled(self, scale: str) -> None:
         """Nothing, if the loss can have been scaled.
