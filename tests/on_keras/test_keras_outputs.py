@@ -150,6 +150,31 @@ def test_each_line_that_is_told_mends_it(write: str) -> None:
     check_outputs(model)
 
 
+@pytest.mark.parametrize(
+    ("precision", "last", "line"),
+    [
+        # Keras gives layers without a build no path.
+        ("fp16", lambda: layers.Reshape((5,), name="last"), "fp16,module.last=fp32"),
+        ("fp16", lambda: layers.Activation("relu", name="last"), "fp16,module.last=fp32"),
+        # The entry that says otherwise goes.
+        ("fp16,module.last=bf16", lambda: layers.Dense(3, name="last"), "fp16,module.last=fp32"),
+        (
+            "fp16,module.last=bf16,module.l*=bf16,loss_scale=64",
+            lambda: layers.Dense(3, name="last"),
+            "fp16,loss_scale=64,module.l*=bf16,module.last=fp32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("make", [sequential, lambda last: graph(lambda x: last(x))])
+def test_the_line_for_the_policy_mends_it(make: Any, precision: str, last: Any, line: str) -> None:
+    set_policy(precision)
+    with pytest.raises(UsageError) as error:
+        check_outputs(make(last()))
+    assert str(error.value).endswith(f'or set_policy("{line}") before the model is made.')
+    set_policy(line)
+    check_outputs(make(last()))
+
+
 def test_only_outputs_that_the_loss_reads_are_told() -> None:
     def two() -> keras.Model:
         inputs = keras.Input((4,))

@@ -1,7 +1,7 @@
 """What `model.compile` does under a plan: the loss scale around the optimizer, and a look at whether the plan holds.
 
 Of a model whose layers are all known the look is at `compile`; else at the first loss, when every layer has been called
-and nothing has been learnt yet.
+and nothing has been learnt yet; of a model whose `train_step` never asks Keras for a loss, when the first step is over.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,8 @@ _Scaled = keras.optimizers.LossScaleOptimizer
 
 # Model -> its plan, of compiled models that are still to be looked at.
 _UNSEEN: WeakKeyDictionary[Any, KerasPlan] = WeakKeyDictionary()
+# Such a model -> what it was last called with, and what it gave: shapes and dtypes, no tensors.
+_CALLED: WeakKeyDictionary[Any, tuple[Any, list[outputs.Output]]] = WeakKeyDictionary()
 
 
 # The plan in force. Another one's functions may still be called, by someone who replaced them and calls them in turn.
@@ -42,6 +45,9 @@ def watch(patches: Patches, in_force: KerasPlan) -> None:
     patches.set(Trainer, "compile", _compiling(Trainer.compile, in_force))
     for name in ("compute_loss", "_compute_loss"):  # Keras's steps call the second, a user's own the first
         patches.set(Trainer, name, _first_looking(getattr(Trainer, name)))
+    patches.set(Trainer, "_aggregate_additional_loss", _in_fp32(Trainer._aggregate_additional_loss))
+    patches.set(keras.Model, "__call__", _noting(keras.Model.__call__))
+    patches.set(keras.Model, "make_train_function", _looking_after(keras.Model.make_train_function))
 
 
 def leave() -> None:
@@ -49,6 +55,7 @@ def leave() -> None:
     global _in_force
     _in_force = None
     _UNSEEN.clear()
+    _CALLED.clear()
 
 
 def _compiling(compile_model: Any, in_force: KerasPlan) -> Any:
@@ -155,10 +162,68 @@ def _first_looking(compute_loss: Any) -> Any:
         if model in _UNSEEN:
             given = signature.bind(model, *args, **kwargs).arguments
             if not _is_only_pretended(given.get("y_pred")):
-                _look(model, _UNSEEN.pop(model), given.get("x"), given.get("y_pred"))
+                plan = _UNSEEN.pop(model)
+                _CALLED.pop(model, None)
+                _look(model, plan, given.get("x"), _outputs(model, given.get("y_pred")))
         return compute_loss(model, *args, **kwargs)
 
     return looking
+
+
+def _noting(call: Any) -> Any:
+    @functools.wraps(call)
+    def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super(keras.Model, model).__call__(*args, **kwargs)  # whoever has replaced it since
+        if model in _UNSEEN and args and not _is_only_pretended(made):
+            with contextlib.suppress(Exception):  # what it takes may be anything
+                _CALLED[model] = keras.tree.map_structure(outputs.symbol, args[0]), _outputs(model, made)
+        return made
+
+    return noting
+
+
+def _looking_after(make: Any) -> Any:
+    """Of `make_train_function`: the function that it made looks at the model when its first call is over."""
+
+    @functools.wraps(make)
+    def making(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = super(keras.Model, model).make_train_function(*args, **kwargs)
+        function = model.train_function
+        if model in _UNSEEN and function is not None and not hasattr(function, _LOOKS):
+            model.train_function = _stepping(model, function)
+        return made
+
+    return making
+
+
+_LOOKS = "_mezzo_looks"
+
+
+def _stepping(model: Any, function: Any) -> Any:
+    to_model = weakref.ref(model)
+
+    @functools.wraps(function)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        model = to_model()
+        if model in _UNSEEN:
+            _look(model, _UNSEEN.pop(model), *_CALLED.pop(model, (None, [])))
+        return made
+
+    setattr(stepping, _LOOKS, True)
+    return stepping
+
+
+def _in_fp32(aggregate: Any) -> Any:
+    """What `add_loss` was given in 16 bits is summed in FP32; TensorFlow would not add it to a loss in FP32 at all."""
+
+    @functools.wraps(aggregate)
+    def summing(model: Any, loss: Any) -> Any:
+        if keras.backend.standardize_dtype(loss.dtype) in outputs.SIGNIFICANT_BITS:
+            loss = keras.ops.cast(loss, "float32")
+        return aggregate(model, loss)
+
+    return summing
 
 
 def _is_only_pretended(y_pred: Any) -> bool:
@@ -168,12 +233,15 @@ def _is_only_pretended(y_pred: Any) -> bool:
     )
 
 
-def _look(model: Any, plan: KerasPlan, x: Any, y_pred: Any) -> None:
-    check_plan(model, plan)
-    found = [
+def _outputs(model: Any, made: Any) -> list[outputs.Output]:
+    return [
         outputs.Output(name, keras.backend.standardize_dtype(tensor.dtype))
-        for name, tensor in outputs.named_leaves(model, y_pred)
+        for name, tensor in outputs.named_leaves(model, made)
     ]
+
+
+def _look(model: Any, plan: KerasPlan, x: Any, found: list[outputs.Output]) -> None:
+    check_plan(model, plan)
     if x is not None and any(output.dtype in outputs.SIGNIFICANT_BITS for output in found):
         # For the layers' names. A model may be called in ways that one cannot know; what it gave is known without.
         with contextlib.suppress(Exception):

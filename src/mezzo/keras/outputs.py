@@ -15,8 +15,9 @@ import keras
 from keras.src.backend import compute_output_spec  # a trace on any backend; Keras has no public name for it
 
 from mezzo.core.errors import UsageError
-from mezzo.keras.layers import path_of
+from mezzo.keras.layers import walk
 from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.torch_buffers import torch_buffers_kept
 from mezzo.scripts.patches import Patches
 
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
@@ -70,7 +71,7 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
         model: a `keras.Model`.
         x: a batch of its inputs; None for a built Sequential or Functional model.
     """
-    inputs = inputs_of(model) if x is None else keras.tree.map_structure(_symbol, x)
+    inputs = inputs_of(model) if x is None else keras.tree.map_structure(symbol, x)
     found: list[Output] = []
 
     def traced(inputs: Any) -> Any:
@@ -87,25 +88,33 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
         ]
         return outputs
 
-    _trace(traced, inputs)
+    _trace(model, traced, inputs)
     return found
 
 
-def _trace(call: Any, inputs: Any) -> None:
+def _trace(model: Any, call: Any, inputs: Any) -> None:
     if keras.backend.backend() != "torch":
         compute_output_spec(call, inputs)
         return
     # There Keras traces on PyTorch's "meta" device, on which it forgets to cast variables to what a layer computes in:
-    # it says float32 of a Dense that gives float16. So one example of zeros goes through.
+    # it says float32 of a Dense that gives float16. So two examples of zeros go through.
     import torch
 
-    with torch.no_grad(), keras.StatelessScope():  # nothing that the call assigns to stays
+    # Nothing that the call assigns to stays, nor what a PyTorch module draws.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with (
+        torch.no_grad(),
+        keras.StatelessScope(),
+        torch_buffers_kept(model),
+        torch.random.fork_rng(devices=devices),
+    ):
         call(keras.tree.map_structure(_zeros, inputs))
 
 
 def _zeros(symbol: Any) -> Any:
     sizes = [size or _UNKNOWN_SIZE for size in symbol.shape]
-    return keras.ops.zeros([1, *sizes[1:]] if sizes else [], symbol.dtype)
+    # Two examples: of one alone PyTorch's batch norm has no variance, and fails.
+    return keras.ops.zeros([min(2, symbol.shape[0] or 2), *sizes[1:]] if sizes else [], symbol.dtype)
 
 
 _UNKNOWN_SIZE = 64  # of images and sequences whose size is left open
@@ -168,13 +177,15 @@ def advice(model: Any, output: Output) -> str:
             f'{told} Give the layer that makes it dtype="float32", or cast it: keras.ops.cast(y, "float32").'
         )
     mend = f"{told} Make its layer float32: {_constructor(layer)}"
-    plan, path = plan_behind(layer.dtype_policy), path_of(layer)
-    if plan is None or path is None or plan.decision(path)[0] == path:
+    plan = plan_behind(layer.dtype_policy)
+    # Not what the layer says: one of Keras's own without a build has no path unless the plan has patterns.
+    path = next((path for path, each in walk(model) if each is layer), None)
+    if plan is None or path is None or plan.policy_for(path) == "float32":
         return f"{mend}."
     pattern = path.removeprefix(
         f"{model.name}/"
     )  # which may be numbered: another one of the same kind is not this one
-    return f'{mend}, or set_policy("{plan.precision},module.{pattern}=fp32") before the model is made.'
+    return f'{mend}, or set_policy("{plan.in_fp32(pattern)}") before the model is made.'
 
 
 def _constructor(layer: Any) -> str:
@@ -193,7 +204,8 @@ def _constructor(layer: Any) -> str:
 _FIRST = {"Dense": ("units",), "Activation": ("activation",)}
 
 
-def _symbol(value: Any) -> Any:
+def symbol(value: Any) -> Any:
+    """The shape and dtype of an array, as a `keras.KerasTensor`."""
     if not hasattr(value, "shape"):
         value = keras.ops.convert_to_numpy(value)
     return keras.KerasTensor(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))

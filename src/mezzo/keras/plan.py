@@ -29,6 +29,8 @@ from mezzo.core.traced_scale import traceable
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
 
+_BETWEEN = r",(?![^(]*\))"  # a comma between two entries of a precision, not one within brackets
+
 # What Keras has no policy for -> what to use.
 _NO_POLICY = {
     "tf32": "It is a switch of the backend, not of a layer: tf.config.experimental.enable_tensor_float_32_execution, "
@@ -108,6 +110,28 @@ class KerasPlan:
         """The patterns that name none of the layers at these paths nor any around them, in their order."""
         known = {"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 2)}
         return tuple(pattern for pattern, _ in self.paths if not any(names(pattern, path) for path in known))
+
+    def in_fp32(self, pattern: str) -> str:
+        """The precision that gives the layers of this pattern FP32 and everything else what this plan does.
+
+        >>> plan("fp16,module.y=bf16,loss_scale=64").in_fp32("y")
+        'fp16,module.y=fp32,loss_scale=64'
+        >>> plan("fp16,module.a=bf16").in_fp32("b")
+        'fp16,module.a=bf16,module.b=fp32'
+        """
+        parts = re.split(_BETWEEN, self.precision)
+        same = [
+            index
+            for index, part in enumerate(parts)
+            if part.rpartition("=")[0].replace("/", ".") == "module." + pattern.replace("/", ".")
+        ]
+        last = [index for index, part in enumerate(parts) if part.startswith("module.")]
+        if same and same[-1] == last[-1]:  # else one after it may name the layer as well
+            parts[same[-1]] = f"module.{pattern}=fp32"
+            same.pop()
+        else:
+            parts.append(f"module.{pattern}=fp32")
+        return ",".join(part for index, part in enumerate(parts) if index not in same)
 
     @property
     def policies(self) -> frozenset[str]:
@@ -214,7 +238,7 @@ def _in_mezzo_words(text: str) -> str:
     >>> _in_mezzo_words("mixed_float16,module.head=float32")
     'fp16,module.head=fp32'
     """
-    parts = re.split(r",(?![^(]*\))", text)
+    parts = re.split(_BETWEEN, text)
     where = f"policy {text!r}: "
     for index, part in enumerate(parts):
         left, equals, right = part.rpartition("=")

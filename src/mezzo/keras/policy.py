@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from mezzo.core.loss_scale import LossScale
-from mezzo.keras import compiling, layers
+from mezzo.keras import compiling, layers, torch_modules
 from mezzo.keras.plan import KerasPlan, plan
 from mezzo.keras.planned_name import PlannedName
 from mezzo.scripts.patches import Patches
@@ -52,5 +52,6 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
     keras.config.set_dtype_policy(keras.DTypePolicy(PlannedName(made.default, made)))
     if made.paths:
         layers.watch(_PATCHES)
+    torch_modules.watch(_PATCHES)
     compiling.watch(_PATCHES, made)
     return made

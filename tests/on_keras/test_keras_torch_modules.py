@@ -1,0 +1,159 @@
+"""PyTorch's own modules in a Keras model compute in their layer's format; looking at a model changes none of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from conftest import BACKEND
+from mezzo.core.errors import UsageError
+from mezzo.keras import PolicyWarning, check_outputs, layer_policies, set_policy
+
+if BACKEND != "torch":
+    pytest.skip("PyTorch's modules are on Keras's PyTorch backend", allow_module_level=True)
+
+import torch
+
+X = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    yield
+    set_policy("fp32")
+
+
+class Model(keras.Model):
+    def __init__(self, body: Any) -> None:
+        super().__init__(name="net")
+        self.body = body  # Keras wraps a module that is an attribute
+        self.head = layers.Dense(1, dtype="float32", name="head")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+
+def module(weights: list[Any]) -> torch.nn.Linear:
+    linear = torch.nn.Linear(4, 8)
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(np.array(weights[0].T)))
+        linear.bias.copy_(torch.from_numpy(np.array(weights[1])))
+    return linear
+
+
+def wrapped(linear: Any, **arguments: Any) -> Any:
+    return layers.TorchModuleWrapper(linear, name="body", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("how", "precision", "dtype"),
+    [
+        ("wrapped", "fp16,loss_scale=1024", torch.float16),
+        ("attribute", "fp16,loss_scale=1024", torch.float16),
+        ("wrapped", "bf16", torch.bfloat16),
+        ("wrapped", "fp16,module.body=fp32,loss_scale=1024", torch.float32),
+        ("attribute", "fp16,module.torch_module_wrapper*=fp32,loss_scale=1024", torch.float32),
+    ],
+)
+def test_a_module_trains_as_the_layer_of_keras_does(how: str, precision: str, dtype: torch.dtype) -> None:
+    # Of an attribute Keras names the wrapper itself.
+    set_policy(precision)
+    own = layers.Dense(8, name="body", **({"dtype": "float32"} if dtype == torch.float32 else {}))
+    theirs = Model(own)
+    theirs(X)
+    linear = module(own.get_weights())
+    ours = Model(wrapped(linear) if how == "wrapped" else linear)
+    ours(X)
+    ours.head.set_weights(theirs.head.get_weights())
+    given = ours.body(torch.from_numpy(X))
+    assert given.dtype == dtype
+    given.sum().backward()
+    assert {parameter.grad.dtype for parameter in linear.parameters()} == {torch.float32}
+    start = np.array(own.kernel.value.detach())
+    for model in (ours, theirs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyWarning)  # Keras's layer has a dtype of its own
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    moved = linear.weight.detach().numpy().T - start
+    expected = np.array(own.kernel.value.detach()) - start
+    assert {parameter.dtype for parameter in linear.parameters()} == {torch.float32}
+    # Each of six gradients is rounded to the format's 11, 8 or 24 bits, and not at the same places.
+    limit = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}[dtype]
+    assert np.abs(moved - expected).max() <= limit * np.abs(expected).max()
+    assert np.abs(expected).max() > 0.01
+
+
+def test_a_module_in_fp32_within_one_in_16_bits_is_fp32() -> None:
+    set_policy("bf16,module.body=fp32")
+    inner = wrapped(torch.nn.Linear(4, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert inner(torch.from_numpy(X)).dtype == torch.float32
+
+
+def test_what_a_module_cannot_compute_is_told_with_the_line_that_mends_it() -> None:
+    class Values(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.dot(x[0], torch.ones(4))[None, None]  # autocast leaves it as it is
+
+    set_policy("fp16")
+    with pytest.raises(
+        UsageError, match=r"Values in the layer 'body' cannot compute in float16 on cpu.*Half"
+    ):
+        Model(wrapped(Values()))(X)
+    set_policy("fp16,module.body=fp32")
+    assert Model(wrapped(Values()))(X).dtype == torch.float32
+
+
+def test_an_error_of_a_modules_own_stays() -> None:
+    class Wrong(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise RuntimeError("my own")
+
+    set_policy("fp16")
+    with pytest.raises(RuntimeError, match="my own") as error:
+        wrapped(Wrong())(X)
+    assert not isinstance(error.value, UsageError)
+
+
+def test_fp32_undoes_it() -> None:
+    before = layers.TorchModuleWrapper.call
+    set_policy("bf16")
+    assert layers.TorchModuleWrapper.call is not before
+    set_policy("fp32")
+    assert layers.TorchModuleWrapper.call is before
+
+
+@pytest.mark.parametrize("look", ["compile", "check_outputs"])
+def test_looking_at_a_model_changes_no_buffer_and_draws_nothing(look: str) -> None:
+    set_policy("bf16")
+    norm = torch.nn.BatchNorm1d(4)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.TorchModuleWrapper(
+                torch.nn.Sequential(norm, torch.nn.Dropout(0.5)), output_shape=(None, 4), name="norm"
+            ),
+            layers.Dense(1, name="head"),
+        ]
+    )
+    assert [row.compute for row in layer_policies(model)] == ["bfloat16", "bfloat16"]
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    drawn = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if look == "compile":
+            model.compile("sgd", "mse")
+        else:
+            with pytest.raises(UsageError, match="bfloat16"):
+                check_outputs(model)
+    assert look == "check_outputs" or any("bfloat16" in str(each.message) for each in told)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+    assert torch.equal(torch.get_rng_state(), drawn)
