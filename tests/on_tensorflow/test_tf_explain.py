@@ -278,6 +278,32 @@ def test_what_is_refused(call: Any, error: type[Exception], says: str) -> None:
         call()
 
 
+def two(x: Any) -> Any:
+    return inside(x)
+
+
+def inside(x: Any) -> Any:
+    return tf.matmul(x, tf.ones((3, 3)))
+
+
+def test_the_cause_is_told() -> None:
+    with pytest.raises(UsageError, match=r"traced with 1 arguments: ValueError: Dimensions must be equal"):
+        mtf.explain(two, tf.TensorSpec((2, 5)))
+    layers = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    with pytest.raises(UsageError, match=r"calling Sequential\.call\(\)\. Input 0 .* incompatible"):
+        mtf.explain(lambda x: layers(x), tf.TensorSpec((2, 5)))
+
+
+def test_a_row_that_is_not_there() -> None:
+    found = mtf.explain(net, X, mode=BF16)
+    assert [row.node for row in found.rows if row.op == "MatMul"]
+    with pytest.raises(UnknownNameError, match=r"'MatMul' is an op; the names of its nodes are '"):
+        found.row("MatMul")
+    name = next(row.node for row in found.rows if row.op == "MatMul")
+    with pytest.raises(UnknownNameError, match=f"no node '{name}x' .*Did you mean '{name}'"):
+        found.row(name + "x")
+
+
 REAL = """
 import tensorflow as tf
 from tensorflow.python.eager import context

@@ -121,8 +121,46 @@ def test_a_session_is_rewritten_with_a_config_of_its_own_too() -> None:
 
 def test_a_session_from_before_is_warned_of() -> None:
     v1.Session(graph=tf.Graph()).close()
-    with pytest.warns(UserWarning, match="Session was made before enable_mixed_precision_graph_rewrite"):
+    with pytest.warns(
+        UserWarning, match="Session was made before enable_mixed_precision_graph_rewrite"
+    ) as told:
         enable(adam())
+    assert told[0].filename == __file__
+
+
+def test_op_lists_reach_functions_that_have_run() -> None:
+    function = layers()
+    full = float(function(INPUT))
+    enable(adam())
+    mixed = float(function(INPUT))
+    assert mixed != full
+    for op_lists, expected in (({"deny": ["MatMul"]}, full), (None, mixed), ({"other": ["MatMul"]}, full)):
+        enable(adam(), op_lists=op_lists)
+        assert float(function(INPUT)) == expected, op_lists
+    assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
+    mt.disable_mixed_precision_graph_rewrite()
+    assert "min_graph_nodes" not in tf.config.optimizer.get_experimental_options()
+
+
+def test_a_smallest_graph_of_the_users_own_comes_back() -> None:
+    tf.config.optimizer.set_experimental_options({"min_graph_nodes": 6})
+    try:
+        enable(adam(), op_lists={"deny": ["MatMul"]})
+        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
+        mt.disable_mixed_precision_graph_rewrite()
+        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] == 6
+    finally:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("BF16", "bf16"), ("bfloat16", "bf16"), ("mixed_bfloat16", "bf16"), ("float16", "fp16")],
+)
+def test_other_names_of_precisions(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if meant == "fp16":
+        monkeypatch.setenv(PREFIX + "SIMULATE_GPU", "1")
+    assert precision.choose(given).precision == meant
 
 
 @pytest.mark.parametrize("written", ["mapping", "toml"])
@@ -277,6 +315,9 @@ BAD = [
     (lambda: enable(adam(), 0), UsageError, "a loss scale is a number between"),
     (lambda: enable(adam(), "statistical"), UsageError, "is for PyTorch's training loops"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
+    (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),
+    (lambda: enable(adam(), -3), UsageError, "enable_mixed_precision_graph_rewrite: loss_scale is -3"),
+    (lambda: enable(adam(), op_lists={"deny": {"MatMul": False}}), UsageError, "give a list of names"),
     (
         lambda: enable(adam(), op_lists={"deni": []}),
         UnknownNameError,
@@ -308,6 +349,9 @@ def test_a_toml_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "lists.toml"
     path.write_text("deny = [")
     with pytest.raises(UsageError, match="is no TOML"):
+        enable(adam(), op_lists=path)
+    path.write_text("[deny]\nMatMul = false")
+    with pytest.raises(UsageError, match=r'give a list of names of ops, as in deny = \["Tanh"\]'):
         enable(adam(), op_lists=path)
     path.write_text('deny = ["Tanhh"]')
     with pytest.raises(UnknownNameError, match=r"lists\.toml: unknown op 'Tanhh'"):
@@ -371,9 +415,11 @@ def test_keras_3_leaves_xla_out_while_the_rewrite_is_on(monkeypatch: pytest.Monk
     model = keras.Sequential([keras.Input([8]), keras.layers.Dense(1)])
     model.compile(enable(keras.optimizers.SGD()), "mse")
     assert model.jit_compile is False
-    with pytest.warns(UserWarning, match="doesn't support `jit_compile=True`"):
-        model.compile(enable(keras.optimizers.SGD()), "mse", jit_compile=True)
-    assert model.jit_compile is False
+    model.compile(enable(keras.optimizers.SGD()), "mse", jit_compile=True)
+    with pytest.raises(
+        UsageError, match=r"XLA compiles this training step.*jit_compile=False in model\.compile"
+    ):
+        model.fit(np.ones((4, 8), "float32"), np.ones((4, 1), "float32"), verbose=0)
     mt.disable_mixed_precision_graph_rewrite()
     model.compile("sgd", "mse")
     assert model.jit_compile is True

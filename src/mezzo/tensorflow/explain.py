@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -107,7 +108,7 @@ def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"explain: {_name(fn)} cannot be traced with {len(args) + len(kwargs)} arguments: "
-            f"{_first_line(error)} Give it what it is called with, or a tf.TensorSpec for a tensor."
+            f"{_cause(error)} Give it what it is called with, or a tf.TensorSpec for a tensor."
         ) from error
     return *_with_results(concrete.graph.as_graph_def(), concrete.graph.outputs), _by_xla(concrete)
 
@@ -312,6 +313,15 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", None) or getattr(fn, "name", None) or f"a {type(fn).__name__}"
 
 
-def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line if line.endswith(".") else f"{line}."
+def _cause(error: Exception) -> str:
+    """The sentence of an error that says why, without the frames of AutoGraph and Keras around it."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line] or [type(error).__name__]
+    said = lines[0]
+    if said.startswith("in user code:"):
+        named = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception):", line)]
+        lines = lines[named[0] :] if named else lines[-1:]
+        said = lines[0]
+    if "Exception encountered when calling" in said and len(lines) > 1:
+        said = f"{said} {lines[1]}"
+    return said if said.endswith(".") else f"{said}."

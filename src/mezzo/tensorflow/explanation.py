@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 import sys
@@ -10,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+
+from mezzo.core.errors import UnknownNameError
 
 _WIDTH = 80
 _NARROWEST = 40
@@ -102,12 +105,20 @@ class Explanation:
         """The row of a node.
 
         Raises:
-            KeyError: no node of that name has an FP32 type.
+            UnknownNameError: no node of that name has an FP32 type.
         """
         for row in self.rows:
             if row.node == node:
                 return row
-        raise KeyError(node)
+        of_op = [row.node for row in self.rows if row.op == node]
+        if of_op:
+            said = f"{node!r} is an op; the names of its nodes are {', '.join(map(repr, of_op[:_NAMES]))}"
+            raise UnknownNameError(f"row: {said}{', ...' if len(of_op) > _NAMES else '.'}")
+        near = difflib.get_close_matches(node, [row.node for row in self.rows], n=_NAMES, cutoff=0.4)
+        mend = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+        raise UnknownNameError(
+            f"row: no node {node!r} with an FP32 type. [row.node for row in explanation.rows] has the names.{mend}"
+        )
 
     def to_json(self) -> str:
         """The explanation as one JSON object, with a list of ``rows`` and one of ``casts``."""

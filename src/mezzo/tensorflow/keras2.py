@@ -21,6 +21,7 @@ from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.core.traced_scale import TraceableLossScale
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
+from mezzo.tensorflow.two_ways import refuse_policy_after
 
 _STATE = "mezzo_loss_scale"
 
@@ -44,12 +45,12 @@ class _Scaled:
     @property
     def loss_scale(self) -> Any:
         """S for the next step: FP32 tensor, shape ()."""
-        return self._scaled.variables.scale()
+        return self._scaled.variables.scale_to_read()
 
     @property
     def dynamic_counter(self) -> Any:
         """Good steps since the scale last moved: int64 variable, shape (); None for a constant scale."""
-        return self._scaled.variables.here().good_steps if self.dynamic else None
+        return self._scaled.variables.read("dynamic_counter").good_steps if self.dynamic else None
 
     @property
     def initial_scale(self) -> float:
@@ -66,12 +67,12 @@ class _Scaled:
     @property
     def skipped_steps(self) -> Any:
         """Steps skipped so far: int64 variable, shape ()."""
-        return self._scaled.variables.here().skipped_steps
+        return self._scaled.variables.read("skipped_steps").skipped_steps
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped: bool variable, shape ()."""
-        return self._scaled.variables.here().last_step_skipped
+        return self._scaled.variables.read("last_step_skipped").last_step_skipped
 
     def machine(self) -> TraceableLossScale:
         """The pure loss scale on the host, in an eager program; waits for the device."""
@@ -82,7 +83,12 @@ class _Scaled:
         self._scaled.variables.check()
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """S * loss; of a function, a function."""
+        """S * loss; of a function, a function.
+
+        Raises:
+            UsageError: a mixed policy was set after the graph rewrite.
+        """
+        refuse_policy_after("tf_keras", self.rewrite, self._scaled.pure)
         return self._scaled.scaled_loss(loss)
 
     scale_loss = get_scaled_loss

@@ -9,7 +9,10 @@ import keras
 
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.tensorflow.two_ways import refuse_mixed_layers, refuse_policy_after
 from mezzo.tensorflow.xla import refuse_xla
+
+_OF_KERAS_2 = ("get_scaled_loss", "get_unscaled_gradients")
 
 
 @keras.saving.register_keras_serializable(package="mezzo")
@@ -23,11 +26,41 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         told = f", rewrite={self.rewrite}" if self.rewrite else ""
         return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._machine)}{told})"
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_KERAS_2:
+            raise AttributeError(
+                f"{name} is Keras 2's. An optimizer of Keras 3 unscales in apply, so write: "
+                "loss = optimizer.scale_loss(loss) under the tape, and "
+                "optimizer.apply(tape.gradient(loss, variables), variables)."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """As the parent's.
+
+        Raises:
+            UsageError: a layer of these variables has a mixed policy, and the rewrite is on.
+        """
+        refuse_policy_after("keras", self.rewrite, self._machine)
+        refuse_mixed_layers(var_list, self.rewrite, self._machine)
+        super().build(var_list)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the parent's.
+
+        Raises:
+            UsageError: a mixed policy was set after the rewrite.
+        """
+        refuse_policy_after("keras", self.rewrite, self._machine)
+        return super().scale_loss(loss)
+
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """As the parent's.
 
         Raises:
-            UsageError: the rewrite is on, and XLA compiles the function that this is called in.
+            UsageError: the rewrite is on, and XLA compiles the function that this is called in, or a mixed policy was
+                set after it.
         """
+        refuse_policy_after("keras", self.rewrite, self._machine)
         refuse_xla()
         super().apply(grads, trainable_variables)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale, advance, check, on_host, start, traceable
 from mezzo.tensorflow.xla import in_xla
@@ -67,6 +67,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def __init__(self, pure: LossScale) -> None:
         self.pure: TraceableLossScale = traceable(pure)
         self._held: dict[Any, Held] = {}
+        self._scale_read: dict[Any, Any] = {}  # graph -> S, one tensor for whoever reads it
         self.here()
 
     @property
@@ -77,12 +78,36 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def here(self) -> Held:
         """The variables of the graph that is being built, or of the eager program; made when first asked for."""
         with tf.init_scope():
-            graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+            graph = _graph()
             if graph not in self._held:
                 self._held[graph] = self._make()
+                if graph is not None and not tf.distribute.has_strategy():
+                    self._scale_read[graph] = tf.convert_to_tensor(self._held[graph].scale)
                 for field, variable in self._named(self._held[graph]):
                     self._handle_deferred_dependencies(name=_VARIABLES[field][0], trackable=variable)
         return self._held[graph]
+
+    def read(self, what: str) -> Held:
+        """The variables of `here()` for who reads `what` of them; none are made.
+
+        Raises:
+            UsageError: this graph, or the eager program, has none: another one has.
+        """
+        with tf.init_scope():
+            graph = _graph()
+        if graph in self._held:
+            return self._held[graph]
+        here = "the eager program" if graph is None else f"{graph!r}"
+        others = [other for other in self._held if other is not None]
+        if not others:
+            raise UsageError(
+                f"{what}: it is read in {here}, and this optimizer was made eagerly and has no loss scale there before "
+                "it computes or applies gradients there. Call optimizer.minimize(loss) first, or leave the graph."
+            )
+        raise UsageError(
+            f"{what}: it is read in {here}, and this optimizer has its loss scale in {others[-1]!r}. Read it there: "
+            "with graph.as_default(): session.run([optimizer.loss_scale, optimizer.skipped_steps])."
+        )
 
     def _make(self) -> Held:
         begin = start(self.pure)
@@ -122,6 +147,16 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def scale(self) -> Any:
         """S for the next step: FP32 tensor, shape ()."""
         return tf.convert_to_tensor(self.here().scale)
+
+    def scale_to_read(self) -> Any:
+        """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time.
+
+        Raises:
+            UsageError: see `read`.
+        """
+        self.read("loss_scale")
+        known = None if tf.executing_eagerly() else self._scale_read.get(_graph())
+        return self.scale() if known is None else known
 
     def step(self, bad: Any, names: Sequence[str], apply: Callable[[], Any]) -> Any:
         """Apply the gradients, or skip them if any is not finite, and advance the scale.
@@ -193,21 +228,35 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         raise AssertionError(f"{self.pure} has no patience that could run out")
 
     def machine(self) -> TraceableLossScale:
-        """The pure loss scale on the host; waits for the device. Eager programs only: a TF1 Session reads
-        `variables()`."""
-        return on_host(self.pure, self._on_host())
+        """The pure loss scale on the host; waits for the device.
+
+        Raises:
+            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
+        """
+        return on_host(self.pure, self._on_host("machine()"))
 
     def check(self) -> None:
         """Raise if the patience ran out; waits for the device.
 
         Raises:
             LossScaleCollapseError: it did.
+            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
         """
-        check(self.pure, self._on_host())
+        check(self.pure, self._on_host("check()"))
 
-    def _on_host(self) -> ScaleArrays:
-        held = self.here()
+    def _on_host(self, what: str) -> ScaleArrays:
+        held = self.read(what)
+        if not tf.executing_eagerly():
+            raise UsageError(
+                f"{what} is for eager programs, outside of a tf.function, and a graph is being built here. Of a graph "
+                "of TF1 a Session reads it: session.run([optimizer.loss_scale, optimizer.skipped_steps])."
+            )
         return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
+
+
+def _graph() -> Any:
+    """The graph that is being built; None in an eager program."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _done(apply: Callable[[], Any]) -> Any:

@@ -32,9 +32,9 @@ def overrides_of(given: Mapping[str, Iterable[str]] | str | os.PathLike[str]) ->
         UnknownNameError: a key that is no list, or an op that TensorFlow has not.
         UsageError: no such file, no TOML, or values that are no lists of names.
     """
-    where, lists = "op_lists: ", given
+    where, lists, example = "op_lists: ", given, _EXAMPLE
     if isinstance(given, (str, os.PathLike)):
-        where, lists = f"{os.fspath(given)}: ", _read(given)
+        where, lists, example = f"{os.fspath(given)}: ", _read(given), 'deny = ["Tanh"]'
     if not isinstance(lists, Mapping):
         raise UsageError(
             f"op_lists is {given!r}; give a mapping such as {_EXAMPLE}, or the path of a TOML file"
@@ -43,8 +43,8 @@ def overrides_of(given: Mapping[str, Iterable[str]] | str | os.PathLike[str]) ->
     for colour, ops in lists.items():
         if colour not in (*COLOURS, NO_LIST):
             raise unknown_name("list", str(colour), [*COLOURS, NO_LIST], where=where)
-        if isinstance(ops, str) or not isinstance(ops, Iterable):
-            raise UsageError(f"{where}{colour} is {ops!r}; give a list of names of ops, as in {_EXAMPLE}")
+        if isinstance(ops, (str, Mapping)) or not isinstance(ops, Iterable):
+            raise UsageError(f"{where}{colour} is {ops!r}; give a list of names of ops, as in {example}")
         moved[colour] = [_op(op, where) for op in ops]
     return moved
 

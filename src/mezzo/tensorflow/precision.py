@@ -22,9 +22,12 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from mezzo.core.errors import UnsupportedPrecisionError, unknown_name
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
 
 PRECISIONS = ("auto", "fp16", "bf16")
+# What TensorFlow and Keras call them.
+_OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
+_FULL = ("fp32", "float32", "none", "off")
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
@@ -55,15 +58,23 @@ def choose(precision: str) -> Choice:
     """The format for this machine.
 
     Args:
-        precision: "auto", "fp16" or "bf16".
+        precision: "auto", "fp16" or "bf16", or another name of these, in capitals or not.
 
     Raises:
-        UnknownNameError: none of these.
+        UnknownNameError: none of these; UsageError: FP32, which is to leave the rewrite out.
         UnsupportedPrecisionError: the rewrite cannot compute in it here.
     """
+    given, precision = precision, str(precision).lower()
+    precision = _OTHER_NAMES.get(precision, precision)
+    if precision in _FULL:
+        raise UsageError(
+            f"enable_mixed_precision_graph_rewrite: precision is {given!r}, and the rewrite is what computes in less. "
+            "Leave the call out and use the optimizer as it is; if a rewrite is on, "
+            "disable_mixed_precision_graph_rewrite() turns it off."
+        )
     if precision not in PRECISIONS:
         raise unknown_name(
-            "precision", str(precision), PRECISIONS, where="enable_mixed_precision_graph_rewrite: "
+            "precision", str(given), PRECISIONS, where="enable_mixed_precision_graph_rewrite: "
         )
     gpu = _gpu()
     if precision == "fp16" and gpu is None:

@@ -22,6 +22,7 @@ from mezzo.tensorflow.op_list_overrides import overrides_of
 from mezzo.tensorflow.op_lists import op_lists as lists_of
 from mezzo.tensorflow.precision import MODES, Choice, choose
 from mezzo.tensorflow.switch import SWITCH
+from mezzo.tensorflow.two_ways import refuse_policy_before
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 _WHERE = "enable_mixed_precision_graph_rewrite"
@@ -69,7 +70,8 @@ def enable_mixed_precision_graph_rewrite(
         loss_scale: "dynamic", or "dynamic(init=1024,floor=1)"; "none"; a number; a DynamicLossScale, StaticLossScale or
             NoLossScale of Mezzo's, or a loss scale of `tf.compat.v1.mixed_precision`. "dynamic" alone means none where
             the rewrite computes in BF16 or not at all: both have FP32's range.
-        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in.
+        precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
+            "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
         op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`, or the path of a TOML file that
             says so: see `mezzo.tensorflow.op_lists`. In force until the rewrite is turned off or on anew.
 
@@ -82,7 +84,7 @@ def enable_mixed_precision_graph_rewrite(
         UnsupportedPrecisionError: the rewrite cannot compute in that precision on this machine.
     """
     wrap = _wrapper_for(optimizer)
-    _refuse_two_ways()
+    refuse_policy_before(_WHERE)
     chosen = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
     mode = MODES.get(chosen.precision)
@@ -123,7 +125,12 @@ def _loss_scale(given: Any, chosen: Choice) -> LossScale:
             growth_factor=of["multiplier"],
             backoff_factor=1 / of["multiplier"],
         )
-    scale = as_loss_scale(given, _WHERE)
+    try:
+        scale = as_loss_scale(given, _WHERE)
+    except UsageError as error:
+        if str(error).startswith(_WHERE):
+            raise
+        raise type(error)(f"{_WHERE}: loss_scale is {given!r}: {error}") from None
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
     return traceable(scale)
@@ -165,23 +172,3 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
         f"{_WHERE}: optimizer is {what}; give an optimizer of tf.compat.v1.train, such as AdamOptimizer(1e-3), of "
         f"Keras 3 or of tf_keras.{mend}"
     )
-
-
-def _refuse_two_ways() -> None:
-    """A mixed policy of Keras's puts casts into the model, and the rewrite would put others into the same graph."""
-    policies = []
-    if "keras" in sys.modules:
-        policies.append(("keras.config.set_dtype_policy", sys.modules["keras"].config.dtype_policy()))
-    if "tf_keras" in sys.modules:
-        policies.append(
-            (
-                "tf_keras.mixed_precision.set_global_policy",
-                sys.modules["tf_keras"].mixed_precision.global_policy(),
-            )
-        )
-    for setter, policy in policies:
-        if policy.compute_dtype != policy.variable_dtype:
-            raise UsageError(
-                f"{_WHERE}: Keras's dtype policy is {policy.name!r}, which is mixed precision already. Use one of the "
-                f"two: leave out this call, or call {setter}('float32') first."
-            )

@@ -22,6 +22,23 @@ from mezzo.scripts.patches import Patches
 
 _ON, _OFF = rewriter_config_pb2.RewriterConfig.ON, rewriter_config_pb2.RewriterConfig.OFF
 
+# TensorFlow keeps what it made of a function under the options that it was made with, and the environment is none of
+# them. So each set of op lists has a number, and its negative is given as the size of the smallest graph that is
+# optimized: any below 1 means every graph.
+_LEAST = "min_graph_nodes"
+_LISTS = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
+_numbers: dict[tuple[tuple[str, str], ...], int] = {(): 0}
+
+
+def _number_of_lists() -> int:
+    """The number of the op lists that the environment says; 0 where it says nothing."""
+    said = sorted(
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_LISTS) and name.endswith(("_ADD", "_REMOVE", "_LEVEL"))
+    )
+    return _numbers.setdefault(tuple(said), len(_numbers))
+
 
 class Switch:
     """The one rewrite of this process, and what there was before it."""
@@ -30,6 +47,7 @@ class Switch:
         self._option: str | None = None
         self._before: dict[str, str | None] = {}
         self._patches = Patches()
+        self._least: int | None = None
 
     @property
     def is_on(self) -> bool:
@@ -50,26 +68,34 @@ class Switch:
                 "a tf.compat.v1.Session was made before enable_mixed_precision_graph_rewrite: it goes on in FP32. "
                 "Make the Session after it.",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=3,  # the line that calls enable_mixed_precision_graph_rewrite
             )
         self._option = option
         for name, value in environment.items():
             self._before[name] = os.environ.get(name)
             os.environ[name] = value
-        tf.config.optimizer.set_experimental_options({option: True})
+        self._least = tf.config.optimizer.get_experimental_options().get(_LEAST)
+        number = _number_of_lists()
+        tf.config.optimizer.set_experimental_options(
+            {option: True, _LEAST: -number} if number else {option: True}
+        )
         # Where tf_keras looks before it lets a policy be set as well.
         global_state.set_mixed_precision_graph_rewrite_enabled(True)
         self._patches.set(BaseSession, "__init__", _with_option(BaseSession.__init__, option))
         if "keras" in sys.modules:
             # Keras 3 compiles by XLA where jit_compile is "auto", and such a function is never rewritten.
             trainer = importlib.import_module("keras.src.trainers.trainer")
-            self._patches.set(trainer, "model_supports_jit", lambda model: False)
+            # Who asks for True is told by the optimizer (`refuse_xla`).
+            self._patches.set(trainer.Trainer, "_resolve_auto_jit_compile", lambda model: False)
 
     def off(self) -> None:
         """Turn it off; Sessions that exist keep it."""
         if self._option is None:
             return
-        tf.config.optimizer.set_experimental_options({self._option: False})
+        options: dict[str, Any] = {self._option: False}
+        if tf.config.optimizer.get_experimental_options().get(_LEAST, 0) < 0:
+            options[_LEAST] = self._least
+        tf.config.optimizer.set_experimental_options(options)
         global_state.set_mixed_precision_graph_rewrite_enabled(False)
         self._patches.undo()
         for name, value in self._before.items():

@@ -56,17 +56,17 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.c
     @property
     def loss_scale(self) -> Any:
         """S for the next step: FP32 tensor, shape ()."""
-        return self._scaled.variables.scale()
+        return self._scaled.variables.scale_to_read()
 
     @property
     def skipped_steps(self) -> Any:
         """Steps skipped so far: int64 variable of the graph that is being built, shape ()."""
-        return self._scaled.variables.here().skipped_steps
+        return self._scaled.variables.read("skipped_steps").skipped_steps
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped: bool variable, shape ()."""
-        return self._scaled.variables.here().last_step_skipped
+        return self._scaled.variables.read("last_step_skipped").last_step_skipped
 
     def machine(self) -> TraceableLossScale:
         """The pure loss scale on the host, in an eager program; waits for the device."""
@@ -107,6 +107,7 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.c
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         _refuse_references(variables)
+        self._make_slots([variable for gradient, variable in pairs if gradient is not None])
 
         def apply(gradients: list[Any]) -> Any:
             return self._optimizer.apply_gradients(
@@ -114,6 +115,13 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.c
             )
 
         return self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+
+    def _make_slots(self, variables: list[Any]) -> None:
+        """The inner optimizer's variables, made before the branch that applies: in it, the name of Adam's powers would
+        begin with the branch's, and a checkpoint of the plain optimizer would not load by name."""
+        if self._scaled.variables.scales and variables and not tf.distribute.has_strategy():
+            with tf.init_scope():
+                self._optimizer._create_slots(variables)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """The inner optimizer's slot."""
