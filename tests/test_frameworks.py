@@ -160,6 +160,17 @@ def test_the_child_of_keras_imports_no_framework_before_the_script() -> None:
     [
         ([], "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')", "give --framework keras"),
         (["--framework", "keras"], "import torch", "leave --framework keras out"),
+        # Dead without a record, and failed with one: either may come of the wrong framework.
+        (
+            [],
+            "import os\nif False:\n    import keras\nos.abort()",
+            "imports keras and not torch. If it trains with",
+        ),
+        (
+            [],
+            "import sys, types\nsys.modules['keras'] = types.ModuleType('keras')\n1 / 0",
+            "give --framework keras",
+        ),
     ],
 )
 def test_the_wrong_framework_is_told(
@@ -174,3 +185,40 @@ def test_the_wrong_framework_is_told(
     Path("train.py").write_text(source)
     assert main(["compare", "train.py", "--seeds", "1", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_script_of_torch_that_dies_is_not_guessed_to_be_keras() -> None:
+    guessed = framework("pytorch").guessed
+    assert guessed("import torch\nimport keras\n") is None
+    assert guessed("import numpy\n# import keras\n") is None
+    assert "tensorflow" in str(guessed("from tensorflow import keras\n"))
+    assert framework("keras").guessed("import keras\n") is None
+
+
+def test_pytorchs_machine_is_not_described_where_keras_alone_was_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import sys, types, torch\nsys.modules['keras'] = types.ModuleType('keras')\n"
+    )
+    assert main(["compare", "train.py", "--seeds", "1", "--out", "there"]) == 2
+    (started,) = (
+        one for one in records.read(Path("there/runs/fp32-0.jsonl")) if isinstance(one, records.RunStarted)
+    )
+    assert started.machine == {"keras": ""}  # to describe it loads Triton, and LLVM with it
+
+
+def test_what_libraries_log_is_no_part_of_a_failure(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1795329464.717600   21560 port.cc:153] oneDNN custom operations are on. You may see\n"
+        "2026-01-01 10:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary\n"
+        "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the\n"
+        "E0000 00:00:1795329464.717600   21560 one.cc:1] an error stays\n"
+        "the script's own\n"
+    )
+    run = FinishedRun("fp32-0", None, (), (), None, None, log)
+    assert run.failure().splitlines()[1:] == ["the script's own"]
+    assert "an error stays" in run.failure()

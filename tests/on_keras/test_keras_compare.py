@@ -77,3 +77,16 @@ def test_a_script_with_a_policy_of_its_own_has_no_baseline(
     said = " ".join(capsys.readouterr().err.split())
     assert "train.py:2" in said
     assert "would not be in FP32" in said
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch trains there")
+def test_a_script_of_keras_run_as_pytorchs_is_told_the_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+    Path("train.py").write_text("import keras, torch\nkeras.layers.Dense(1)(keras.ops.ones((1, 2)))\n")
+    assert main(["compare", "train.py", "--seeds", "1"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "trains with Keras: give --framework keras" in said
+    assert "signal" not in said

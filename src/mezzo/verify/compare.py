@@ -28,7 +28,7 @@ from mezzo.verify.folder import forget_run, prepare, write_whole
 from mezzo.verify.frameworks import framework
 from mezzo.verify.judgement import Runs, verdict
 from mezzo.verify.progress import Silent, Watcher
-from mezzo.verify.request import BASELINE, TWIN, Request
+from mezzo.verify.request import BASELINE, TWIN, Request, source_of
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"
@@ -175,6 +175,8 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
             if refused:
                 raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
             if plan.precision == BASELINE:
+                if other := _other_framework(request, run):
+                    raise ScriptError(f"{request.target} {other}. Its output ended:\n{run.failure()}")
                 how = f"ended with exit status {status}" if status else "ended before its records did"
                 raise ScriptError(
                     f"{request.target} {how} in FP32, without mixed precision, so there is nothing to "
@@ -191,11 +193,19 @@ def _refused(run: FinishedRun, status: int) -> str:
 
     A status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
     """
-    lines = run.output.rstrip().splitlines()
+    lines = run.said
     own = run.ended is None or run.ended.status != status or not run.losses
     if status != 2 or not own or not lines or not lines[-1].startswith("mezzo: "):
         return ""
     return lines[-1].removeprefix("mezzo: ")
+
+
+def _other_framework(request: Request, run: FinishedRun) -> str | None:
+    """What a failed run says for another framework: it may have failed for being run as this one's."""
+    its = framework(request.framework)
+    if run.started is not None:
+        return its.mistaken(run) if "keras" in run.machine else None
+    return its.guessed(source_of(request.target)) if not request.is_module else None
 
 
 def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
@@ -217,7 +227,7 @@ def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
             "mend the script."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
-        tail = "\n".join(run.output.rstrip().splitlines()[-5:]) or "(nothing)"
+        tail = "\n".join(run.said[-5:]) or "(nothing)"
         raise UsageError(
             f"--metric {request.metric!r} matches nothing that the script printed. Its output ended:\n{tail}"
         )

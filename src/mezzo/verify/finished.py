@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,12 @@ from mezzo.verify.metric import Metric
 
 TRACEBACK = "Traceback (most recent call last):"
 MOST_LINES = 60
+# What TensorFlow's libraries log while they start: `I0000 00:00:1795329464.717600   21560 port.cc:153] oneDNN ...`.
+CHATTER = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+:\d+\] "
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] (?:tensorflow|external)/"
+    r"|To enable the following instructions: .* rebuild TensorFlow"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class FinishedRun:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return ""
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of what the script printed, without those that TensorFlow's libraries log by themselves."""
+        return [line for line in self.output.rstrip().splitlines() if not CHATTER.match(line)]
 
     def metric(self, metric: Metric | None) -> tuple[float, bool] | None:
         """The final metric, and whether it is in percent; None without a pattern or a match."""
@@ -76,7 +88,7 @@ class FinishedRun:
 
     def failure(self) -> str:
         """The end of the log: from its last traceback on, or its last lines; words for an empty one."""
-        lines = self.output.rstrip().splitlines()
+        lines = self.said
         start = max((i for i, line in enumerate(lines) if line.startswith(TRACEBACK)), default=None)
         kept = lines[start:] if start is not None else lines[-20:]
         if len(kept) > MOST_LINES:

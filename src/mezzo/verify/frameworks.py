@@ -5,6 +5,7 @@ All that differs between them stands in this table; nothing else of `mezzo compa
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Framework:
         packages: those whose versions decide the runs.
         untrained: what is told of a script that recorded no loss, after its name.
         mistaken: why an FP32 run is not this framework's, and what to do; None where it is.
+        guessed: the same of a script's text, for a run that died without a record; None where nothing speaks for it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Framework:
     packages: tuple[str, ...]
     untrained: str
     mistaken: Callable[[FinishedRun], str | None]
+    guessed: Callable[[str], str | None] = lambda text: None
 
 
 def framework(name: str) -> Framework:
@@ -76,6 +79,13 @@ def _is_keras(run: FinishedRun) -> str | None:
     return "trains with Keras: give --framework keras"
 
 
+def _looks_like_keras(text: str) -> str | None:
+    imported = set(re.findall(r"^[ \t]*(?:import|from)[ \t]+(keras|tensorflow|torch)\b", text, re.MULTILINE))
+    if not imported or "torch" in imported:
+        return None
+    return f"imports {' and '.join(sorted(imported))} and not torch. If it trains with Keras, give --framework keras"
+
+
 def _is_not_keras(run: FinishedRun) -> str | None:
     if run.losses or "keras" in run.machine:
         return None
@@ -105,6 +115,7 @@ FRAMEWORKS = _table(
             "ended without a call of backward(), so it has no loss to compare. Compare a script that trains; one that "
             "only evaluates, or trains in other processes, has none here.",
             _is_keras,
+            _looks_like_keras,
         ),
         Framework(
             "keras",

@@ -172,6 +172,11 @@ def _script(path: Path) -> Path:
     return inner
 
 
+def source_of(target: str) -> str:
+    """The text of a script, as far as it can be read."""
+    return _script(Path(target)).read_text(encoding="utf-8", errors="replace")
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

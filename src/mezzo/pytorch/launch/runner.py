@@ -108,7 +108,9 @@ def _events(folder: Path | None) -> Widen | None:
 
 def _started(session: Session) -> RunStarted:
     request = session.request
-    if "torch" in sys.modules:
+    # Beside TensorFlow, what describes PyTorch's machine would load Triton, whose LLVM aborts where another is loaded.
+    idle = "keras" in sys.modules and not session.journal.losses and not session.model_calls
+    if "torch" in sys.modules and not idle:
         import torch
 
         from mezzo.pytorch.kernels.fp8.native import is_native
