@@ -232,10 +232,26 @@ def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) 
     assert "[bold]ValueError[/]:[red]x" in joined  # the script's words are not markup
     assert "fp16isconsistent" in joined
     assert "'ab'" in joined
-    for one in ("divergent", "speed", "peak", "margin", "power"):
+    for one in ("divergent", "speed", "peak", "margin"):
         assert one in joined
+    assert "power" not in joined  # one pair has none
     assert "±-" not in joined
     assert ("┃" in text) is (terminal and width >= 80)
+
+
+@pytest.mark.parametrize("columns", [None, 50])
+def test_a_pipe_of_a_named_width_gets_its_paragraphs_wrapped(
+    here: Path, monkeypatch: pytest.MonkeyPatch, columns: int | None
+) -> None:
+    found = verdict_of(here, {})
+    next(iter(found["candidates"].values()))["notes"].append("a long remark, " * 8)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    file = io.StringIO()
+    show(Console(file=file, force_terminal=False), found, None, ["a"])
+    told = [line for line in file.getvalue().splitlines() if "remark" in line or "margin 0" in line]
+    assert (max(map(len, told)) <= 50) is (columns is not None)
 
 
 TRAINING = """

@@ -5,6 +5,9 @@ from __future__ import annotations
 import doctest
 import html
 import importlib
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from hypothesis import strategies as st
 
 from mezzo.report import series
 from mezzo.report.charts.axis import Axis, axis_over, tick_label
+from mezzo.report.charts.bars import CUT, Bar, bars
 from mezzo.report.charts.gap import gap
+from mezzo.report.charts.metric import metric
 from mezzo.report.markup import Markup, element, escape
 from mezzo.report.numbers import count, finite, number, pair, ratio, seconds, significant, size
 
@@ -184,3 +189,38 @@ def test_the_gauge_shows_a_gap_far_outside_as_an_arrow() -> None:
     assert gap(None, 1.0, None, "s1") is None
     assert gap(0.5, 0.0, None, "s1") is None
     assert gap(0.5, None, None, "s1") is None
+
+
+@pytest.mark.parametrize(("high", "cut"), [(137.0, True), (1.2, False), (2.0, False)])
+def test_a_wide_interval_leaves_the_bars_to_be_seen(high: float, cut: bool) -> None:
+    rows = [Bar("FP32", "s0", 1.0, "1.00"), Bar("bf16", "s1", 0.83, "0.83", interval=(0.01, high))]
+    drawn = str(bars("Speed", "Times FP32.", rows, reference=1.0))
+    widths = [float(width) for width in re.findall(r'width="([0-9.]+)%"', drawn)]
+    assert min(widths) > 40
+    assert all(float(place) <= 100 for place in re.findall(r'x[12]="([0-9.]+)%"', drawn))
+    assert (CUT in drawn) is cut
+    assert drawn.count('class="whisker"') == (
+        4 if cut else 3
+    )  # a line, its low cap, an arrow's two or a high cap
+
+
+@pytest.mark.parametrize(
+    "values", [(0.5312, 0.5938), (0.52, 0.58), (0.546, 0.5547), (0.9, 0.9), (98.9, 99.1)]
+)
+def test_a_metric_has_two_ticks_at_least(values: tuple[float, float]) -> None:
+    found: dict[str, dict[int, float]] = {"fp32": {0: values[0]}, "bf16": {0: values[1]}}
+    comparison: Any = SimpleNamespace(baseline="fp32", metrics=found.__getitem__)
+    drawn = str(metric(comparison, {"bf16": "s1"}))
+    assert drawn.count('class="label middle"') >= 2
+
+
+def test_of_each_metric_that_may_be_two_ticks_are_on_the_axis() -> None:
+    alone = 0
+    for step in range(1, 200):
+        low, high = 0.5 + step / 1000, 0.57 + step / 1000
+        found = {"fp32": {0: low}, "bf16": {0: high}}
+        comparison: Any = SimpleNamespace(baseline="fp32", metrics=found.__getitem__)
+        axis = axis_over([np.array([low, high])], log=False)
+        alone += len(axis.ticks(4)) < 2
+        assert str(metric(comparison, {"bf16": "s1"})).count('class="label middle"') >= 2, step
+    assert alone, "no case of one tick alone was tried"

@@ -386,6 +386,17 @@ def test_every_number_is_there() -> None:
     assert [row[1] for row in verdict.differences] == pytest.approx(d.tolist())
 
 
+@pytest.mark.parametrize("shifts", [(0.004,), (0.004, 0.03)])
+def test_fewer_than_three_pairs_plan_nothing(shifts: tuple[float, ...]) -> None:
+    """Their noise is not that of a pair's difference: a number from it would be contradicted by the next pair."""
+    verdict = judge(runs(*[0.0] * len(shifts)), runs(*shifts), {0: run(0.002)})
+    part = verdict.loss
+    assert part is not None
+    assert (part.power, part.pairs_needed) == (None, None)
+    assert "3 or more pairs can prove it." in verdict.reason
+    assert "80 % power" not in verdict.reason
+
+
 @pytest.mark.parametrize(
     ("baseline", "candidate", "error", "says"),
     [

@@ -42,7 +42,9 @@ class Comparison:
     pair), `margin` the same units. The noise floors are those of a single run: `twin_noise` is what one ulp
     in the initial weights does to FP32, `seed_noise` what another seed does (None: not measured). `power`
     is the chance that this many pairs, this noisy, would prove equivalence if there were no gap;
-    `pairs_needed` is how many would have 80 % of it. `resolution` is the harm that the runs cannot exclude.
+    `pairs_needed` is how many would have 80 % of it; both are None with fewer than three pairs, which
+    show no spread of the differences that either could be planned from. `resolution` is the harm that the
+    runs cannot exclude.
     """
 
     quantity: str
@@ -53,7 +55,7 @@ class Comparison:
     margin: float
     twin_noise: float | None
     seed_noise: float | None
-    power: float
+    power: float | None
     pairs_needed: int | None
     resolution: float | None
     parity: Parity
@@ -96,9 +98,7 @@ def compare(
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
     noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)
     shrink = float(np.sqrt(n))
-    scale = (
-        sd if sd is not None and n >= FEWEST_FOR_TOST else noise / NOISE_WIDTH if noise is not None else None
-    )
+    scale = sd if n >= FEWEST_FOR_TOST else None
 
     if n >= FEWEST_FOR_TOST and sd is not None and interval is not None:
         bound = harm - t_quantile(level, n - 1) * sd / shrink
@@ -148,7 +148,7 @@ def compare(
         margin,
         twin,
         seeds,
-        tost_power(scale, n, margin) if scale is not None and n >= FEWEST_FOR_TOST else 0.0,
+        tost_power(scale, n, margin) if scale is not None else None,
         pairs_needed(scale, margin) if scale is not None else None,
         resolution,
         parity,
@@ -163,8 +163,10 @@ def sentence(part: Comparison) -> str:
     where = f", 90 % interval {part.interval[0]:+.3g} to {part.interval[1]:+.3g}" if part.interval else ""
     text = f"{values}: gap {part.gap:+.3g}{where}, margin {part.margin:.3g}: {part.why}."
     if part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
-        if part.pairs_needed is None and part.twin_noise is None and part.seed_noise is None:
-            text += " How many pairs would prove equivalence is unknown: no noise was measured."
+        if part.power is None:
+            measured = part.twin_noise is not None or part.seed_noise is not None
+            unmeasured = "" if measured else " (no noise was measured)"
+            text += f" {FEWEST_FOR_TOST} or more pairs can prove it{unmeasured}."
         elif part.pairs_needed is None:
             text += " No number of pairs under 10,000 would prove equivalence within this margin."
         else:

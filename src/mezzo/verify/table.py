@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,12 +30,13 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
             for label, _, value in _rows(one)[1:]:
                 if value != MISSING:
                     console.print(f"  {label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
+    wraps = console.is_terminal or "COLUMNS" in os.environ  # who names a width wants it, in a pipe too
     for name, one in candidates.items():
         line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
-        console.print(line, soft_wrap=not console.is_terminal)
+        console.print(line, soft_wrap=not wraps)
         for note in one["notes"]:
             hint = Text(f"note: {note}", style="dim")
-            if console.is_terminal:
+            if wraps:
                 console.print(Padding(hint, (0, 0, 0, 2)))
             else:  # a Padding is cut at the width, however it is printed
                 console.print(Text.assemble("  ", hint), soft_wrap=True)

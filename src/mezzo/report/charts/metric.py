@@ -17,7 +17,8 @@ def metric(comparison: Comparison, colours: dict[str, str]) -> Markup | None:
     if not any(values for _, _, values in rows):
         return None
     axis = axis_over([np.array(list(values.values())) for _, _, values in rows], log=False)
-    ticks = axis.ticks(4)
+    # One number alone gives no scale.
+    ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
     body = []
     for name, colour, values in rows:
         drawn: list[Child] = [
