@@ -128,31 +128,6 @@ def test_a_session_from_before_is_warned_of() -> None:
     assert told[0].filename == __file__
 
 
-def test_op_lists_reach_functions_that_have_run() -> None:
-    function = layers()
-    full = float(function(INPUT))
-    enable(adam())
-    mixed = float(function(INPUT))
-    assert mixed != full
-    for op_lists, expected in (({"deny": ["MatMul"]}, full), (None, mixed), ({"other": ["MatMul"]}, full)):
-        enable(adam(), op_lists=op_lists)
-        assert float(function(INPUT)) == expected, op_lists
-    assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
-    mt.disable_mixed_precision_graph_rewrite()
-    assert "min_graph_nodes" not in tf.config.optimizer.get_experimental_options()
-
-
-def test_a_smallest_graph_of_the_users_own_comes_back() -> None:
-    tf.config.optimizer.set_experimental_options({"min_graph_nodes": 6})
-    try:
-        enable(adam(), op_lists={"deny": ["MatMul"]})
-        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
-        mt.disable_mixed_precision_graph_rewrite()
-        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] == 6
-    finally:
-        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 0})
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [("BF16", "bf16"), ("bfloat16", "bf16"), ("mixed_bfloat16", "bf16"), ("float16", "fp16")],
