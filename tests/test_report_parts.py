@@ -217,7 +217,7 @@ def test_a_metric_has_two_ticks_at_least(values: tuple[float, float]) -> None:
 def test_of_each_metric_that_may_be_two_ticks_are_on_the_axis() -> None:
     alone = 0
     for step in range(1, 200):
-        low, high = 0.5 + step / 1000, 0.57 + step / 1000
+        low, high = 0.5 + step / 1000, 0.58 + step / 1000
         found = {"fp32": {0: low}, "bf16": {0: high}}
         comparison: Any = SimpleNamespace(baseline="fp32", metrics=found.__getitem__)
         axis = axis_over([np.array([low, high])], log=False)
