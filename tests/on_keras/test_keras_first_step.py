@@ -124,7 +124,7 @@ def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:
             h = self.body(x)
             assert keras.backend.standardize_dtype(h.dtype) == "float16"
             self.add_loss(keras.ops.mean(h))
-            self.add_loss(keras.ops.max(h) * 1e4)  # of which a sum in float16 is infinite
+            self.add_loss(keras.ops.max(h) * 1e4)  # beyond 65504 together with the loss
             return self.head(h)
 
     set_policy("fp16,module.head=fp32")

@@ -154,7 +154,7 @@ def test_each_line_that_is_told_mends_it(write: str) -> None:
     ("precision", "last", "line"),
     [
         # Keras gives layers without a build no path.
-        ("fp16", lambda: layers.Reshape((5,), name="last"), "fp16,module.last=fp32"),
+        ("fp16", lambda: layers.Reshape((5, 1), name="last"), "fp16,module.last=fp32"),
         ("fp16", lambda: layers.Activation("relu", name="last"), "fp16,module.last=fp32"),
         # The entry that says otherwise goes.
         ("fp16,module.last=bf16", lambda: layers.Dense(3, name="last"), "fp16,module.last=fp32"),
