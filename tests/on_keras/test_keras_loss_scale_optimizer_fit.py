@@ -207,3 +207,25 @@ def test_a_configuration_of_kerass_own_is_taken_over() -> None:
     new = LossScaleOptimizer.from_config(old.get_config())
     assert new.machine() == DynamicLossScale(init=8.0, growth_interval=9)
     assert new.inner_optimizer.get_config() == old.inner_optimizer.get_config()
+
+
+def test_a_model_saved_with_kerass_own_goes_on_with_ours(tmp_path: Path) -> None:
+    """As docs/keras.md has it: `load_model` gives Keras's class, and what is written there makes ours of it."""
+    first = model(keras.optimizers.LossScaleOptimizer(adam(), initial_scale=64.0))
+    fit(first)
+    first.save(tmp_path / "model.keras")
+
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    old = loaded.optimizer
+    assert type(old) is keras.optimizers.LossScaleOptimizer
+    new = LossScaleOptimizer.from_config(old.get_config())
+    new.build(loaded.trainable_variables)
+    new.load_own_variables(stored(old))
+    loaded.compile(new, "mse")
+    assert loaded.optimizer is new
+    assert new.machine() == DynamicLossScale(init=64.0, good_steps=4)
+    fit(loaded)
+    assert int(new.iterations) == 8
+    fit(first)  # of a run without overflows the numbers are the same: a power of two comes and goes
+    for ours, theirs in zip(loaded.get_weights(), first.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
