@@ -109,6 +109,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         losses = recent_losses.put_into(model, self._every + self._steps)
         path = run_file.new_file(self.folder)
         self._journal = FitJournal(path, run_file.started(model), model, losses, self._steps)
+        self._journal.steps_of_epoch = (self.params or {}).get("steps")
         # Neither an exception nor Ctrl-C is told to a callback; what waits then is written when this one goes.
         self._abandon = finalize(self, self._journal.abandon)
 
@@ -122,7 +123,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self._settle(journal)
         if journal.waiting >= self._every:
             self._read(journal)
-        first = journal.updates + journal.waiting
+        first = journal.steps + journal.waiting
         if self._watch and -first % self._watch < self._steps:
             self._look = self._begin_look(first)
         self._begun = True
@@ -140,6 +141,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """What was left of the epoch, and its numbers into the logs."""
         self._end_epoch()
+        self._open().epoch_ends()
         if logs is not None:
             self._tell(logs)
 
@@ -151,9 +153,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
             self._abandon.detach()
             self._abandon = None
         if self._verbose:
-            scale = f", loss scale {journal.scale:.6g}" if journal.gauge.is_scaled else ""
             print(
-                f"mezzo: {journal.updates} updates, {journal.skipped} skipped{scale}. Records in {journal.path}; "
+                f"mezzo: {journal.updates} updates, {journal.skipped} skipped{_scales(journal)}. "
+                f"Records in {journal.path}; "
                 f"the page: mezzo report {shlex.quote(str(self.folder))}"
             )
 
@@ -185,26 +187,24 @@ class PrecisionMonitor(keras.callbacks.Callback):
     def _read(self, journal: FitJournal, *, last: bool = False) -> None:
         """Write what waits, and see whether the loss scale has collapsed."""
         journal.read(last=last)
-        check = getattr(self.model.optimizer, "check", None)
-        if check is None:
+        checks = [one.optimizer.check for one in journal.stepping if hasattr(one.optimizer, "check")]
+        if not checks:
             return
         try:
             with during_fit.reading(self.model):
-                check()
+                for check in checks:
+                    check()
         except LossScaleCollapseError as error:
             journal.end(1, str(error))
             raise
 
     def _tell(self, logs: dict[str, Any]) -> None:
-        journal = self._open()
-        if journal.gauge.is_scaled:
-            logs["loss_scale"] = journal.scale
-            logs["skipped_steps"] = journal.skipped
+        logs.update(self._open().numbers)
 
     # Ranges
 
-    def _begin_look(self, update: int) -> Look:
-        """Weights before the update, and what the probe shows."""
+    def _begin_look(self, step: int) -> Look:
+        """Weights before the step, and what the probe shows."""
         variables = [one for one in self.model.trainable_variables if exponents.is_floating(one)]
         copies = during_fit.copies(self.model, variables)
         words = exponents.count_all(copies)
@@ -216,7 +216,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         if self._probe is not None:
             self._open().note(_OF_PROBE)
             counted += self._probe.look(self.model)
-        return Look(update, counted)
+        return Look(step, counted)
 
     def _ratios(self) -> list[Counted]:
         weights, self._weights = self._weights, []
@@ -230,6 +230,20 @@ class PrecisionMonitor(keras.callbacks.Callback):
 def _place(variable: Any, what: str = "weight") -> tuple[str, str, str, str]:
     module, _, name = variable.path.rpartition("/")
     return module, what, exponents.format_of(variable), name
+
+
+def _scales(journal: FitJournal) -> str:
+    """The loss scales for the line at the end; with several optimizers that step, each with its name and its skips."""
+    numbers = journal.numbers
+    scales = {name: value for name, value in numbers.items() if name.startswith("loss_scale")}
+    if list(scales) == ["loss_scale"]:
+        return f", loss scale {scales['loss_scale']:.6g}"
+    each = [
+        f"{name.removeprefix('loss_scale_')}: {numbers[name.replace('loss_scale', 'skipped_steps', 1)]} skipped, "
+        f"loss scale {value:.6g}"
+        for name, value in scales.items()
+    ]
+    return f" ({'; '.join(each)})" if each else ""
 
 
 def _interval(watch: bool | int | None, *, has_probe: bool) -> int:

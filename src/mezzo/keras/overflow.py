@@ -31,6 +31,7 @@ class Skipped:
         loss_scale: that it used.
         loss: its loss, unscaled; None where nobody knows.
         bad: paths of the variables whose gradients were not finite, in the model's order.
+        optimizer: its number.
     """
 
     update: int
@@ -38,6 +39,7 @@ class Skipped:
     loss_scale: float
     loss: float | None
     bad: Sequence[str] = ()
+    optimizer: int = 0
 
     def explained(self, kept_at: float | None) -> OverflowRecord:
         """With a cause.
@@ -75,7 +77,7 @@ class Skipped:
             remedies=[text.replace("LAYER", where) for text in remedies],
             note=note,
         )
-        return OverflowRecord(self.update, 0, self.at, self.loss_scale, finding)
+        return OverflowRecord(self.update, self.optimizer, self.at, self.loss_scale, finding)
 
 
 _OF_SCALE = (
