@@ -1,7 +1,8 @@
 """Build the report of a folder of run records anew, from the records alone: no framework is imported.
 
 A folder that `mezzo compare` wrote gets the comparison's page; any other with records (`mezzo run --watch`, `mezzo
-run --records`, MixedPrecision(records=...)) a page about its runs; a .jsonl file a page beside it.
+run --records`, MixedPrecision(records=...), mezzo.keras.PrecisionMonitor) a page about its runs; a .jsonl file a page
+beside it.
 
 Exit status: 0 the page was written, 2 it was not: nothing that is named holds a run record, or it cannot be read.
 

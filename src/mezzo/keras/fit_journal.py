@@ -179,9 +179,8 @@ class FitJournal:
         self._now = [readings[-1].scale for readings in rows]
         losses = self._recent()
         steps = self._steps_of(len(taken), rows, losses, last=last)
-        if (
-            losses is not None and self._ended
-        ):  # broken off: the last execution may have run and not be known of here
+        # Of a training that was broken off, or met the data's end, the tracker may have counted one more.
+        if losses is not None and last and self._read:
             losses = losses[: sum(steps)]
         if losses is not None and len(losses) != sum(steps):
             self._losses = losses = (
