@@ -54,7 +54,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     if not files:
         raise UsageError(
             f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "
-            "`mezzo run --watch SCRIPT` and `mezzo run --records FILE SCRIPT` write them."
+            "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT` and mezzo.keras.PrecisionMonitor write them."
         )
     runs = [read_run(file) for file in files]
     if not any(run.records for run in runs):
@@ -67,7 +67,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         )
         raise UsageError(
             f"{none}. Name the folder or the .jsonl file that `mezzo run --watch SCRIPT`, "
-            "`mezzo run --records FILE SCRIPT` or MixedPrecision(records=RecordWriter(FILE)) wrote."
+            "`mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) or mezzo.keras.PrecisionMonitor wrote."
         )
     name = place.resolve().name if place.is_dir() else place.stem
     return _write(target, render_runs(runs, name))

@@ -228,7 +228,7 @@ def _seen(side: Side, precision: str, candidate: dict[str, Any]) -> str:
     )
     if candidate["skipped_steps"]:
         text += f"; {candidate['skipped_steps']} steps were skipped by the loss scale"
-    if word in ("consistent", "inconclusive") and candidate["power"] is not None:
+    if word in ("consistent", "inconclusive") and None not in (candidate["power"], candidate["metric_power"]):
         text += (
             f"; equal networks would have been proven so with a chance of {candidate['power']:.0%} by the loss and "
             f"{candidate['metric_power']:.0%} by the metric"

@@ -19,17 +19,16 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
-from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.tensorflow.scale_reads import ScaleReads
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 from mezzo.tensorflow.two_ways import refuse_policy_after
 
 _STATE = "mezzo_loss_scale"
 
 
-class _Scaled:
+class _Scaled(ScaleReads):
     """What the two have in common."""
 
-    _scaled: ScaledGradients
     rewrite: Any = None
 
     def __repr__(self) -> str:
@@ -64,24 +63,6 @@ class _Scaled:
         pure = self._scaled.pure
         return pure.growth_interval if isinstance(pure, DynamicLossScale) else None
 
-    @property
-    def skipped_steps(self) -> Any:
-        """Steps skipped so far: int64 variable, shape ()."""
-        return self._scaled.variables.read("skipped_steps").skipped_steps
-
-    @property
-    def last_step_skipped(self) -> Any:
-        """Whether the last step was skipped: bool variable, shape ()."""
-        return self._scaled.variables.read("last_step_skipped").last_step_skipped
-
-    def machine(self) -> TraceableLossScale:
-        """The pure loss scale on the host, in an eager program; waits for the device."""
-        return self._scaled.variables.machine()
-
-    def check(self) -> None:
-        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
-        self._scaled.variables.check()
-
     def get_scaled_loss(self, loss: Any) -> Any:
         """S * loss; of a function, a function.
 
@@ -92,10 +73,6 @@ class _Scaled:
         return self._scaled.scaled_loss(loss)
 
     scale_loss = get_scaled_loss
-
-    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The gradients of a scaled loss times 1/S; None stays None."""
-        return self._scaled.unscaled(list(grads))
 
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, and the loss scale as a policy writes it."""

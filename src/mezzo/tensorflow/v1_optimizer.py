@@ -9,11 +9,13 @@ import tensorflow as tf
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.tensorflow.scale_reads import ScaleReads
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
 
-class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.compat.v1.train.Optimizer):
+class LossScaleOptimizer(
+    ScaleReads, tf.__internal__.tracking.DelegatingTrackableMixin, tf.compat.v1.train.Optimizer
+):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients and skips steps that overflow.
 
     `minimize` and `compute_gradients` take what the inner optimizer's do, `apply_gradients` too; on a skipped step
@@ -58,33 +60,11 @@ class LossScaleOptimizer(tf.__internal__.tracking.DelegatingTrackableMixin, tf.c
         """S for the next step: FP32 tensor, shape ()."""
         return self._scaled.variables.scale_to_read()
 
-    @property
-    def skipped_steps(self) -> Any:
-        """Steps skipped so far: int64 variable of the graph that is being built, shape ()."""
-        return self._scaled.variables.read("skipped_steps").skipped_steps
-
-    @property
-    def last_step_skipped(self) -> Any:
-        """Whether the last step was skipped: bool variable, shape ()."""
-        return self._scaled.variables.read("last_step_skipped").last_step_skipped
-
-    def machine(self) -> TraceableLossScale:
-        """The pure loss scale on the host, in an eager program; waits for the device."""
-        return self._scaled.variables.machine()
-
-    def check(self) -> None:
-        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
-        self._scaled.variables.check()
-
     def get_scaled_loss(self, loss: Any) -> Any:
         """S * loss, for `tf.GradientTape`; of a function, a function."""
         return self._scaled.scaled_loss(loss)
 
     scale_loss = get_scaled_loss
-
-    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The gradients of a scaled loss times 1/S; None stays None."""
-        return self._scaled.unscaled(list(grads))
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """The inner optimizer's pairs of gradient and variable, for the scaled loss and unscaled."""

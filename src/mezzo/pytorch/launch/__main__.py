@@ -1,27 +1,16 @@
-"""`python -m mezzo.pytorch.launch REQUEST.json`: a child process that runs one request and ends as its
-script ended.
-"""
+"""`python -m mezzo.pytorch.launch REQUEST.json`: a child process that runs one request and ends as its script ended."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from mezzo.core.errors import MezzoError
 from mezzo.pytorch.launch.runner import run
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts import child
 
 
 def main(words: list[str]) -> int:
     """Read the request, run it, return its status; 2 for a request that can't be run."""
-    if len(words) != 1:
-        print("usage: python -m mezzo.pytorch.launch REQUEST.json", file=sys.stderr)
-        return 2
-    try:
-        return run(RunRequest.from_json(Path(words[0]).read_text(encoding="utf-8")))
-    except (MezzoError, OSError) as error:
-        print(f"mezzo: {error}", file=sys.stderr)
-        return 2
+    return child.main(words, run, "mezzo.pytorch.launch")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""What TF1's and Keras 2's wrapped optimizers both tell of their loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.tensorflow.scaled_gradients import ScaledGradients
+
+
+class ScaleReads:
+    """For a class that holds its `ScaledGradients` as `_scaled`."""
+
+    _scaled: ScaledGradients
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps skipped so far: int64 variable of the graph that is being built, shape ()."""
+        return self._scaled.variables.read("skipped_steps").skipped_steps
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped: bool variable, shape ()."""
+        return self._scaled.variables.read("last_step_skipped").last_step_skipped
+
+    def machine(self) -> TraceableLossScale:
+        """The pure loss scale on the host, in an eager program; waits for the device."""
+        return self._scaled.variables.machine()
+
+    def check(self) -> None:
+        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
+        self._scaled.variables.check()
+
+    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
+        """The gradients of a scaled loss times 1/S; None stays None."""
+        return self._scaled.unscaled(list(grads))
