@@ -67,7 +67,8 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         )
         raise UsageError(
             f"{none}. Name the folder or the .jsonl file that `mezzo run --watch SCRIPT`, "
-            "`mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) or mezzo.keras.PrecisionMonitor wrote."
+            "`mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) or "
+            "mezzo.keras.PrecisionMonitor wrote."
         )
     name = place.resolve().name if place.is_dir() else place.stem
     return _write(target, render_runs(runs, name))
