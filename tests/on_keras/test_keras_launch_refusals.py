@@ -33,7 +33,7 @@ def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     return launcher(tmp_path, capsys)
 
 
-@pytest.mark.parametrize("script", [BUILT, pytest.param(UNBUILT, marks=only_tensorflow)])
+@pytest.mark.parametrize("script", [BUILT, UNBUILT])
 def test_a_pattern_that_names_no_layer_is_the_users_mistake(launch: Callable[..., Ran], script: str) -> None:
     with pytest.raises(UnknownNameError, match=r"module\.haed names no layer.*Did you mean 'head'"):
         launch(script + TRAINED, policy="bf16,module.haed=fp32")

@@ -52,6 +52,8 @@ class Steps:
         from keras.src.trainers.trainer import Trainer
 
         patches.set(Trainer, "compile", self._make_compile(Trainer.compile))
+        # JAX's trainer calls this before the first step.
+        patches.set(Trainer, "_symbolic_build", self._make_heeding(Trainer._symbolic_build))
         trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
         patches.set(trainer, "make_train_function", self._make_make(vars(trainer)["make_train_function"]))
 
@@ -72,6 +74,14 @@ class Steps:
             return made
 
         return compile
+
+    def _make_heeding(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def heeding(*args: Any, **kwargs: Any) -> Any:
+            with self._session.heeding():
+                return original(*args, **kwargs)
+
+        return heeding
 
     @contextmanager
     def _told(self) -> Iterator[None]:
