@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clocks import seconds
 from live import tensors_in
-from mezzo.demos import DEMOS
+from mezzo.demos import PYTORCH
 from mezzo.demos import text_lstm as lstm_demo
 from models import WORKLOADS, Workload
 from pairs import ratio_of_medians, ratio_over_processes
@@ -91,7 +91,7 @@ MODELS: Mapping[str, Callable[[], Workload]] = {
     "text-gpt": WORKLOADS["text-gpt"],
     "text-lstm": text_lstm,
 }
-assert MODELS.keys() == DEMOS.keys()
+assert MODELS.keys() == PYTORCH.keys()
 
 
 def _place(tensor: Tensor) -> tuple[int, Any, int]:

@@ -70,7 +70,7 @@ def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
         UpdateRecord(n, n % optimizers, True, False, 1.0, 0.1 * n, "", False) for n in range(20 * optimizers)
     ]
     made(tmp_path / "r", records)
-    words = "2 optimizers stepped: the curve holds every loss that backward() was called on"
+    words = "2 optimizers stepped: the curve holds every loss that gradients were taken of"
     assert (words in outline(tmp_path / "r").text) is said
 
 
@@ -305,7 +305,7 @@ def test_what_is_in_backquotes_is_code(tmp_path: Path) -> None:
     assert "<li>bf16: <code>fp16,op.&lt;b&gt;=fp32</code></li>" in page
     assert "<li>one ` alone</li><li><code>a</code> and <code>b</code></li>" in page
     assert "<li>say <code>mezzo doctor</code>" in page
-    assert "before <code>MixedPrecision</code> clips it" in page
+    assert "before <code>MixedPrecision</code> or Keras clips it" in page
 
 
 def test_the_caption_of_the_scale_is_short_and_in_order_of_step(tmp_path: Path) -> None:
