@@ -46,7 +46,7 @@ def test_the_pages_python_runs_and_prints_what_it_shows(
             shown += 1
         for comment in re.findall(r"print\([^\n]*\)  # ([^\n]+)", code):
             assert comment in printed
-    assert shown == 4
+    assert shown == 5
 
 
 def test_the_readmes_python_for_keras_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
