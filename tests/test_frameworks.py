@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
 from mezzo.report.reading import Comparison
 from mezzo.report.rerun import command_line
+from mezzo.verify import judgement
 from mezzo.verify.finished import FinishedRun
 from mezzo.verify.frameworks import FRAMEWORKS, framework
 from mezzo.verify.request import Request, candidates
@@ -222,3 +224,30 @@ def test_what_libraries_log_is_no_part_of_a_failure(tmp_path: Path) -> None:
     run = FinishedRun("fp32-0", None, (), (), None, None, log)
     assert run.failure().splitlines()[1:] == ["the script's own"]
     assert "an error stays" in run.failure()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "pytorch",
+            "fp16 is emulated on this CPU: stored in 16 bits, computed in FP32: memory was not measured",
+        ),
+        (
+            "keras",
+            "this CPU has no fp16 arithmetic, and jax computes in it in a way of its own: memory was not",
+        ),
+    ],
+)
+def test_only_mezzos_own_emulation_is_called_one(name: str, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("", encoding="utf-8")
+    machine = {
+        "native_formats": ["bf16"],
+        "device_type": "cpu",
+        **({"backend": "jax"} if name == "keras" else {}),
+    }
+    run: Any = SimpleNamespace(machine=machine, started=SimpleNamespace(policy="fp16"))
+    request = Request(str(script), precisions=("fp16",), framework=name)
+    (note,) = judgement._lacking(request, {0: run}, None, None)
+    assert note.startswith(words)

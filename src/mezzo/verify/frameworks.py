@@ -38,6 +38,7 @@ class Framework:
         packages: those whose versions decide the runs.
         untrained: what is told of a script that recorded no loss, after its name.
         mistaken: why an FP32 run is not this framework's, and what to do; None where it is.
+        emulates: whether Mezzo itself computes in a format that the device lacks; else the framework does, in its way.
         guessed: the same of a script's text, for a run that died without a record; None where nothing speaks for it.
     """
 
@@ -47,6 +48,7 @@ class Framework:
     packages: tuple[str, ...]
     untrained: str
     mistaken: Callable[[FinishedRun], str | None]
+    emulates: bool
     guessed: Callable[[str], str | None] = lambda text: None
 
 
@@ -115,6 +117,7 @@ FRAMEWORKS = _table(
             "ended without a call of backward(), so it has no loss to compare. Compare a script that trains; one that "
             "only evaluates, or trains in other processes, has none here.",
             _is_keras,
+            True,
             _looks_like_keras,
         ),
         Framework(
@@ -126,6 +129,7 @@ FRAMEWORKS = _table(
             "applies itself), so it has no loss to compare. Compare a script that trains; one that only evaluates, or "
             "trains in other processes, has none here.",
             _is_not_keras,
+            False,
         ),
     )
 )

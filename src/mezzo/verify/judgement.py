@@ -12,6 +12,7 @@ from mezzo.core.policy import policy
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 from mezzo.verify.finished import FinishedRun
 from mezzo.verify.folder import strict
+from mezzo.verify.frameworks import framework
 from mezzo.verify.measure import Speed, speed
 from mezzo.verify.request import BASELINE, TWIN, Request
 
@@ -114,7 +115,7 @@ def _candidate(
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *_emulated(runs, ratio, fast), *_run_notes(runs)],
+            "notes": [*judged.notes, *_lacking(request, runs, ratio, fast), *_run_notes(runs)],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -148,10 +149,13 @@ def _failure(run: FinishedRun) -> str:
     return f"Failed: {run.name} ended with exit status {status}, FP32 did not (see {where}): {last.strip()}"
 
 
-def _emulated(runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None) -> list[str]:
+def _lacking(
+    request: Request, runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None
+) -> list[str]:
     """What a reader of the speeds must know: the 16-bit formats that the device only stores.
 
     Args:
+        request: whose framework runs them.
         runs: of a candidate.
         memory: its peak over FP32's.
         fast: its speed.
@@ -164,9 +168,12 @@ def _emulated(runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed
         device = str(run.machine.get("device_type", ""))
         here = "this CPU" if device == "cpu" else f"this {device} device"
         for name in sorted(policy(run.started.policy).computed - {"fp32", "auto", *native}):
-            notes[f"{name} is emulated on {here}: {_HOW.get(name, _IN_16_BITS)}: {saved(memory, fast)}"] = (
-                None
-            )
+            if framework(request.framework).emulates:
+                what = f"{name} is emulated on {here}: {_HOW.get(name, _IN_16_BITS)}"
+            else:
+                library = run.machine.get("backend") or request.framework
+                what = f"{here} has no {name} arithmetic, and {library} computes in it in a way of its own"
+            notes[f"{what}: {saved(memory, fast)}"] = None
     return list(notes)
 
 
