@@ -66,3 +66,20 @@ def test_a_few_skips_of_one_optimizer_are_no_collapse(
     assert ran.lines == ["through"], ran.err
     skipped = [update.skipped for update in ran.of("update") if update.optimizer == 1]
     assert skipped == [True] * sum(skipped) + [False] * (60 - sum(skipped))
+
+
+def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One optimizer a stage: counting the optimizers that are left would give a number twice."""
+    ran = launcher(tmp_path, capsys)(
+        "import gc, torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "for stage in range(3):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    gc.collect()\n",
+        policy="fp32",
+    )
+    assert [update.optimizer for update in ran.of("update")] == [0, 1, 2]

@@ -96,6 +96,20 @@ def test_train_on_batch_is_recorded(launch: Callable[..., Ran]) -> None:
     assert len(ran.of("update")) == 4
 
 
+def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(launch: Callable[..., Ran]) -> None:
+    """A fine-tuning compiles again for each stage; counting the optimizers that are left would give a number twice."""
+    ran = launch(
+        LINEAR + "import gc\n"
+        "for stage in range(3):\n"
+        "    model.compile(keras.optimizers.SGD(0.01), 'mse')\n"
+        "    gc.collect()\n"
+        "    model.train_on_batch(x[:10], y[:10])\n"
+        "    gc.collect()\n",
+        policy="fp32",
+    )
+    assert [update.optimizer for update in ran.of("update")] == [0, 1, 2]
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on its torch backend")
 def test_several_batches_in_one_call_are_one_step_with_all_their_losses(launch: Callable[..., Ran]) -> None:
     ran = launch(

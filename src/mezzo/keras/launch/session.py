@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class Session:
     used: bool = False
     resident: int | None = None
     _numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    _next: Iterator[int] = field(default_factory=itertools.count)  # the dictionary forgets those that are gone
     _moved: int = 0
     _updates: int = 0
     _watching: Any = None
@@ -74,7 +76,7 @@ class Session:
     def number(self, optimizer: Any) -> int:
         """The number of an optimizer (of a model, where it has none of its own), in the order of their first steps."""
         if optimizer not in self._numbers:
-            self._numbers[optimizer] = len(self._numbers)
+            self._numbers[optimizer] = next(self._next)
         return self._numbers[optimizer]
 
     def stepped(

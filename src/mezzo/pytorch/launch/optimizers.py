@@ -10,6 +10,7 @@ own `step`, and a learning-rate scheduler that wraps the instance's, find what t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Steps:
         self._veto = veto
         self._watch = watch
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()  # the dictionary forgets those that are gone
         self._inside: set[int] = set()
         self._first_updates = 0
         self._wrapped: list[tuple[Any, Any]] = []
@@ -188,7 +190,10 @@ class Steps:
 
     def _number(self, optimizer: Any) -> int:
         """The optimizer's place in the order of their first steps."""
-        return self._numbers.setdefault(self._of_the_script(optimizer), len(self._numbers))
+        whose = self._of_the_script(optimizer)
+        if whose not in self._numbers:
+            self._numbers[whose] = next(self._next)
+        return self._numbers[whose]
 
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
