@@ -42,7 +42,9 @@ class Session:
     used: bool = False
     resident: int | None = None
     _numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
-    _next: Iterator[int] = field(default_factory=itertools.count)  # the dictionary forgets those that are gone
+    _next: Iterator[int] = field(
+        default_factory=itertools.count
+    )  # the dictionary forgets those that are gone
     _moved: int = 0
     _updates: int = 0
     _watching: Any = None
