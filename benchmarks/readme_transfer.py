@@ -28,6 +28,10 @@ def table(path: Path) -> str:
     where = f"`python benchmarks/transfer.py` on {machine['threads']} threads of {machine['cpu']}, {versions}"
     if results["argv"]:
         where += f", with `-- {' '.join(results['argv'])}`"
+    runs = max(row["runs"] for rows in results["backends"].values() for row in rows.values())
+    where += (
+        f"; {runs} run{'s' if runs > 1 else ''} of each, ended after {results['limit']:g} s at the latest"
+    )
     if busy(results):
         where += f" (busy with something else, load {load:g}, so times are left out)"
     columns = "".join(f" {column} |" for column in STAGES.values())

@@ -146,7 +146,10 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     if isinstance(given, str):
         return loss_scale_of(given, f"{where}: loss_scale: ")
     if isinstance(given, (int, float)) and not isinstance(given, bool):
-        return StaticLossScale(given)
+        try:
+            return StaticLossScale(given)
+        except UsageError as error:
+            raise type(error)(f"{where}: loss_scale: {error}") from None
     raise UsageError(
         f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale, StatisticalLossScale or "
         'NoLossScale, a number, or "dynamic", "statistical" or "none"'

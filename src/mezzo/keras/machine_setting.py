@@ -12,6 +12,9 @@ from mezzo.core.traced_scale import TraceableLossScale, traceable
 
 _WHERE = "LossScaleOptimizer"
 
+# Keras's name of a setting of the dynamic loss scale -> ours.
+_KERASS = {"initial_scale": "init", "dynamic_growth_steps": "growth_interval"}
+
 
 def machine_of(
     loss_scale: LossScale | float | str | dict[str, Any] | None,
@@ -40,20 +43,19 @@ def machine_of(
     if isinstance(loss_scale, dict):
         return traceable(from_state_dict(loss_scale))
     machine: Any = as_loss_scale(loss_scale, _WHERE)
-    if initial_scale is not None:
-        machine = replace(machine, init=initial_scale, scale=0.0)
-    if dynamic_growth_steps is not None:
-        machine = replace(machine, growth_interval=dynamic_growth_steps)
+    settings = {_KERASS[name]: value for name, value in given.items()}
+    try:
+        machine = replace(machine, **settings, scale=0.0) if settings else machine
+    except UsageError as error:
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise type(error)(f"{_WHERE}({told}): {error}") from None
     return traceable(machine)
 
 
 def setting_of(machine: TraceableLossScale) -> dict[str, Any]:
     """The arguments that `machine_of` makes this loss scale from: Keras's two where they say it all."""
     if isinstance(machine, DynamicLossScale):
-        kerass: dict[str, Any] = {
-            "initial_scale": machine.init,
-            "dynamic_growth_steps": machine.growth_interval,
-        }
+        kerass: dict[str, Any] = {name: getattr(machine, ours) for name, ours in _KERASS.items()}
         if machine_of("dynamic", **kerass) == machine:
             return kerass
     return {"loss_scale": machine.state_dict()}

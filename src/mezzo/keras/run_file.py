@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import keras
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import RunStarted
-from mezzo.core.version import VERSION
+from mezzo.keras.machine import describe
 from mezzo.keras.plan import POLICIES, plan
 from mezzo.scripts.journal import now_text
 
@@ -58,7 +56,7 @@ def started(model: Any) -> RunStarted:
         policy=precision_of(model),
         seed_offset=0,
         nudged=False,
-        machine=machine(),
+        machine=describe(keras.backend.backend()),
         started=now_text(),
     )
 
@@ -92,51 +90,3 @@ def _with_variables(model: Any) -> Iterator[Any]:
     for layer in model._flatten_layers(include_self=True):
         if layer._trainable_variables:
             yield layer
-
-
-def machine() -> dict[str, Any]:
-    """What it runs on, as plain JSON values."""
-    backend = keras.backend.backend()
-    return {
-        "os": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "keras": keras.__version__,
-        "backend": f"{backend} {_version(backend)}",
-        "mezzo": VERSION,
-        "cpu": _cpu(),
-        "gpu": _gpu(backend),
-    }
-
-
-def _version(backend: str) -> str:
-    return str(getattr(sys.modules.get(backend), "__version__", "")) or metadata.version(backend)
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:  # another system
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _gpu(backend: str) -> str | None:
-    """The accelerators that the backend trains on; None where it is the CPU."""
-    if backend == "jax":
-        import jax
-
-        kinds = [str(one.device_kind) for one in jax.local_devices() if one.platform != "cpu"]
-    elif backend == "torch":
-        import torch
-
-        kinds = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-    else:
-        import tensorflow as tf
-
-        found = tf.config.list_physical_devices("GPU")
-        kinds = [
-            str(tf.config.experimental.get_device_details(one).get("device_name", one.name)) for one in found
-        ]
-    return ", ".join(kinds) or None

@@ -125,12 +125,7 @@ def _loss_scale(given: Any, chosen: Choice) -> LossScale:
             growth_factor=of["multiplier"],
             backoff_factor=1 / of["multiplier"],
         )
-    try:
-        scale = as_loss_scale(given, _WHERE)
-    except UsageError as error:
-        if str(error).startswith(_WHERE):
-            raise
-        raise type(error)(f"{_WHERE}: loss_scale is {given!r}: {error}") from None
+    scale = as_loss_scale(given, _WHERE)
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
     return traceable(scale)

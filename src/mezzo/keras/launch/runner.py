@@ -7,9 +7,9 @@ import sys
 from mezzo.core.errors import UsageError
 from mezzo.core.records import RunStarted
 from mezzo.keras.launch.instrument import Instrument
-from mezzo.keras.launch.machine import describe
 from mezzo.keras.launch.session import Session
 from mezzo.keras.launch.summary import summary
+from mezzo.keras.machine import describe
 from mezzo.keras.plan import KerasPlan, plan
 from mezzo.scripts import script
 from mezzo.scripts.framework_seeds import FrameworkSeeds

@@ -1,5 +1,6 @@
-"""What a Keras run says of the machine that it ran on, as plain JSON values. Nothing is imported that the script has
-not imported.
+"""What a training with Keras says of the machine that it ran on, as plain JSON values.
+
+Nothing is imported that the script has not imported.
 """
 
 from __future__ import annotations
