@@ -291,7 +291,11 @@ BAD = [
     (lambda: enable(adam(), "statistical"), UsageError, "is for PyTorch's training loops"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
     (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),
-    (lambda: enable(adam(), -3), UsageError, "enable_mixed_precision_graph_rewrite: loss_scale is -3"),
+    (
+        lambda: enable(adam(), -3),
+        UsageError,
+        "enable_mixed_precision_graph_rewrite: loss_scale: scale is -3: a loss scale is a number between",
+    ),
     (lambda: enable(adam(), op_lists={"deny": {"MatMul": False}}), UsageError, "give a list of names"),
     (
         lambda: enable(adam(), op_lists={"deni": []}),
