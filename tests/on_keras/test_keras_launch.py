@@ -135,7 +135,7 @@ print(type(model.optimizer).__module__, model.layers[0].compute_dtype)
         policy="fp16,loss_scale=dynamic(init=2**18)",
         observe=True,
     )
-    assert ran.lines[-1:] == ["mezzo.keras.loss_scale_optimizer float16"], ran.err
+    assert ran.lines[-1:] == ["mezzo.keras.scaling.loss_scale_optimizer float16"], ran.err
     updates = ran.of("update")
     scales = [one.loss_scale for one in updates]
     assert scales[0] == 2.0**18
@@ -346,7 +346,7 @@ def test_what_only_pytorch_runs_can_do_is_refused(
 def test_everything_is_given_back(launch: Callable[..., Ran]) -> None:
     import keras
 
-    from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+    from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 
     def found() -> list[object]:
         trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))

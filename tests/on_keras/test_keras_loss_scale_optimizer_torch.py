@@ -15,7 +15,8 @@ from keras_steps import GRADIENTS, no_gradients, step, tensor, values, variables
 from conftest import BACKEND
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-from mezzo.keras import LossScaleOptimizer, apply_or_keep, patience
+from mezzo.keras import LossScaleOptimizer
+from mezzo.keras.scaling import apply_or_keep, patience
 
 if BACKEND != "torch":
     pytest.skip("the PyTorch backend alone", allow_module_level=True)
@@ -115,8 +116,8 @@ def test_the_branching_path_copies_no_variable(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch_gradients` against its specification in `gradients`, with NaN, infinities and formats mixed."""
-    from mezzo.keras import torch_gradients
-    from mezzo.keras.gradients import unscale
+    from mezzo.keras.scaling import torch_gradients
+    from mezzo.keras.scaling.gradients import unscale
 
     weights = [
         *variables([[1.0, 1.0]] * 5),

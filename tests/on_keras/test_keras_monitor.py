@@ -24,7 +24,8 @@ from mezzo.core import records
 from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.ranges import Histogram
-from mezzo.keras import LossScaleOptimizer, PrecisionMonitor, during_fit
+from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
+from mezzo.keras.monitor import during_fit
 
 BATCH, BATCHES = 8, 10
 # On PyTorch Keras's dropout draws from PyTorch's own generator, from which fit's iterator draws too, and

@@ -17,11 +17,12 @@ from keras_steps import no_gradients
 from conftest import BACKEND
 from mezzo.core.errors import CallOrderError
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
-from mezzo.keras import LossScaleOptimizer, exponents
-from mezzo.keras.overflow import NAMED, Skipped
-from mezzo.keras.probe import Probe
-from mezzo.keras.recent_losses import RecentLosses
-from mezzo.keras.scale_gauge import Reading, ScaleGauge
+from mezzo.keras import LossScaleOptimizer
+from mezzo.keras.monitor import exponents
+from mezzo.keras.monitor.overflow import NAMED, Skipped
+from mezzo.keras.monitor.probe import Probe
+from mezzo.keras.monitor.recent_losses import RecentLosses
+from mezzo.keras.monitor.scale_gauge import Reading, ScaleGauge
 
 Array = npt.NDArray[Any]
 

@@ -13,7 +13,7 @@ from keras import layers
 
 from mezzo.core.errors import UsageError
 from mezzo.keras import SixteenBitOutputWarning, check_outputs, set_policy
-from mezzo.keras.outputs import traced_outputs
+from mezzo.keras.policy.outputs import traced_outputs
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = np.arange(8) % 3

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.tensorflow.two_ways import refuse_mixed_layers, refuse_policy_after
 from mezzo.tensorflow.xla import refuse_xla
 

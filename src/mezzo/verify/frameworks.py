@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mezzo.core.errors import unknown_name
 from mezzo.core.policy import policy
-from mezzo.keras.plan import plan
+from mezzo.keras.policy.plan import plan
 from mezzo.pytorch.launch.storage import check
 from mezzo.verify.children import LAUNCH
 from mezzo.verify.finished import FinishedRun

@@ -34,7 +34,7 @@ class Instrument:
             self._loops.remove()
         self._patches.undo()
         if self._policy_set:
-            from mezzo.keras.policy import set_policy
+            from mezzo.keras.policy.global_policy import set_policy
 
             set_policy("fp32")
 
@@ -61,7 +61,7 @@ class Instrument:
         from mezzo.keras.launch.own_layers import watch_layers
         from mezzo.keras.launch.own_policy import OwnPolicy
         from mezzo.keras.launch.steps import Steps
-        from mezzo.keras.policy import set_policy
+        from mezzo.keras.policy.global_policy import set_policy
 
         if session.plan.is_fp32:
             from mezzo.keras.launch.true_fp32 import switch_off_tf32

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import keras
 
-from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from mezzo.keras.launch.loops import Loops

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from mezzo.keras.launch.nudge import nudge
-from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session

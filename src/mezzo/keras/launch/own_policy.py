@@ -82,7 +82,7 @@ class OwnPolicy:
                 )
             )
         if session.left_alone is None:
-            from mezzo.keras.policy import set_policy
+            from mezzo.keras.policy.global_policy import set_policy
 
             set_policy("fp32")
             session.left_alone = f"it {what}"

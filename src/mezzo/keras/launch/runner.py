@@ -10,7 +10,7 @@ from mezzo.keras.launch.instrument import Instrument
 from mezzo.keras.launch.session import Session
 from mezzo.keras.launch.summary import summary
 from mezzo.keras.machine import describe
-from mezzo.keras.plan import KerasPlan, plan
+from mezzo.keras.policy.plan import KerasPlan, plan
 from mezzo.scripts import script
 from mezzo.scripts.framework_seeds import FrameworkSeeds
 from mezzo.scripts.imports import ImportWatch

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import NoLossScale
-from mezzo.keras.plan import KerasPlan
+from mezzo.keras.policy.plan import KerasPlan
 from mezzo.scripts.journal import Journal
 from mezzo.scripts.request import RunRequest
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from mezzo.core.traced_scale import start
 from mezzo.keras.launch.nudge import nudge
-from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
-from mezzo.keras.outputs import SixteenBitOutputWarning
-from mezzo.keras.plan_check import PolicyWarning
-from mezzo.keras.recent_losses import RecentLosses
+from mezzo.keras.monitor.recent_losses import RecentLosses
+from mezzo.keras.policy.outputs import SixteenBitOutputWarning
+from mezzo.keras.policy.plan_check import PolicyWarning
+from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from mezzo.keras.launch.own_policy import OwnPolicy

@@ -18,7 +18,7 @@ import keras
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import TraceableLossScale
-from mezzo.keras.apply_or_keep import reading_is_free
+from mezzo.keras.scaling.apply_or_keep import reading_is_free
 
 LOOK_EVERY = 50
 """Steps between two looks where a look makes the host wait: PyTorch on an accelerator."""

@@ -11,9 +11,9 @@ from weakref import finalize
 import keras
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.keras import during_fit, exponents, recent_losses, run_file
-from mezzo.keras.fit_journal import FitJournal, Look
-from mezzo.keras.probe import Counted, Probe
+from mezzo.keras.monitor import during_fit, exponents, recent_losses, run_file
+from mezzo.keras.monitor.fit_journal import FitJournal, Look
+from mezzo.keras.monitor.probe import Counted, Probe
 
 DEFAULT_WATCH = 100
 """Updates from one that is watched to the next."""

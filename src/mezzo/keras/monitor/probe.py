@@ -20,8 +20,8 @@ import keras
 import numpy as np
 
 from mezzo.core.errors import UsageError
-from mezzo.keras import during_fit, exponents
-from mezzo.keras.scale_use import ScaleUse
+from mezzo.keras.monitor import during_fit, exponents
+from mezzo.keras.scaling.scale_use import ScaleUse
 from mezzo.keras.torch_buffers import torch_buffers_kept
 
 Tap = Callable[[str, Any], Any]

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import keras
 from keras.src.backend.common.name_scope import current_path  # Keras has no public name for it
 
-from mezzo.keras.plan import KerasPlan
-from mezzo.keras.planned_name import PlannedName, plan_behind
+from mezzo.keras.policy.plan import KerasPlan
+from mezzo.keras.policy.planned_name import PlannedName, plan_behind
 from mezzo.scripts.patches import Patches
 
 # Layer -> its path, of layers that have their plan's policy.

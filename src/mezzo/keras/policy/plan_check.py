@@ -7,9 +7,9 @@ import warnings
 from typing import Any
 
 from mezzo.core.errors import UnknownNameError
-from mezzo.keras.layers import paths_under, walk
-from mezzo.keras.plan import KerasPlan, names
-from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.policy.layers import paths_under, walk
+from mezzo.keras.policy.plan import KerasPlan, names
+from mezzo.keras.policy.planned_name import plan_behind
 
 
 class PolicyWarning(UserWarning):

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from mezzo.core.errors import UsageError
-from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.scripts.patches import Patches
 
 _WORDS = {"float16": "Half", "bfloat16": "BFloat16"}  # how PyTorch's errors name them

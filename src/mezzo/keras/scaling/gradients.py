@@ -46,7 +46,7 @@ def unscale(
         None as None); and for each a boolean of shape (), or None.
     """
     if keras.backend.backend() == "torch":
-        from mezzo.keras.torch_gradients import unscale_together
+        from mezzo.keras.scaling.torch_gradients import unscale_together
 
         together = unscale_together(gradients, variables, scale, in_variables_format)
         if together is not None:

@@ -25,13 +25,13 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
-from mezzo.keras import fit_end
-from mezzo.keras.apply_or_keep import apply_or_keep
-from mezzo.keras.gradients import unscale
-from mezzo.keras.machine_setting import machine_of, setting_of
-from mezzo.keras.patience import Looks, assert_in_graph, patience_of
-from mezzo.keras.saved_state import allowed, is_keras_state, load_keras_state
-from mezzo.keras.scale_use import ScaleUse, check_not_baked_in
+from mezzo.keras.scaling import fit_end
+from mezzo.keras.scaling.apply_or_keep import apply_or_keep
+from mezzo.keras.scaling.gradients import unscale
+from mezzo.keras.scaling.machine_setting import machine_of, setting_of
+from mezzo.keras.scaling.patience import Looks, assert_in_graph, patience_of
+from mezzo.keras.scaling.saved_state import allowed, is_keras_state, load_keras_state
+from mezzo.keras.scaling.scale_use import ScaleUse, check_not_baked_in
 
 # By its name of now: a script or a plugin may put another class in the place of that attribute.
 _Keras: Any = keras.optimizers.LossScaleOptimizer
@@ -207,7 +207,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, variables)  # which says so
         elif keras.backend.backend() == "tensorflow":
-            from mezzo.keras.replicas import step_on_all
+            from mezzo.keras.scaling.replicas import step_on_all
 
             step_on_all(grads, variables, self._examine, self._conclude, self.inner_optimizer.apply)
         else:

@@ -15,8 +15,8 @@ import keras
 from keras.src.backend import compute_output_spec  # a trace on any backend; Keras has no public name for it
 
 from mezzo.core.errors import UsageError
-from mezzo.keras.layers import walk
-from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.keras.torch_buffers import torch_buffers_kept
 from mezzo.scripts.patches import Patches
 

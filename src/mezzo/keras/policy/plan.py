@@ -1,6 +1,6 @@
 """What a precision means to Keras, as a value: the policy of every layer by its path, and the loss scale.
 
-No framework is imported here. `mezzo.keras.policy` puts a plan in force.
+No framework is imported here. `mezzo.keras.policy.global_policy` puts a plan in force.
 
 Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same, and it may begin at
 any component: ``head`` is the layer at ``head`` and the one at ``my_model/head``, since Keras puts the model's name

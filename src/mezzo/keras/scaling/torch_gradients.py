@@ -12,7 +12,7 @@ import keras
 import torch
 from torch import Tensor
 
-from mezzo.keras.gradients import is_narrow, is_overwritten
+from mezzo.keras.scaling.gradients import is_narrow, is_overwritten
 
 
 def unscale_together(

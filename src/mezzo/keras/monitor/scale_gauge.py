@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from mezzo.keras import during_fit
+from mezzo.keras.monitor import during_fit
 
 
 class Reading(NamedTuple):

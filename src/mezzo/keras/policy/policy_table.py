@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mezzo.keras.layers import walk
-from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.planned_name import plan_behind
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The naive code it equals, for a precision without patterns::
     ...
     model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
 
-With patterns each layer is given its policy at its first build or call (`mezzo.keras.layers`).
+With patterns each layer is given its policy at its first build or call (`mezzo.keras.policy.layers`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import keras
 
 from mezzo.core.loss_scale import LossScale
-from mezzo.keras import compiling, layers, torch_modules
-from mezzo.keras.plan import KerasPlan, plan
-from mezzo.keras.planned_name import PlannedName
+from mezzo.keras.policy import compiling, layers, torch_modules
+from mezzo.keras.policy.plan import KerasPlan, plan
+from mezzo.keras.policy.planned_name import PlannedName
 from mezzo.scripts.patches import Patches
 
 _PATCHES = Patches()

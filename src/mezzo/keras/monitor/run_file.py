@@ -14,7 +14,7 @@ from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.records import RunStarted
 from mezzo.keras.machine import describe
-from mezzo.keras.plan import POLICIES, plan
+from mezzo.keras.policy.plan import POLICIES, plan
 from mezzo.scripts.journal import now_text
 
 _WORDS = {keras_name: word for word, keras_name in POLICIES.items()}

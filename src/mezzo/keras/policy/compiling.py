@@ -19,11 +19,11 @@ from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras
 
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.keras import outputs
-from mezzo.keras.layers import walk
-from mezzo.keras.plan import KerasPlan
-from mezzo.keras.plan_check import check_plan
-from mezzo.keras.planned_name import plan_behind
+from mezzo.keras.policy import outputs
+from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.plan import KerasPlan
+from mezzo.keras.policy.plan_check import check_plan
+from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.scripts.patches import Patches
 
 _Scaled = keras.optimizers.LossScaleOptimizer
@@ -100,7 +100,7 @@ def _scale_for(model: Any, plan: KerasPlan) -> LossScale:
 
 def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
     """The optimizer in Mezzo's loss scale, if there is to be one."""
-    from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
+    from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
 
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer

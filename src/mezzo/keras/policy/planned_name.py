@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mezzo.keras.plan import KerasPlan
+from mezzo.keras.policy.plan import KerasPlan
 
 
 class PlannedName(str):

@@ -15,11 +15,11 @@ import numpy as np
 
 from mezzo.core.ranges import RangeRow, shift_of
 from mezzo.core.records import LossRecord, RangesRecord, RecordWriter, RunEnded, RunStarted, UpdateRecord
-from mezzo.keras import during_fit, exponents
-from mezzo.keras.overflow import Skipped
-from mezzo.keras.probe import Counted
-from mezzo.keras.recent_losses import RecentLosses
-from mezzo.keras.scale_gauge import Reading, ScaleGauge, gauges_of
+from mezzo.keras.monitor import during_fit, exponents
+from mezzo.keras.monitor.overflow import Skipped
+from mezzo.keras.monitor.probe import Counted
+from mezzo.keras.monitor.recent_losses import RecentLosses
+from mezzo.keras.monitor.scale_gauge import Reading, ScaleGauge, gauges_of
 
 _LOSSES_REPORTED = (
     "the losses are what the model's own training step reports of each batch: if that is a mean over its epoch so far, "
