@@ -6,12 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.records import OpFormats
+from mezzo.keras.dtypes import NAMES
 
 if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
     from mezzo.scripts.patches import Patches
-
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
 class LayerFormats:
@@ -54,7 +53,7 @@ class LayerFormats:
         if parts or path in self._seen:
             return
         given = [str(getattr(one, "dtype", "")).rpartition(".")[2] for one in tree.flatten(outputs)]
-        floats = list(dict.fromkeys(SHORT[name] for name in given if name in SHORT))
+        floats = list(dict.fromkeys(NAMES[name] for name in given if name in NAMES))
         if not floats:
             return
         computed = str(layer.compute_dtype)
@@ -64,7 +63,7 @@ class LayerFormats:
             op=type(layer).__name__,
             rule="lower" if low != "fp32" else "fp32",
             planned=f"{low} -> {low}",
-            observed=f"{SHORT.get(computed, computed)} -> {', '.join(floats)}",
+            observed=f"{NAMES.get(computed, computed)} -> {', '.join(floats)}",
             calls=1,
             casts=0,
             reason=f"dtype policy {layer.dtype_policy.name}",

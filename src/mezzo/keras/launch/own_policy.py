@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.errors import ScriptError
+from mezzo.keras.dtypes import NARROW
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
     from mezzo.scripts.patches import Patches
 
-_LOW = ("float16", "bfloat16", "float8")
 _NAMES = ("set_dtype_policy", "set_global_policy")
 
 
@@ -67,7 +67,7 @@ class OwnPolicy:
         if not self._session.plan.is_fp32:
             return
         for layer in model._flatten_layers():
-            if str(layer.compute_dtype).startswith(_LOW):
+            if layer.compute_dtype in NARROW:
                 self._chosen(
                     f"gives the layer {layer.path} the dtype policy {layer.dtype_policy.name!r} itself"
                 )

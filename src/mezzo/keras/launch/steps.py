@@ -22,6 +22,7 @@ import keras
 import numpy as np
 
 from mezzo.core.traced_scale import start
+from mezzo.keras.dtypes import SIXTEEN_BITS
 from mezzo.keras.launch.nudge import nudge
 from mezzo.keras.monitor.recent_losses import RecentLosses
 from mezzo.keras.policy.outputs import SixteenBitOutputWarning
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
     from mezzo.scripts.patches import Patches
 
-LOW = ("float16", "bfloat16")
 _TOLD = (SixteenBitOutputWarning, PolicyWarning)
 _MARK = "_mezzo_records"
 
@@ -124,7 +124,7 @@ class Steps:
         drawn = [
             layer.path
             for layer in model._flatten_layers()
-            if getattr(layer, "seed_generator", None) is not None and layer.compute_dtype in LOW
+            if getattr(layer, "seed_generator", None) is not None and layer.compute_dtype in SIXTEEN_BITS
         ]
         if drawn:
             self._session.journal.note(

@@ -11,16 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram
-
-FORMATS = {
-    "float64": "fp64",
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3fn",
-    "float8_e5m2": "e5m2",
-}
-"""Keras's name of a dtype -> Mezzo's of the format."""
+from mezzo.keras.dtypes import NAMES, SIXTEEN_BITS
 
 _INFINITY = 0xFF << 23  # FP32's pattern of it
 _BLOCK = 1 << 20  # PyTorch allocates some 30 bytes for each element that it counts at once
@@ -29,13 +20,13 @@ _BLOCK = 1 << 20  # PyTorch allocates some 30 bytes for each element that it cou
 def format_of(tensor: Any) -> str:
     """The format of a tensor's numbers, by Mezzo's name where it has one."""
     name = str(keras.backend.standardize_dtype(_numbers(tensor).dtype))
-    return FORMATS.get(name, name)
+    return NAMES.get(name, name)
 
 
 def is_floating(tensor: Any) -> bool:
     """Whether a tensor holds real floating-point numbers."""
     dtype = getattr(_numbers(tensor), "dtype", None)
-    return dtype is not None and str(keras.backend.standardize_dtype(dtype)) in FORMATS
+    return dtype is not None and str(keras.backend.standardize_dtype(dtype)) in NAMES
 
 
 def count(tensor: Any) -> Any:
@@ -163,7 +154,7 @@ def _jax_pattern(tensor: Any) -> Any:
     import jax.numpy as jnp
 
     dtype = str(tensor.dtype)
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in SIXTEEN_BITS:
         return jax.lax.bitcast_convert_type(tensor.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     bits = jax.lax.bitcast_convert_type(tensor, jnp.uint16).astype(jnp.int32) & 0x7FFF
     if dtype == "bfloat16":

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 
 from mezzo.core.errors import UsageError
+from mezzo.keras.dtypes import NAMES
 from mezzo.keras.monitor import during_fit, exponents
 from mezzo.keras.scaling.scale_use import ScaleUse
 from mezzo.keras.torch_buffers import torch_buffers_kept
@@ -121,7 +122,7 @@ def _tensor(value: Any) -> Any:
     if value is None:
         return None
     value = value if keras.ops.is_tensor(value) else np.asarray(value)
-    floating = str(keras.backend.standardize_dtype(value.dtype)) in exponents.FORMATS
+    floating = str(keras.backend.standardize_dtype(value.dtype)) in NAMES
     return keras.ops.convert_to_tensor(value, dtype=keras.config.floatx() if floating else None)
 
 

@@ -19,6 +19,7 @@ from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras
 
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
+from mezzo.keras.dtypes import SIXTEEN_BITS
 from mezzo.keras.policy import outputs
 from mezzo.keras.policy.layers import walk
 from mezzo.keras.policy.plan import KerasPlan
@@ -120,8 +121,7 @@ def _computes_in_16_bits(model: Any) -> bool:
     """Whether any layer does, or may: one that takes its policy from a plan when it is built."""
     layers = [layer for _, layer in walk(model)] or [model]
     return any(
-        layer.compute_dtype in outputs.SIGNIFICANT_BITS
-        or (plan_behind(layer.dtype_policy) and not layer.built)
+        layer.compute_dtype in SIXTEEN_BITS or (plan_behind(layer.dtype_policy) and not layer.built)
         for layer in (*layers, *([] if _is_known(model) else [model]))
     )
 
@@ -137,7 +137,7 @@ def _look_at_outputs(model: Any) -> bool:
     """Warn of 16-bit outputs that a loss reads; False if they can't be told yet."""
     if outputs.inputs_of(model) is None:
         return False
-    if not any(tensor.dtype in outputs.SIGNIFICANT_BITS for tensor in keras.tree.flatten(model.outputs)):
+    if not any(tensor.dtype in SIXTEEN_BITS for tensor in keras.tree.flatten(model.outputs)):
         return False  # as layers say of themselves: the first loss tells
     try:
         found = outputs.traced_outputs(model)
@@ -150,7 +150,7 @@ def _look_at_outputs(model: Any) -> bool:
 def _warn(model: Any, found: list[outputs.Output]) -> None:
     read = outputs.read_by_a_loss(model, [output.name for output in found])
     for output in found:
-        if output.name in read and output.dtype in outputs.SIGNIFICANT_BITS:
+        if output.name in read and output.dtype in SIXTEEN_BITS:
             warnings.warn(outputs.advice(model, output), outputs.SixteenBitOutputWarning, stacklevel=4)
 
 
@@ -219,7 +219,7 @@ def _in_fp32(aggregate: Any) -> Any:
 
     @functools.wraps(aggregate)
     def summing(model: Any, loss: Any) -> Any:
-        if keras.backend.standardize_dtype(loss.dtype) in outputs.SIGNIFICANT_BITS:
+        if keras.backend.standardize_dtype(loss.dtype) in SIXTEEN_BITS:
             loss = keras.ops.cast(loss, "float32")
         return aggregate(model, loss)
 
@@ -242,7 +242,7 @@ def _outputs(model: Any, made: Any) -> list[outputs.Output]:
 
 def _look(model: Any, plan: KerasPlan, x: Any, found: list[outputs.Output]) -> None:
     check_plan(model, plan)
-    if x is not None and any(output.dtype in outputs.SIGNIFICANT_BITS for output in found):
+    if x is not None and any(output.dtype in SIXTEEN_BITS for output in found):
         # For the layers' names. A model may be called in ways that one cannot know; what it gave is known without.
         with contextlib.suppress(Exception):
             found = outputs.traced_outputs(model, x)

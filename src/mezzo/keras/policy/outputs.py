@@ -15,12 +15,11 @@ import keras
 from keras.src.backend import compute_output_spec  # a trace on any backend; Keras has no public name for it
 
 from mezzo.core.errors import UsageError
+from mezzo.keras.dtypes import SIXTEEN_BITS, significant_bits
 from mezzo.keras.policy.layers import walk
 from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.keras.torch_buffers import torch_buffers_kept
 from mezzo.scripts.patches import Patches
-
-SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8}
 
 
 class SixteenBitOutputWarning(UserWarning):
@@ -59,7 +58,7 @@ def check_outputs(model: Any, x: Any = None) -> None:
             f"check_outputs: {_told(model)} is subclassed or not built yet, so what it takes is not known. "
             "Give a batch: check_outputs(model, x)."
         )
-    found = [advice(model, output) for output in traced_outputs(model, x) if output.dtype in SIGNIFICANT_BITS]
+    found = [advice(model, output) for output in traced_outputs(model, x) if output.dtype in SIXTEEN_BITS]
     if found:
         raise UsageError("\n".join(found))
 
@@ -165,7 +164,7 @@ def read_by_a_loss(model: Any, names: Iterable[str]) -> set[str]:
 
 def advice(model: Any, output: Output) -> str:
     """What is wrong with a 16-bit output and the line that mends it."""
-    bits = SIGNIFICANT_BITS[output.dtype]
+    bits = significant_bits(output.dtype)
     lost = ", and under 2^-25 they are 0" if output.dtype == "float16" else ""
     layer = output.layer
     which = f"output {output.name!r}" if output.name else "the output"

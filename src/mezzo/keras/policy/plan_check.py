@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from mezzo.core.errors import UnknownNameError
+from mezzo.keras.dtypes import SIXTEEN_BITS
 from mezzo.keras.policy.layers import paths_under, walk
 from mezzo.keras.policy.plan import KerasPlan, names
 from mezzo.keras.policy.planned_name import plan_behind
@@ -32,7 +33,7 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
     """
     layers = list(walk(model))
     following = [path for path, layer in layers if plan_behind(layer.dtype_policy) is plan]
-    sixteen = [layer for _, layer in layers if layer.compute_dtype in ("float16", "bfloat16")]
+    sixteen = [layer for _, layer in layers if layer.compute_dtype in SIXTEEN_BITS]
     if not following and not sixteen and layers:
         warnings.warn(
             f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "

@@ -17,12 +17,12 @@ from typing import Any
 
 import keras
 
-_NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+from mezzo.keras.dtypes import NARROW
 
 
 def is_narrow(thing: Any) -> bool:
     """Whether a tensor or variable holds fewer bits than FP32 does."""
-    return keras.backend.standardize_dtype(thing.dtype) in _NARROW
+    return keras.backend.standardize_dtype(thing.dtype) in NARROW
 
 
 def is_overwritten(variable: Any) -> bool:
