@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
     from mezzo.scripts.patches import Patches
 
-UNSCALED = (
+_UNSCALED = (
     "float16 in a training loop of its own: its gradients are not scaled, and small ones are lost. Wrap the optimizer: "
     "mezzo.keras.LossScaleOptimizer(optimizer), and take the gradients of optimizer.scale_loss(loss)"
 )
@@ -145,7 +145,7 @@ class Loops:
     def told_of_scale(self, optimizer: Any) -> None:
         """Say so, where float16 gradients are not scaled."""
         if self.session.scales and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            self.session.journal.note(UNSCALED)
+            self.session.journal.note(_UNSCALED)
 
 
 def number(value: Any) -> float:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzo.keras.launch.loops import UNSCALED
-
 if TYPE_CHECKING:
     from mezzo.keras.launch.loops import Loops
     from mezzo.scripts.patches import Patches
@@ -49,7 +47,6 @@ class TorchLoops:
         loops = self._loops
         if loops.session.inside:
             return
-        if loops.session.scales:
-            loops.session.journal.note(UNSCALED)
+        loops.told_of_scale(optimizer)
         loss, loops.loss = loops.loss, None
         loops.session.stepped(optimizer, loss=None if loss is None else float(loss.mean()))
