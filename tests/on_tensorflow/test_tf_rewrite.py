@@ -19,7 +19,7 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.eager import context
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
-from tf_switched import a_fresh_switch
+from tf_switched import INPUT, a_fresh_switch, adam, layers
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
@@ -36,10 +36,6 @@ PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 def _fresh() -> Iterator[None]:
     with a_fresh_switch():
         yield
-
-
-def adam() -> Any:
-    return v1.train.AdamOptimizer()
 
 
 def types(function: Any, *args: Any) -> dict[str, set[str]]:
@@ -59,21 +55,6 @@ def _types(graphs: Any) -> dict[str, set[str]]:
                 name = re.sub("^_(Fused|Mkl)?", "", node.op)
                 found.setdefault(name, set()).add(tf.dtypes.as_dtype(node.attr["T"].type).name)
     return found
-
-
-def layers() -> Any:
-    weight = tf.Variable(tf.random.stateless_normal([32, 32], [1, 2]))
-
-    @tf.function
-    def three(x: Any) -> Any:
-        for _ in range(3):
-            x = tf.tanh(tf.matmul(x, weight))
-        return tf.reduce_sum(x)
-
-    return three
-
-
-INPUT = tf.ones([8, 32])
 
 
 def test_a_function_is_rewritten_and_back_again() -> None:

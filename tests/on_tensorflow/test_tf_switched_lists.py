@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tensorflow as tf
-from tf_switched import a_fresh_switch
+from tf_switched import INPUT, a_fresh_switch, adam, layers
 
 import mezzo.tensorflow as mt
 
 enable = mt.enable_mixed_precision_graph_rewrite
-INPUT = tf.ones([8, 32])
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     with a_fresh_switch():
         yield
-
-
-def adam() -> Any:
-    return tf.compat.v1.train.AdamOptimizer()
-
-
-def layers() -> Any:
-    weight = tf.Variable(tf.random.stateless_normal([32, 32], [1, 2]))
-
-    @tf.function
-    def three(x: Any) -> Any:
-        for _ in range(3):
-            x = tf.tanh(tf.matmul(x, weight))
-        return tf.reduce_sum(x)
-
-    return three
 
 
 def test_op_lists_reach_functions_that_have_run() -> None:

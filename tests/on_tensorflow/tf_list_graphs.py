@@ -6,6 +6,14 @@ import tensorflow as tf
 from tf_graphs import f32, step, traced, variable
 
 
+def listed(x):
+    return tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=[3])
+
+
+def stacked(full):
+    return tf.raw_ops.TensorListStack(input_handle=full, element_shape=[3], element_dtype=tf.float32)
+
+
 @traced(f32(4, 6, 3))
 def tensor_array_loop():
     w, u = variable(3, 5), variable(5, 5)
@@ -39,13 +47,7 @@ def lists_between_products():
     w = variable(3, 3)
 
     def forward(x):
-        first = tf.raw_ops.TensorListFromTensor(tensor=tf.reshape(x, [-1, 3]) @ w, element_shape=[3])
-        return (
-            tf.nn.relu(
-                tf.raw_ops.TensorListStack(input_handle=first, element_shape=[3], element_dtype=tf.float32)
-            )
-            @ w
-        )
+        return tf.nn.relu(stacked(listed(tf.reshape(x, [-1, 3]) @ w))) @ w
 
     return forward
 
@@ -55,9 +57,9 @@ def list_from_exp():
     w = variable(3, 3)
 
     def forward(x):
-        first = tf.raw_ops.TensorListFromTensor(tensor=tf.exp(x @ w), element_shape=[3])
+        first = listed(tf.exp(x @ w))
         first = tf.raw_ops.TensorListSetItem(input_handle=first, index=0, item=(x @ w)[0])
-        return tf.raw_ops.TensorListStack(input_handle=first, element_shape=[3], element_dtype=tf.float32) @ w
+        return stacked(first) @ w
 
     return forward
 
@@ -67,13 +69,7 @@ def deny_through_a_list():
     w = variable(3, 3)
 
     def forward(x):
-        full = tf.raw_ops.TensorListFromTensor(tensor=tf.exp(x @ w), element_shape=[3])
-        return (
-            tf.tanh(
-                tf.raw_ops.TensorListStack(input_handle=full, element_shape=[3], element_dtype=tf.float32)
-            )
-            @ w
-        )
+        return tf.tanh(stacked(listed(tf.exp(x @ w)))) @ w
 
     return forward
 
@@ -83,16 +79,14 @@ def list_that_leaves():
     w = variable(3, 3)
 
     def forward(x):
-        first = tf.raw_ops.TensorListFromTensor(tensor=x @ w, element_shape=[3])
+        first = listed(x @ w)
 
         @tf.function(autograph=False)
         def called(given):
             return tf.identity(given)
 
         kept = called(first)
-        return tf.raw_ops.TensorListStack(
-            input_handle=first, element_shape=[3], element_dtype=tf.float32
-        ) @ w, kept
+        return stacked(first) @ w, kept
 
     return forward
 
@@ -102,13 +96,11 @@ def two_lists():
     w = variable(3, 3)
 
     def forward(x, y):
-        plain = tf.raw_ops.TensorListFromTensor(tensor=tf.cos(x), element_shape=[3])
-        other = tf.raw_ops.TensorListFromTensor(tensor=y @ w, element_shape=[3])
+        plain, other = listed(tf.cos(x)), listed(y @ w)
         both = tf.raw_ops.TensorListConcatLists(input_a=plain, input_b=plain, element_dtype=tf.float32)
-        stacked = tf.raw_ops.TensorListStack(input_handle=both, element_shape=[3], element_dtype=tf.float32)
         length, item = tf.raw_ops.TensorListPopBack(
             input_handle=other, element_shape=[3], element_dtype=tf.float32
         )
-        return tf.sin(stacked), tf.reshape(item, [1, 3]) @ w, length
+        return tf.sin(stacked(both)), tf.reshape(item, [1, 3]) @ w, length
 
     return forward

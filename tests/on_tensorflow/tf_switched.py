@@ -1,14 +1,18 @@
-"""A process in which no rewrite is on and no Session was made, before a test and after it."""
+"""A process in which no rewrite is on and no Session was made, before a test and after it; and what to rewrite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import tensorflow as tf
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 
 from mezzo.tensorflow import disable_mixed_precision_graph_rewrite
+
+INPUT = tf.ones([8, 32])
 
 
 @contextmanager
@@ -22,3 +26,20 @@ def a_fresh_switch() -> Iterator[None]:
             disable_mixed_precision_graph_rewrite()
     finally:
         global_state.set_non_mixed_precision_session_created(False)
+
+
+def adam() -> Any:
+    return tf.compat.v1.train.AdamOptimizer()
+
+
+def layers() -> Any:
+    """A function of INPUT with three products in a row."""
+    weight = tf.Variable(tf.random.stateless_normal([32, 32], [1, 2]))
+
+    @tf.function
+    def three(x: Any) -> Any:
+        for _ in range(3):
+            x = tf.tanh(tf.matmul(x, weight))
+        return tf.reduce_sum(x)
+
+    return three

@@ -144,14 +144,9 @@ class LossScaleOptimizer(_Scaled, Parent):
             pairs = list(
                 inner.aggregate_gradients(pairs)
             )  # before the check: a NaN of one replica is then all's
-        variables = [variable for _, variable in pairs]
-
-        def apply(gradients: list[Any]) -> Any:
-            return inner.apply_gradients(
-                list(zip(gradients, variables)), skip_gradients_aggregation=True, **kwargs
-            )
-
-        self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+        self._scaled.step(
+            pairs, lambda pairs: inner.apply_gradients(pairs, skip_gradients_aggregation=True, **kwargs)
+        )
         return self.iterations
 
     def save_own_variables(self, store: Any) -> None:
@@ -196,26 +191,16 @@ class LegacyLossScaleOptimizer(_Scaled, LegacyParent):
     def apply_gradients(
         self, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
     ) -> Any:
-        """Apply unscaled gradients, or skip the step; `iterations` counts the steps that were not skipped.
-
-        Raises:
-            CallOrderError: the loss was never scaled, or the gradients never unscaled.
-            UsageError: no variable has a gradient, or it was called in a cross-replica context.
-            LossScaleCollapseError: eagerly, if the patience ran out.
-        """
+        """As `LossScaleOptimizer.apply_gradients`."""
         self._scaled.require_scaled()
         pairs = _with_gradients(grads_and_vars)
         inner = self.inner_optimizer
         if experimental_aggregate_gradients:
             pairs = list(inner._aggregate_gradients(inner._transform_unaggregated_gradients(pairs)))
-        variables = [variable for _, variable in pairs]
-
-        def apply(gradients: list[Any]) -> Any:
-            return inner.apply_gradients(
-                list(zip(gradients, variables)), name=name, experimental_aggregate_gradients=False
-            )
-
-        return self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+        return self._scaled.step(
+            pairs,
+            lambda pairs: inner.apply_gradients(pairs, name=name, experimental_aggregate_gradients=False),
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LegacyLossScaleOptimizer:

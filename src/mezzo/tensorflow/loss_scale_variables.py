@@ -19,22 +19,15 @@ from mezzo.tensorflow.xla import in_xla
 
 
 @dataclass(frozen=True)
-class Held:
-    """The variables of one graph, or of the eager program, each of shape ().
+class Held(ScaleArrays):
+    """The variables of one graph, or of the eager program, each of shape (): the machine's four, and two that count.
 
     Args:
-        scale: FP32, S for the next step.
-        good_steps: int64, good steps since the last growth or overflow.
-        overflows: int32, overflows in a row.
-        stuck: int32, overflows in a row at the floor; of a constant scale, at its one value.
+        good_steps: int64 here, as in tf_keras's checkpoints.
         skipped_steps: int64, steps skipped so far.
         last_step_skipped: bool, whether the last step was.
     """
 
-    scale: Any
-    good_steps: Any
-    overflows: Any
-    stuck: Any
     skipped_steps: Any
     last_step_skipped: Any
 

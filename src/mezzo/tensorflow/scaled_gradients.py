@@ -83,14 +83,13 @@ class ScaledGradients:
         raise CallOrderError(f"apply_gradients: {fault}. {way}")
 
     def step(
-        self, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[[list[Any]], Any]
+        self, grads_and_vars: Sequence[tuple[Any, Any]], apply: Callable[[list[tuple[Any, Any]]], Any]
     ) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
 
         Args:
-            gradients: unscaled, dense or `tf.IndexedSlices`, or None.
-            variables: as many, for their names.
-            apply: applies a list of gradients; called in this replica's context.
+            grads_and_vars: pairs of an unscaled gradient (dense, `tf.IndexedSlices` or None) and its variable.
+            apply: applies such pairs; called in this replica's context.
 
         Returns:
             What `LossScaleVariables.step` does; without a loss scale what `apply` returns.
@@ -105,13 +104,17 @@ class ScaledGradients:
                 "strategy.run(...) runs on each replica."
             )
         refuse_xla()
-        gradients = list(gradients)
+        gradients, variables = ([pair[place] for pair in grads_and_vars] for place in (0, 1))
+
+        def applied(gradients: list[Any]) -> Any:
+            return apply(list(zip(gradients, variables)))
+
         if not self.variables.scales:
-            return apply(gradients)
+            return applied(gradients)
         names = [getattr(variable, "name", str(variable)) for variable in variables]
         used = [name for name, gradient in zip(names, gradients) if gradient is not None]
         if not tf.distribute.has_strategy():
-            return self.variables.step(_bad(gradients), used, lambda: apply(gradients))
+            return self.variables.step(_bad(gradients), used, lambda: applied(gradients))
 
         def agreed(strategy: Any, gradients: list[Any]) -> Any:
             each = strategy.extended.call_for_each_replica(
@@ -121,7 +124,7 @@ class ScaledGradients:
             return self.variables.step(
                 bad,
                 used,
-                lambda: strategy.group(strategy.extended.call_for_each_replica(apply, args=(gradients,))),
+                lambda: strategy.group(strategy.extended.call_for_each_replica(applied, args=(gradients,))),
             )
 
         return tf.distribute.get_replica_context().merge_call(agreed, args=(gradients,))

@@ -85,16 +85,11 @@ class LossScaleOptimizer(
         """
         self._scaled.require_scaled()
         pairs = list(grads_and_vars)
-        variables = [variable for _, variable in pairs]
-        _refuse_references(variables)
+        _refuse_references([variable for _, variable in pairs])
         self._make_slots([variable for gradient, variable in pairs if gradient is not None])
-
-        def apply(gradients: list[Any]) -> Any:
-            return self._optimizer.apply_gradients(
-                list(zip(gradients, variables)), global_step, name, **kwargs
-            )
-
-        return self._scaled.step([gradient for gradient, _ in pairs], variables, apply)
+        return self._scaled.step(
+            pairs, lambda pairs: self._optimizer.apply_gradients(pairs, global_step, name, **kwargs)
+        )
 
     def _make_slots(self, variables: list[Any]) -> None:
         """The inner optimizer's variables, made before the branch that applies: in it, the name of Adam's powers would
