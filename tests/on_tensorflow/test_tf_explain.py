@@ -208,6 +208,7 @@ def test_modes_and_their_other_names() -> None:
     assert colours(cuda) == EXPECTED
     assert "no GPU kernels to look up" in cuda.notes[0]
     assert "two casts" in mtf.explain(net, X, mode="cpu").notes[0]
+    assert "AMX-FP16 or AVX-NE-CONVERT" in mtf.explain(net, X, mode="onednn_float16").notes[0]
 
 
 def test_a_graph_without_an_allow_op_is_left_as_it_is() -> None:

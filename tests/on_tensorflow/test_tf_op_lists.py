@@ -103,6 +103,7 @@ def test_former_names_of_the_lists_and_the_levels() -> None:
         ("cuda", None, {f"{PREFIX}ALLOWLIST_ADD": "Tanh"}, UsageError, "REMOVE"),
         ("cuda", None, {f"{PREFIX}LEVEL": "MAXIMUM"}, UnknownNameError, "TREAT_INFER_AS_DENY"),
         ("onednn_bfloat16", None, {f"{PREFIX}LEVEL": "UNSAFE_FORCE_ALL"}, UsageError, "unset"),
+        ("onednn_float16", None, {f"{PREFIX}LEVEL": "UNSAFE_FORCE_ALL"}, UsageError, "unset"),
     ],
 )
 def test_what_is_refused(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import mmap
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import config_pb2, device_properties_pb2, meta_graph_pb2
 from tensorflow.python.grappler import cluster as grappler_cluster
@@ -18,8 +26,6 @@ from mezzo.tensorflow.painting import paint
 
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 SUFFIX = "-AutoMixedPrecision"
-RUN_HERE = ("onednn_bfloat16", "cpu", "cuda")
-"""The modes whose pass runs on any CPU (`onednn_float16` asks for a processor with FP16 instructions)."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,8 @@ def _gpu() -> list[Any]:
     return found
 
 
-def optimized(graph_def: Any, lists: OpLists, fetches: Sequence[str]) -> Any:
-    """`graph_def` after TensorFlow's pass with these lists."""
+def optimized(graph_def: Any, lists: OpLists, fetches: Sequence[str], instructions: str = "AMX_FP16") -> Any:
+    """`graph_def` after TensorFlow's pass with these lists; for FP16 on a CPU, on one with `instructions`."""
     meta = meta_graph_pb2.MetaGraphDef()
     meta.graph_def.CopyFrom(graph_def)
     meta.collection_def["train_op"].node_list.value.extend(fetches)
@@ -72,10 +78,47 @@ def optimized(graph_def: Any, lists: OpLists, fetches: Sequence[str]) -> Any:
         for name, value in lists.environment().items():
             patch.setenv(name, value)
         cluster = grappler_cluster.Cluster(devices=_gpu() if lists.mode == "cuda" else None)
+        processor = a_processor_with(instructions) if lists.mode == "onednn_float16" else nullcontext()
         try:
-            return tf_optimizer.OptimizeGraph(only(lists.option), meta, verbose=False, cluster=cluster)
+            with processor:
+                return tf_optimizer.OptimizeGraph(only(lists.option), meta, verbose=False, cluster=cluster)
         finally:
             cluster.Shutdown()
+
+
+@contextmanager
+def a_processor_with(instructions: str) -> Iterator[None]:
+    """TensorFlow finds these instructions, named as in its `CPUFeature`, and no others, whatever this processor has.
+
+    The pass for FP16 on CPUs returns the graph as it is unless the processor has certain instructions. TensorFlow asks
+    a function for them that its library exports; in here that function is `return feature == instructions`. The pass
+    rewrites a graph and runs nothing, so that none of the instructions is used.
+    """
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("TensorFlow is told of FP16 instructions in machine code of x86-64, under Linux")
+    header = Path(tf.sysconfig.get_include(), "tsl/platform/cpu_info.h").read_text()
+    number = re.search(rf"\b{instructions} = (\d+),", header)
+    assert number is not None
+    library = ctypes.CDLL(str(Path(tf.__file__).with_name("libtensorflow_framework.so.2")))
+    address = ctypes.cast(library["_ZN3tsl4port14TestCPUFeatureENS0_10CPUFeatureE"], ctypes.c_void_p).value
+    assert address is not None
+    code = bytes([0x83, 0xFF, int(number[1]), 0x0F, 0x94, 0xC0, 0xC3])  # cmp edi, number; sete al; ret
+    before = ctypes.string_at(address, len(code))
+    _protect(address, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    try:
+        ctypes.memmove(address, code, len(code))
+        yield
+    finally:
+        ctypes.memmove(address, before, len(before))
+        _protect(address, mmap.PROT_READ | mmap.PROT_EXEC)
+
+
+def _protect(address: int, how: int) -> None:
+    """Give the pages of the code at `address` these rights."""
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    start = address & -mmap.PAGESIZE
+    if mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * mmap.PAGESIZE), how):
+        raise OSError(ctypes.get_errno(), "mprotect")
 
 
 def types_of(node: Any) -> dict[str, int]:

@@ -293,7 +293,10 @@ def _notes(graph: TypedGraph, lists: OpLists, painting: Painting, compiled: bool
             f"in {lists.dtype} where its definition allows it."
         )
     if lists.mode == "onednn_float16":
-        notes.append("TensorFlow rewrites nothing in this mode unless the processor has FP16 instructions.")
+        notes.append(
+            "TensorFlow rewrites nothing in this mode unless the processor has AMX-FP16 or AVX-NE-CONVERT "
+            "(AVX512-FP16 alone is not enough)."
+        )
     if lists.mode == "cpu":
         notes.append(
             "In this mode TensorFlow computes in FP32 between two casts, unless "

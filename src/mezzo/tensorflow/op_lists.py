@@ -136,8 +136,8 @@ def op_lists(
     """The lists of `mode`, as TensorFlow's environment variables and then `overrides` change them.
 
     Args:
-        mode: `cuda` (FP16 on a GPU), `onednn_bfloat16` (BF16 on a CPU), `onednn_float16` (FP16 on a CPU that has it) or
-            `cpu` (FP16 on a CPU with the GPU's lists).
+        mode: `cuda` (FP16 on a GPU), `onednn_bfloat16` (BF16 on a CPU), `onednn_float16` (FP16 on a CPU with
+            AMX-FP16 or AVX-NE-CONVERT) or `cpu` (FP16 on a CPU with the GPU's lists).
         overrides: a list's name (or `other`, for none of them) -> ops to move there.
         environ: where TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_* are looked up; `os.environ` unless given.
 
