@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mezzo.core import records
-from mezzo.pytorch.launch.runner import run
+from mezzo.pytorch.launch import runner
 from mezzo.scripts.request import RunRequest
 
 
@@ -39,8 +39,16 @@ class Ran:
         return "\n".join(self.of("end")[-1].notes)
 
 
-def launcher(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """A function that writes a script, runs it with a request's keywords, and returns a `Ran`."""
+def launcher(
+    folder: Path, capsys: pytest.CaptureFixture[str], run: Callable[[RunRequest], int] = runner.run
+) -> Callable[..., Ran]:
+    """A function that writes a script, runs it with a request's keywords, and returns a `Ran`.
+
+    Args:
+        folder: for the script and its records.
+        capsys: reads what the script prints.
+        run: a framework's; PyTorch's unless another's is given.
+    """
 
     def launch(source: str, *argv: str, **keywords: Any) -> Ran:
         path = folder / "script.py"

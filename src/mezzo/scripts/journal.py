@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from mezzo.core.errors import UsageError
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
@@ -41,13 +42,16 @@ class Journal:
         started: makes the first record when it is needed.
         widen: given the writer (None where there is no file), gives the one to write with; asked when the first record
             is due, since what it needs may be imported by the script alone.
+
+    Raises:
+        UsageError: the file can't be written.
     """
 
     def __init__(
         self, path: Path | None, started: Callable[[], RunStarted], widen: Widen | None = None
     ) -> None:
         self._widen = widen
-        self._writer: RecordWriter | None = None if path is None else RecordWriter(path)
+        self._writer = None if path is None else _writer(path)
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
         self._queue: list[tuple[Record, Any]] = []
@@ -143,6 +147,16 @@ class Journal:
     def now(self) -> float:
         """Seconds since the run began, as records have them."""
         return time.perf_counter() - self._zero
+
+
+def _writer(path: Path) -> RecordWriter:
+    try:
+        return RecordWriter(path)
+    except OSError as error:
+        raise UsageError(
+            f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in a folder "
+            "that is there."
+        ) from error
 
 
 def now_text() -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from mezzo.core.errors import UsageError
 from mezzo.core.records import RunStarted
 from mezzo.keras.launch.instrument import Instrument
@@ -11,10 +9,10 @@ from mezzo.keras.launch.session import Session
 from mezzo.keras.launch.summary import summary
 from mezzo.keras.machine import describe
 from mezzo.keras.policy.plan import KerasPlan, plan
-from mezzo.scripts import script
+from mezzo.scripts import life_cycle, script
 from mezzo.scripts.framework_seeds import FrameworkSeeds
 from mezzo.scripts.imports import ImportWatch
-from mezzo.scripts.journal import Journal, now_text
+from mezzo.scripts.journal import Journal
 from mezzo.scripts.request import RunRequest
 from mezzo.scripts.seeds import Seeds
 
@@ -41,43 +39,21 @@ def run(request: RunRequest) -> int:
         MezzoError: likewise, from the policy.
     """
     kept, target = checked(request)
-    try:
-        journal = Journal(request.records, lambda: _started(session))
-    except OSError as error:
-        raise UsageError(
-            f"can't write records to {str(request.records)!r}: {error.strerror}. Name a file that can be written, in a "
-            "folder that is there."
-        ) from error
+    journal = Journal(request.records, lambda: _started(session))
     session = Session(request, kept, journal)
     imports = ImportWatch()
-    instrument = Instrument(session, imports)
-    seeds = None if request.seed_offset is None else Seeds(request.seed_offset, imports)
-    more = None if seeds is None else FrameworkSeeds(seeds, imports)
-    status = 1
-    with script.surroundings(target, request.argv) as namespace:
-        imports.install()
-        if (
-            seeds is not None and more is not None
-        ):  # before the policy: Keras's own modules draw from the streams
-            seeds.install()
-            more.install()
-        instrument.install()
-        try:
-            status = script.execute(target, namespace, lambda error: error is session.fatal)
-        finally:
-            instrument.remove()
-            if seeds is not None and more is not None:
-                more.remove()
-                seeds.remove()
-            imports.remove()
-            session.finish()
-            journal.end(status)
-    if session.fatal is not None:
-        raise session.fatal
-    if request.summary:
-        sys.stdout.flush()
-        print(summary(session), file=sys.stderr)
-    return status
+    parts: list[life_cycle.Part] = [imports]
+    if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
+        seeds = Seeds(request.seed_offset, imports)
+        parts += [seeds, FrameworkSeeds(seeds, imports)]
+    parts.append(Instrument(session, imports))
+    return life_cycle.run(
+        session,
+        target,
+        parts,
+        finish=lambda status: session.finish(),
+        summary=lambda: summary(session),
+    )
 
 
 def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
@@ -97,14 +73,6 @@ def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
 
 
 def _started(session: Session) -> RunStarted:
-    request, journal = session.request, session.journal
-    used = session.used or bool(journal.losses or journal.updates)
-    return RunStarted(
-        script=request.target,
-        argv=list(request.argv),
-        policy=session.plan.precision,
-        seed_offset=request.seed_offset or 0,
-        nudged=request.nudge,
-        machine=describe(session.backend, used=used),
-        started=now_text(),
-    )
+    used = session.used or bool(session.journal.losses or session.journal.updates)
+    machine = describe(session.backend, used=used)
+    return life_cycle.started(session.request, session.plan.precision, machine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mezzo.core.errors import UsageError
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import RecordWriter, RunStarted
@@ -13,9 +12,9 @@ from mezzo.pytorch.launch.instrument import Instrument
 from mezzo.pytorch.launch.session import Session
 from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.launch.summary import summary
-from mezzo.scripts import event_folder, script
+from mezzo.scripts import event_folder, life_cycle, script
 from mezzo.scripts.imports import ImportWatch
-from mezzo.scripts.journal import Journal, Widen, now_text
+from mezzo.scripts.journal import Journal, Widen
 from mezzo.scripts.request import RunRequest
 from mezzo.scripts.seeds import Seeds
 
@@ -34,46 +33,20 @@ def run(request: RunRequest) -> int:
         MezzoError: likewise, from the policy.
     """
     policy, target = checked(request)
-    try:
-        journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
-    except OSError as error:
-        raise UsageError(
-            f"can't write records to {str(request.records)!r}: {error.strerror}. Name a file that can be written, in a "
-            "folder that is there."
-        ) from error
+    journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
     session = Session(request, policy, journal)
     imports = ImportWatch()
     instrument = Instrument(session, imports)
-    seeds = None if request.seed_offset is None else Seeds(request.seed_offset, imports)
-    status = 1
-    with script.surroundings(target, request.argv) as namespace:
-        imports.install()
-        instrument.install()
-        if seeds is not None:
-            seeds.install()
-        try:
-            status = script.execute(target, namespace, lambda error: error is session.fatal)
-        finally:
-            instrument.remove()
-            if seeds is not None:
-                seeds.remove()
-            imports.remove()
-            if instrument.watch is not None:
-                instrument.watch.finish()
-            if instrument.storage is not None:
-                instrument.storage.finish()
-            if instrument.preparation is not None and status == 0 and request.stop_after is None:
-                instrument.preparation.finish()
-            journal.seen(session.companions.finish())
-            if not journal.losses and session.left_alone is None:
-                journal.note("the script never called backward()")
-            journal.end(status)
-    if session.fatal is not None:
-        raise session.fatal
-    if request.summary:
-        sys.stdout.flush()
-        print(summary(session), file=sys.stderr)
-    return status
+    parts: list[life_cycle.Part] = [imports, instrument]
+    if request.seed_offset is not None:
+        parts.append(Seeds(request.seed_offset, imports))
+    return life_cycle.run(
+        session,
+        target,
+        parts,
+        finish=lambda status: _finish(session, instrument, status),
+        summary=lambda: summary(session),
+    )
 
 
 def checked(request: RunRequest) -> tuple[Policy, script.Target]:
@@ -89,6 +62,20 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
     if request.tensorboard is not None:
         event_folder.check(request.tensorboard)
     return policy, target
+
+
+def _finish(session: Session, instrument: Instrument, status: int) -> None:
+    """What is left to measure, to finish and to note when the script is over."""
+    journal = session.journal
+    if instrument.watch is not None:
+        instrument.watch.finish()
+    if instrument.storage is not None:
+        instrument.storage.finish()
+    if instrument.preparation is not None and status == 0 and session.request.stop_after is None:
+        instrument.preparation.finish()
+    journal.seen(session.companions.finish())
+    if not journal.losses and session.left_alone is None:
+        journal.note("the script never called backward()")
 
 
 def _events(folder: Path | None) -> Widen | None:
@@ -107,7 +94,6 @@ def _events(folder: Path | None) -> Widen | None:
 
 
 def _started(session: Session) -> RunStarted:
-    request = session.request
     # Beside TensorFlow, what describes PyTorch's machine would load Triton, whose LLVM aborts where another is loaded.
     idle = "keras" in sys.modules and not session.journal.losses and not session.model_calls
     if "torch" in sys.modules and not idle:
@@ -128,12 +114,4 @@ def _started(session: Session) -> RunStarted:
         machine = {}
     if "keras" in sys.modules:  # who reads the records can tell that it was Keras that trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
-    return RunStarted(
-        script=request.target,
-        argv=list(request.argv),
-        policy=str(session.policy),
-        seed_offset=request.seed_offset or 0,
-        nudged=request.nudge,
-        machine=machine,
-        started=now_text(),
-    )
+    return life_cycle.started(session.request, str(session.policy), machine)

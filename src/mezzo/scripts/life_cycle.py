@@ -1,0 +1,103 @@
+"""The life cycle of a run, whichever framework the script trains with: what comes before, around and after it.
+
+In the script's surroundings each part of the run is installed. The script runs. The parts are removed, the latest
+first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mezzo.core.errors import MezzoError
+from mezzo.core.records import RunStarted
+from mezzo.scripts import script
+from mezzo.scripts.journal import Journal, now_text
+from mezzo.scripts.request import RunRequest
+
+
+class Part(Protocol):
+    """What a run changes in this process."""
+
+    def install(self) -> None:
+        """Change it from now on."""
+
+    def remove(self) -> None:
+        """Put it back; called also where `install` came half way, or was never reached."""
+
+
+class Session(Protocol):
+    """What any run knows of itself."""
+
+    @property
+    def request(self) -> RunRequest:
+        """What was asked for."""
+
+    @property
+    def journal(self) -> Journal:
+        """What has happened so far."""
+
+    @property
+    def fatal(self) -> MezzoError | None:
+        """The user's mistake that only a line of the script could show; None where there is none."""
+
+
+def run(
+    session: Session,
+    target: script.Target,
+    parts: Sequence[Part],
+    *,
+    finish: Callable[[int], None],
+    summary: Callable[[], str],
+) -> int:
+    """Run a script as `python SCRIPT ARGS...` would, with the parts of the run around it; its exit status.
+
+    A script that raises has its traceback printed, and gives status 1; after an interrupt the status is 130.
+
+    Args:
+        session: of this run.
+        target: the script.
+        parts: installed in this order.
+        finish: told the exit status once all parts are removed: the last that the journal hears before it ends.
+        summary: gives the lines that end a run, asked for only where the request wants them.
+
+    Raises:
+        MezzoError: `session.fatal`, of which nothing else was printed.
+    """
+    status = 1
+    with script.surroundings(target, session.request.argv) as namespace:
+        try:
+            for part in parts:
+                part.install()
+            status = script.execute(target, namespace, lambda error: error is session.fatal)
+        finally:
+            for part in reversed(parts):
+                part.remove()
+            finish(status)
+            session.journal.end(status)
+    if session.fatal is not None:
+        raise session.fatal
+    if session.request.summary:
+        sys.stdout.flush()
+        print(summary(), file=sys.stderr)
+    return status
+
+
+def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:
+    """The record that begins a run.
+
+    Args:
+        request: what was asked for.
+        policy: as it turned out to be: `auto` has chosen.
+        machine: what it runs on, as the framework describes it; empty where the script never imported one.
+    """
+    return RunStarted(
+        script=request.target,
+        argv=list(request.argv),
+        policy=policy,
+        seed_offset=request.seed_offset or 0,
+        nudged=request.nudge,
+        machine=machine,
+        started=now_text(),
+    )
