@@ -39,11 +39,15 @@ def _fresh() -> Iterator[None]:
 
 
 def types(function: Any, *args: Any) -> dict[str, set[str]]:
-    """Op -> the types it has in the graph that TensorFlow ran `function` as."""
-    context.enable_run_metadata()
+    """Op -> the types it has in the graph that TensorFlow made of `function`; none where it had made it before.
+
+    `disable_run_metadata()` would not end the collection of graphs, and what others run between two calls would be
+    found by the second.
+    """
+    context.context().enable_graph_collection()
     function(*args)
     metadata = context.export_run_metadata()
-    context.disable_run_metadata()
+    context.context().disable_graph_collection()
     return _types(graph.post_optimization_graph for graph in metadata.function_graphs)
 
 
@@ -67,6 +71,9 @@ def test_a_function_is_rewritten_and_back_again() -> None:
     mt.disable_mixed_precision_graph_rewrite()
     assert float(function(INPUT)) == full
     assert types(layers(), INPUT)["MatMul"] == {"float32"}
+    layers()(INPUT)  # in FP32, and no part of what comes next
+    enable(adam())
+    assert types(layers(), INPUT)["MatMul"] == {"bfloat16"}
 
 
 def in_a_session(config: Any = None) -> dict[str, set[str]]:
