@@ -97,6 +97,43 @@ def test_jax_an_error_of_the_step_that_was_given_the_variables() -> None:
         trained.fit(X, y, batch_size=8, shuffle=False, verbose=0)
 
 
+class Sub(LossScaleOptimizer):
+    def finalize_variable_values(self, var_list: Any) -> None:
+        super().finalize_variable_values(var_list)
+
+
+@pytest.mark.parametrize("cls", [LossScaleOptimizer, Sub])
+def test_a_collapse_is_not_told_in_the_place_of_an_error(cls: Any) -> None:
+    lost = cls(keras.optimizers.SGD(), loss_scale=StaticLossScale(4.0, patience=1, skips=1))
+    with pytest.raises(LossScaleCollapseError):
+        lost.finalize_variable_values([])
+
+    def fails() -> None:
+        try:
+            raise OSError("mine")
+        finally:
+            lost.finalize_variable_values([])
+
+    with pytest.raises(OSError, match="mine"):
+        fails()
+
+
+def test_an_error_of_the_inner_optimizer_is_told() -> None:
+    class Failing(keras.optimizers.SGD):  # type: ignore[misc]
+        def finalize_variable_values(self, var_list: Any) -> None:
+            raise OSError("mine")
+
+    with pytest.raises(OSError, match="mine"):
+        LossScaleOptimizer(Failing()).finalize_variable_values([])
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX alone donates buffers")
+def test_jax_what_was_given_away_is_not_looked_at() -> None:
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer._stuck.value.delete()
+    optimizer.finalize_variable_values([])
+
+
 def test_a_fit_where_an_error_is_handled_is_a_fit_like_any_other() -> None:
     """The averages are in the weights, and a collapse is told, although there is an exception around."""
     trained = model(keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.9))

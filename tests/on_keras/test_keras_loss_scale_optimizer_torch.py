@@ -137,6 +137,10 @@ def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPat
         for again in (False, True):
             arguments = (gradients, weights, tensor(scale))
             together = unscale(*arguments, in_variables_format=again)
+            for at, gradient in enumerate(gradients):  # alone, too: None alone, one that overwrites alone
+                one, found = unscale([gradient], [weights[at]], tensor(scale), in_variables_format=again)
+                torch.testing.assert_close(one[0], together[0][at], rtol=0, atol=0, equal_nan=True)
+                assert found == [together[1][at]]
             with monkeypatch.context() as patch:
                 patch.setattr(torch_gradients, "unscale_together", lambda *_: None)
                 singly = unscale(*arguments, in_variables_format=again)
@@ -149,6 +153,50 @@ def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPat
             ]
             assert flags[0] == flags[1]
     assert flags[0] == [False, True, True, True, False, False, True, False, None, False, False]
+
+
+KERNELS = {
+    "dense": ([[1.0]], True),
+    "empty": ([torch.zeros(0)], False),
+    "integers": ([torch.ones(1, dtype=torch.int32)], False),
+    "sparse": ([torch.ones(1).to_sparse()], False),
+    "two devices": ([torch.ones(1), torch.ones(1, device="meta")], False),
+    "an array": ([np.ones(1, "float32")], False),
+}
+
+
+@pytest.mark.parametrize(("gradients", "taken"), KERNELS.values(), ids=KERNELS)
+def test_what_the_kernels_for_lists_are_handed(gradients: list[Any], taken: bool) -> None:
+    from mezzo.keras.scaling.torch_gradients import unscale_together
+
+    weights = variables([[1.0]] * len(gradients))
+    if taken:
+        gradients = list(map(tensor, gradients))
+    assert (unscale_together(gradients, weights, tensor(2.0), False) is not None) == taken
+
+
+def test_an_empty_variable_is_no_obstacle() -> None:
+    weights = variables([[1.0], []])
+    optimizer = LossScaleOptimizer(sgd())
+    step(optimizer, weights, [[1.0], []])
+    assert values(*weights) == [[0.5], []]
+
+
+def test_reading_is_free_on_a_cpu_alone() -> None:
+    assert apply_or_keep.reading_is_free(torch.zeros(()))
+    assert not apply_or_keep.reading_is_free(torch.zeros((), device="meta"))
+
+
+def test_on_an_accelerator_a_loop_may_leave_gradients_on(as_on_a_gpu: None) -> None:
+    weights = variables()
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1), loss_scale=2.0)
+    optimizer.build(weights)
+    optimizer.scale_loss(tensor(1.0))
+    optimizer.apply(list(map(tensor, GRADIENTS)), weights)
+    after = values(*weights)
+    optimizer.apply([tensor(GRADIENTS[0]), tensor([INF, 0.0])], weights)
+    assert values(*weights) == after
+    assert all(weight.value.is_leaf and weight.value.requires_grad for weight in weights)
 
 
 def test_on_an_accelerator_the_patience_is_looked_at_every_50th_step(

@@ -20,7 +20,7 @@ COMMON = """
 import json, math
 import keras
 import numpy as np
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
@@ -63,6 +63,8 @@ JIT = False
 """
 
 MIRRORED = """
+from mezzo.keras.scaling.replicas import step_on_all
+
 # One for all: a second one in the process takes up the collective keys of the first.
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -83,11 +85,11 @@ def by_hand(cls, batches, **settings):
     history = []
     for of_replica in batches:
         run(tf.constant(of_replica))
-        scale = optimizer.dynamic_scale.value
-        history.append([[copy.numpy().tolist() for copy in held.values] for held in (weight.value, scale)])
+        told_of = weight, optimizer.dynamic_scale, getattr(optimizer, "bad_gradients", weight)
+        history.append([[copy.numpy().tolist() for copy in held.value.values] for held in told_of])
     return history
 
-batches = [4.0, 4.0], [4.0, math.inf], [math.inf, 4.0], [4.0, 4.0]
+batches = [4.0, 4.0], [4.0, math.inf], [math.inf, 4.0], [math.inf, math.inf], [4.0, 4.0]
 told["ours"] = by_hand(LossScaleOptimizer, batches, initial_scale=4.0, dynamic_growth_steps=3)
 told["keras"] = by_hand(keras.optimizers.LossScaleOptimizer, batches, initial_scale=4.0)
 try:
@@ -96,8 +98,31 @@ except tf.errors.InvalidArgumentError as error:
     told["collapse"] = str(error)
 with strategy.scope():
     told["mirrored"] = facts(fitted(ONE_SHARD))
+    weight = keras.Variable([1.0, 2.0])
+    outside = LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    outside.scale_loss(1.0)
+    try:
+        outside.apply([tf.constant([4.0, 4.0])], [weight])
+    except CallOrderError as error:
+        told["outside"] = str(error)
 with tf.distribute.OneDeviceStrategy("CPU:1").scope():
     told["one device strategy"] = facts(fitted(ONE_SHARD))
+# What replicas ask each other where the strategy merges nothing: a TPU's, and that of several GPUs under XLA. The step
+# itself cannot be had here: the variables of these two devices are merged, whatever the strategy says.
+strategy.extended._use_merge_call = lambda: False
+
+def infinite(gradients, variables):
+    return gradients, tf.cast([tf.math.is_inf(gradients[0])], tf.int32)
+
+@tf.function
+def unmerged(of_replica):
+    def replica():
+        found, at = [], tf.distribute.get_replica_context().replica_id_in_sync_group
+        step_on_all([of_replica[at]], [None], infinite, lambda step, bad: found.append(bad), None)
+        return found[0]
+    return strategy.experimental_local_results(strategy.run(replica))
+
+told["unmerged"] = [bad.numpy().tolist() for bad in unmerged(tf.constant([4.0, math.inf]))]
 print(json.dumps(told))
 """
 
@@ -146,13 +171,16 @@ def test_tensorflows_strategies() -> None:
     if BACKEND != "tensorflow":
         pytest.skip("tf.distribute is TensorFlow's")
     told = told_by(TENSORFLOW, COMMON, MIRRORED)
-    # Weights on both replicas, then the scale on both.
+    # Weights on both replicas, then the scale on both, then the mark of a gradient that is not finite.
     assert told["ours"] == [
-        [[[0.0, 1.0]] * 2, [4.0] * 2],
-        [[[0.0, 1.0]] * 2, [2.0] * 2],
-        [[[0.0, 1.0]] * 2, [1.0] * 2],
-        [[[-4.5, -3.5]] * 2, [1.0] * 2],
+        [[[0.0, 1.0]] * 2, [4.0] * 2, [[0]] * 2],
+        [[[0.0, 1.0]] * 2, [2.0] * 2, [[1]] * 2],
+        [[[0.0, 1.0]] * 2, [1.0] * 2, [[1]] * 2],
+        [[[0.0, 1.0]] * 2, [0.5] * 2, [[1]] * 2],
+        [[[-8.5, -7.5]] * 2, [0.5] * 2, [[1]] * 2],
     ]
+    assert told["unmerged"] == [[1], [1]]
+    assert "Call it in the function that you hand to strategy.run(...)." in told["outside"]
     assert told["keras"][1][0] == [[float("-inf"), -0.5]] * 2
     assert {**told["one device strategy"], "weights": None} == {**AFTER, "weights": None}
     check_same(told["mirrored"], told["one device strategy"])

@@ -69,7 +69,7 @@ class ScaleUse:
         if self.on_unscaled == "raise":
             raise CallOrderError(message)
         self._asked = True
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=3)
 
 
 def check_not_baked_in(variable: Any, instead: str) -> None:
