@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,17 @@ def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
     assert (wide.dtype, float(wide)) == (tf.float64, 2.0**-16)
 
 
+def test_complex_gradients() -> None:
+    variable = tf.Variable(tf.constant([1j], tf.complex64))
+    optimizer = FAMILIES["v1"](DynamicLossScale())
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    for gradient in (2.0**16 + 2.0**17 * 1j, complex(1, np.inf), complex(np.nan, 1)):
+        gradients = optimizer.get_unscaled_gradients([tf.constant([gradient], tf.complex64)])
+        optimizer.apply_gradients(zip(gradients, [variable]))
+        np.testing.assert_array_equal(variable.numpy(), [-0.125 + 0.75j])
+    assert int(optimizer.skipped_steps) == 2
+
+
 def test_a_tf1_optimizer_is_still_one() -> None:
     variable = tf.Variable([1.0])
     inner = v1.train.MomentumOptimizer(0.125, 0.5, name="Heavy")
@@ -170,7 +182,16 @@ def test_a_tf1_optimizer_is_still_one() -> None:
     assert optimizer.get_slot(variable, "momentum") is inner.get_slot(variable, "momentum")
     assert len(optimizer.variables()) == len(inner.variables()) + 6
     assert optimizer._momentum == 0.5  # whatever else it is asked for
+    assert copy.copy(optimizer).inner_optimizer is inner
+    assert float(optimizer.scale_loss(tf.constant(1.0))) == 2.0**16
     assert repr(optimizer) == "LossScaleOptimizer(MomentumOptimizer, loss_scale=dynamic)"
+
+
+def test_the_name_of_the_update_passes_through() -> None:
+    with tf.Graph().as_default():
+        variable = v1.get_variable("weight", initializer=[1.0])
+        optimizer = FAMILIES["v1"](NoLossScale())
+        assert optimizer.apply_gradients([(tf.constant([1.0]), variable)], name="mine").name == "mine"
 
 
 def test_arguments_of_compute_gradients_pass_through() -> None:
@@ -247,6 +268,10 @@ def test_a_checkpoint_of_the_plain_optimizer_loads(tmp_path: Any) -> None:
     tf.train.Checkpoint(optimizer=optimizer, weight=variable).restore(path).expect_partial()
     np.testing.assert_array_equal(optimizer.get_slot(variable, "momentum").numpy(), [1.0])
     np.testing.assert_array_equal(variable.numpy(), [0.875])
+    inner = v1.train.MomentumOptimizer(0.125, 0.5)
+    fresh = LossScaleOptimizer(inner, DynamicLossScale())  # that has made no slot yet
+    tf.train.Checkpoint(optimizer=fresh, weight=variable).restore(path).expect_partial()
+    np.testing.assert_array_equal(inner.get_slot(variable, "momentum").numpy(), [1.0])
 
 
 def test_reference_variables_are_refused_with_the_way_out() -> None:

@@ -62,6 +62,17 @@ def test_a_layer_with_a_mixed_policy() -> None:
     assert other.built
 
 
+def test_a_layer_with_a_mixed_policy_once_the_rewrite_is_off_or_the_optimizer_is_loaded() -> None:
+    optimizer = enable(keras.optimizers.SGD())
+    loaded = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert loaded.rewrite is None
+    with pytest.raises(UsageError, match="has the dtype policy 'mixed_bfloat16'"):
+        fit(loaded, "mixed_bfloat16")
+    mt.disable_mixed_precision_graph_rewrite()
+    with pytest.raises(UsageError, match="has the dtype policy 'mixed_float16'"):
+        fit(optimizer, "mixed_float16")
+
+
 def test_a_policy_without_a_rewrite_still_needs_a_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")  # auto is then FP32, and no rewrite is on
     bare, scaled = enable(keras.optimizers.SGD()), enable(keras.optimizers.SGD(), "dynamic(init=4)")
