@@ -1,4 +1,4 @@
-"""What is told of a model whose `train_step` asks Keras for no loss, and what `add_loss` adds in 16 bits."""
+"""What is told of a model at its first step, under which plan it is compiled, and what `add_loss` adds in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from keras import layers
 
 from conftest import BACKEND
 from mezzo.core.errors import UnknownNameError
-from mezzo.keras import SixteenBitOutputWarning, set_policy
+from mezzo.core.loss_scale import StaticLossScale
+from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, set_policy
+from mezzo.keras.policy import compiling
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -111,6 +113,115 @@ def test_what_is_right_is_not_told(loss: str | None, arguments: dict[str, Any]) 
     with warnings.catch_warnings():
         warnings.simplefilter("error", SixteenBitOutputWarning)
         model.fit(X, Y, verbose=0)
+
+
+class Late(keras.Model):
+    """Whose layers are not known at `compile`."""
+
+    def __init__(self) -> None:
+        super().__init__(name="late")
+        self.head = layers.Dense(1, name="head", dtype="float32")
+        self.body = layers.Dense(4, name="body")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+
+def test_a_plan_that_was_left_is_not_looked_for() -> None:
+    set_policy("fp16,module.boddy=fp32")
+    model = Late()
+    model.compile("sgd", "mse")
+    model(X)
+    set_policy("fp32")
+    assert not compiling._CALLED
+    set_policy("fp16")
+    model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("then", ["fp32", "bf16,module.head=fp32,loss_scale=2"])
+def test_a_compile_that_someone_kept_acts_under_its_own_plan_alone(then: str) -> None:
+    set_policy("fp16,module.head=fp32")
+    kept = keras.Model.compile
+    set_policy(then)
+    keras.config.set_dtype_policy("mixed_float16")
+    model = Late()
+    model(X)
+    # What it calls in turn is Keras's own, which scales float16 in its own way.
+    kept(model, "sgd", "mse")
+    assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+
+
+def test_a_model_is_compiled_under_the_plan_that_it_was_made_under() -> None:
+    set_policy("fp16,module.head=fp32,loss_scale=32")
+    model = Late()
+    model(X)
+    set_policy("bf16,loss_scale=2")
+    model.compile("sgd", "mse")
+    assert model.optimizer.machine() == StaticLossScale(32.0)
+
+
+def test_without_an_optimizer_it_is_the_one_of_keras() -> None:
+    set_policy("fp16")
+    model = Late()
+    model.compile(loss="mse")
+    assert type(model.optimizer.inner_optimizer).__name__ == "RMSprop"
+
+
+class Growing(keras.Model):
+    """Whose 16-bit weights, or layers, are made when it is built."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(name="growing")
+        self.what = what
+        if what == "layers":
+            self.head = layers.Dense(1, name="head", dtype="float32")
+
+    def build(self, shape: Any) -> None:
+        if self.what == "layers":
+            self.body = layers.Dense(4, name="body")
+        else:
+            self.kernel = self.add_weight(shape=(4, 1), name="kernel")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x)) if self.what == "layers" else x @ self.kernel
+
+
+@pytest.mark.parametrize("what", ["layers", "weights"])
+@pytest.mark.parametrize("built", [True, False])
+def test_the_loss_of_a_model_is_scaled_before_it_has_its_layers(what: str, built: bool) -> None:
+    set_policy("fp16")
+    model = Growing(what)
+    if built:
+        model(X)
+    model.compile("sgd")
+    assert type(model.optimizer) is LossScaleOptimizer
+
+
+def test_the_loss_of_layers_in_fp32_is_not_scaled() -> None:
+    set_policy("fp16")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1, dtype="float32")])
+    with pytest.warns(PolicyWarning, match="no layer"):
+        model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, LossScaleOptimizer)
+    set_policy("fp32,module.critic=fp16")
+    critic = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="critic")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="actor")
+    model.compile("sgd", "mse")
+    assert not isinstance(model.optimizer, LossScaleOptimizer)
+    critic.compile("sgd")
+    assert isinstance(critic.optimizer, LossScaleOptimizer)
+
+
+def test_compiled_before_and_after_it_is_built_a_model_is_told_once() -> None:
+    set_policy("fp16")
+    model = keras.Sequential([layers.Dense(1, name="head")], name="net")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", SixteenBitOutputWarning)
+        model.compile("sgd", "mse")
+        model(X)
+        model.compile("sgd", "mse")
+        model.train_on_batch(X, Y)
+    assert [each.category for each in found].count(SixteenBitOutputWarning) == 1
 
 
 def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:

@@ -400,6 +400,10 @@ BAD = [
     ({"every": True}, "every=True"),
     ({"probe": np.zeros((4, 2))}, r"array of shape \(4, 2\)"),
     ({"probe": (np.zeros((4, 2)), np.zeros((3, 1)))}, r"\[3, 4\] samples"),
+    ({"probe": (np.zeros((0, 2)), np.zeros((0, 1)))}, r"\[0\] samples"),
+    ({"probe": (3.0, 1.0)}, "no samples"),
+    ({"probe": (np.zeros((4, 2)),)}, "probe=<tuple>: give one batch"),
+    ({"probe": np.zeros((3, 2))}, r"array of shape \(3, 2\)"),
     ({"probe": (np.zeros((4, 2)), np.zeros((4, 1))), "watch": 0}, "watch is 0"),
 ]
 

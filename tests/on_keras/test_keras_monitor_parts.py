@@ -15,7 +15,7 @@ import pytest
 from keras_steps import no_gradients
 
 from conftest import BACKEND
-from mezzo.core.errors import CallOrderError
+from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
 from mezzo.keras import LossScaleOptimizer
 from mezzo.keras.monitor import exponents
@@ -107,6 +107,50 @@ def test_a_probe_sees_what_the_chain_rule_says() -> None:
     got = {(one.module, one.what, one.name): histogram for one, histogram in zip(seen, found, strict=True)}
     assert got == {key: reference(value) for key, value in expected.items()}
     assert [one.scaled for one in seen] == ["gradient" in one.what for one in seen]
+
+
+def test_a_probe_looks_at_the_model_that_it_is_given() -> None:
+    x = np.ones((2, 2), "float32")
+    probe = Probe((x, x[:, :1]))
+    probe.look(linear())
+    other = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1, name="other")], name="second")
+    other.compile("sgd", "mse")
+    assert {one.module for one in probe.look(other)} == {"second/other"}
+
+
+def test_a_variable_without_a_gradient_has_no_row() -> None:
+    class Half(keras.layers.Layer):  # type: ignore[misc]
+        def build(self, shape: Any) -> None:
+            self.used = self.add_weight(shape=(2, 1), name="used")
+            self.unused = self.add_weight(shape=(2, 1), name="unused")
+
+        def call(self, x: Any) -> Any:
+            return x @ self.used
+
+    net = keras.Sequential([keras.layers.Input((2,)), Half()])
+    net.compile("sgd", "mse")
+    x = np.ones((2, 2), "float32")
+    names = {one.name for one in Probe((x, x[:, :1])).look(net) if one.what == "weight gradient"}
+    assert names == ({"used", "unused"} if BACKEND == "jax" else {"used"})  # there it is zeros
+
+
+def test_an_error_that_says_what_to_do_comes_out_of_a_probe_as_it_is() -> None:
+    class Refusing(keras.layers.Layer):  # type: ignore[misc]
+        refuses = False
+
+        def call(self, x: Any) -> Any:
+            if self.refuses:
+                raise UsageError("leave this layer in FP32")
+            return x
+
+    refusing = Refusing()
+    net = keras.Sequential([keras.layers.Input((2,)), refusing, keras.layers.Dense(1)])
+    net.compile("sgd", "mse")
+    refusing.refuses = True
+    x = np.ones((2, 2), "float32")
+    with pytest.raises(UsageError, match="leave this layer in FP32") as error:
+        Probe((x, x[:, :1])).look(net)
+    assert "could not be computed" not in str(error.value)
 
 
 def test_a_probe_weighs_its_samples() -> None:

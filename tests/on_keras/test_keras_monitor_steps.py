@@ -150,27 +150,31 @@ def test_data_of_unknown_length(tmp_path: Path, own: bool) -> None:
     assert len(of("loss", monitor.path)) == BATCHES
 
 
+class Two(Own):
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first, self.second = first, second
+        for one in (first, second):
+            one.build(self.trainable_variables)
+
+    def train_step(self, batch: Any) -> Any:
+        self.step_with(self.first, *batch, factor=math.inf)
+        return {"loss": self.step_with(self.second, *batch)}
+
+
 @pytest.mark.skipif(
     BACKEND == "jax", reason="a compiled step on JAX has the variables of compile's optimizer only"
 )
 def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Two(Own):
-        def compile(self, first: Any, second: Any) -> None:
-            super().compile()
-            self.first, self.second = first, second
-            for one in (first, second):
-                one.build(self.trainable_variables)
-
-        def train_step(self, batch: Any) -> Any:
-            self.step_with(self.first, *batch, factor=math.inf)
-            return {"loss": self.step_with(self.second, *batch)}
-
     net = Two()
     x, y = data()
     net(x[:1])
     net.compile(scaled(2.0**16), scaled(2.0**4))
     monitor = PrecisionMonitor(tmp_path)
-    history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history
+    told: list[set[str]] = []
+    teller = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: told.append(set(logs)))
+    history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor, teller]).history
+    assert told[0] == {"loss"}  # before the first reading nobody knows which of them step
     assert number(net.first.skipped_steps) == BATCHES
     assert number(net.second.skipped_steps) == 0
     assert {name for name in history if name != "loss"} == {
@@ -189,6 +193,37 @@ def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.Cap
     (note,) = (one for one in of("end", monitor.path)[0].notes if "never stepped" in one)
     assert "first, second" in note
     assert "first: 5 skipped, loss scale 2048; second: 0 skipped, loss scale 16" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(
+    BACKEND == "jax", reason="a compiled step on JAX has the variables of compile's optimizer only"
+)
+def test_of_two_that_step_the_one_with_a_loss_scale_has_its_name(tmp_path: Path) -> None:
+    net = Two()
+    x, y = data()
+    net(x[:1])
+    net.compile(scaled(2.0**16), keras.optimizers.SGD(1e-3))
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history
+    assert set(history) == {"loss", "loss_scale_first", "skipped_steps_first"}
+
+
+def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> None:
+    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+    net.compile(scaled(16.0), "mse")
+    x, y = data()
+    net(x[:1])
+    net.optimizer.build(net.trainable_variables)
+
+    class Anew(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            variable = next(one for one in net.optimizer.variables if one.name == "dynamic_scale")
+            variable.assign(4.0)
+
+    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    net.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[monitor, Anew()])
+    scales = [one.loss_scale for one in of("update", monitor.path)]
+    assert scales == [16.0] * BATCHES + [4.0] * BATCHES
 
 
 def test_an_optimizer_that_never_steps_shows_no_loss_scale(tmp_path: Path) -> None:

@@ -102,6 +102,44 @@ def test_a_16_bit_output_is_told_once_before_anything_is_learnt(name: str) -> No
         assert f'dtype="float32", name="{layer}")' in told
 
 
+class SaysFP32(layers.Layer):
+    """Gives what it computes in, and says otherwise."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.softmax(x[:, :3])
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor((x.shape[0], 3), "float32")
+
+
+class Sixths(layers.Layer):
+    """Takes some lengths and not others, so that no example can be made up for it."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.softmax(keras.ops.reshape(x, (-1, 6, 3))[:, 0])
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor((x.shape[0], 3), self.compute_dtype)
+
+
+@pytest.mark.parametrize("name", ["says", "sixths"])
+def test_what_compile_cannot_know_is_told_once_all_the_same(name: str) -> None:
+    set_policy("fp16")
+    if name == "says":
+        model, x = graph(SaysFP32(name="last")), X
+    else:
+        inputs = keras.Input((None, 3))
+        made = Sixths(name="last")(layers.Dense(3, name="body")(inputs))
+        model, x = keras.Model(inputs, made, name="net"), np.ones((8, 6, 3), "float32")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", SixteenBitOutputWarning)
+        model.compile("sgd", LOSS)
+        model.train_on_batch(x, Y)
+        model.train_on_batch(x, Y)
+    (told,) = (str(each.message) for each in found if each.category is SixteenBitOutputWarning)
+    assert 'name="last")' in told
+
+
 def test_bfloat16_is_told_too() -> None:
     set_policy("bf16")
     with pytest.warns(
@@ -220,10 +258,22 @@ def test_check_outputs_asks_for_a_batch_where_it_needs_one(name: str) -> None:
 
 
 def test_looking_changes_nothing_in_the_model() -> None:
+    class Counting(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            self.seen.assign(self.seen + 1)
+            return x
+
     set_policy("fp16")
-    model = graph(lambda x: layers.BatchNormalization(name="norm")(layers.Dropout(0.5, seed=3)(x)))
+    model = graph(
+        lambda x: layers.BatchNormalization(name="norm")(Counting()(layers.Dropout(0.5, seed=3)(x)))
+    )
+    call = layers.Layer.__call__
     before = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.variables]
     assert traced_outputs(model, X)[0].layer.name == "norm"
+    assert layers.Layer.__call__ is call
     after = [keras.ops.convert_to_numpy(variable) for variable in model.variables]
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 

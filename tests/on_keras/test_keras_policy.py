@@ -124,6 +124,46 @@ def test_each_layer_has_the_policy_of_its_path(
     assert {row.variables for row in rows.values()} == {"float32"}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16,module.outer=fp32"])
+def test_a_path_is_where_a_layer_is_first_used(precision: str) -> None:
+    set_policy(precision)
+    inputs = keras.Input((4,))
+    with keras.name_scope("outer"):
+        x = layers.Dense(3, name="body")(inputs)
+        x = layers.Activation("relu", name="bend")(x)
+    rows = layer_policies(keras.Model(inputs, x))
+    if "module" in precision:
+        assert {row.why for row in rows} == {"module.outer"}
+    # Keras gives a layer without a build no path, and Mezzo looks for one only where there are patterns.
+    assert [row.path for row in rows] == [
+        "outer/body",
+        "outer/bend" if "module" in precision else "bend",
+    ]
+
+
+def test_a_layer_in_two_places_is_one() -> None:
+    class Around(layers.Layer):
+        def __init__(self, inner: Any, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.inner = inner
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+    shared = layers.Dense(4, name="shared")
+    model = keras.Sequential([keras.Input((4,)), Around(shared, name="a"), Around(shared, name="b")])
+    assert [row.path.rpartition("/")[2] for row in layer_policies(model)] == ["a", "shared", "b"]
+
+
+@pytest.mark.parametrize("make", [late, Subclassed])
+def test_a_layer_that_was_not_used_has_the_path_that_it_would_get(make: Callable[[], keras.Model]) -> None:
+    set_policy("bf16,module.head=fp32")
+    model = make()
+    before = [row.path for row in layer_policies(model)]
+    model(X)
+    assert before == [row.path for row in layer_policies(model)]
+
+
 def test_what_layers_hand_on_is_what_their_policies_say() -> None:
     set_policy("fp32,module.body=bf16,module.bend=fp16")
     model = Subclassed()
@@ -298,7 +338,7 @@ def test_fp32_undoes_everything() -> None:
 def test_what_keras_says_of_a_wrong_call_it_says() -> None:
     set_policy("fp16,module.head=fp32")
     model = sequential()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'los'"):
+    with pytest.raises(TypeError, match=r"compile\(\) got an unexpected keyword argument 'los'"):
         model.compile("sgd", los=LOSS)
     with pytest.raises(ValueError, match="Could not interpret optimizer identifier"):
         model.compile("sgdd", LOSS)
@@ -372,13 +412,18 @@ def test_a_layer_with_a_dtype_that_a_pattern_names_is_told() -> None:
         model.compile("sgd", LOSS)
 
 
-def test_float16_layers_from_a_file_are_scaled_under_a_plan_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "machine"), [("bf16", DynamicLossScale()), ("bf16,loss_scale=64", StaticLossScale(64.0))]
+)
+def test_float16_layers_from_a_file_are_scaled_under_a_plan_without(
+    tmp_path: Path, precision: str, machine: Any
+) -> None:
     set_policy("fp16,module.head=fp32")
     sequential().save(tmp_path / "model.keras")
-    set_policy("bf16")
+    set_policy(precision)
     model = keras.saving.load_model(tmp_path / "model.keras")
     model.compile("sgd", LOSS)
-    assert model.optimizer.machine() == DynamicLossScale()
+    assert model.optimizer.machine() == machine
 
 
 def test_a_loop_of_ones_own() -> None:
