@@ -102,6 +102,15 @@ def test_only_the_bad_variable_is_named() -> None:
     assert "innocent" not in said
 
 
+def test_a_variable_without_a_gradient_is_not_named_for_another() -> None:
+    variables = [tf.Variable(1.0, name="without"), tf.Variable(1.0, name="culprit")]
+    optimizer = FAMILIES["v1"](StaticLossScale(2.0, patience=1))
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    gradients = optimizer.get_unscaled_gradients([None, tf.constant(np.nan)])
+    with pytest.raises(LossScaleCollapseError, match=r"not finite: culprit:0\."):
+        optimizer.apply_gradients(zip(gradients, variables))
+
+
 @pytest.mark.parametrize("family", ["v1", "tf_keras", "legacy"])
 def test_forgetting_to_scale_or_to_unscale(family: str) -> None:
     variable = tf.Variable([1.0])

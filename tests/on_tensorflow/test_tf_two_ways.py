@@ -44,14 +44,18 @@ def fit(optimizer: Any, dtype: str | None = None) -> Any:
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_policy_after_the_rewrite(policy: str) -> None:
-    optimizer = enable(keras.optimizers.SGD())
+    optimizer, built = enable(keras.optimizers.SGD()), enable(keras.optimizers.SGD())
+    weight = keras.Variable([1.0])
+    built.build([weight])
     keras.config.set_dtype_policy(policy)
     with pytest.raises(UsageError, match=f"was set to '{policy}'.*call keras.config.set_dtype_policy"):
         fit(optimizer)
     with pytest.raises(UsageError, match="disable_mixed_precision_graph_rewrite"):
+        optimizer.build([keras.Variable([1.0])])
+    with pytest.raises(UsageError, match="disable_mixed_precision_graph_rewrite"):
         optimizer.scale_loss(1.0)
     with pytest.raises(UsageError, match="disable_mixed_precision_graph_rewrite"):
-        optimizer.apply([tf.ones([1])], [keras.Variable([1.0])])
+        built.apply([tf.ones([1])], [weight])
 
 
 def test_a_layer_with_a_mixed_policy() -> None:
@@ -71,6 +75,8 @@ def test_a_layer_with_a_mixed_policy_once_the_rewrite_is_off_or_the_optimizer_is
     mt.disable_mixed_precision_graph_rewrite()
     with pytest.raises(UsageError, match="has the dtype policy 'mixed_float16'"):
         fit(optimizer, "mixed_float16")
+    keras.config.set_dtype_policy("mixed_float16")
+    loaded.scale_loss(1.0)  # no rewrite was decided for this one, and none is on
 
 
 def test_a_policy_without_a_rewrite_still_needs_a_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
