@@ -148,11 +148,14 @@ def test_custom_loops(compiled: bool) -> None:
         pytest.skip("compiled steps on PyTorch are in ..._torch.py")
     bad = np.full_like(X, math.nan)
     plain, trained = model(), model()
+    first = trained.get_weights()
     loop(LossScaleOptimizer(sgd(momentum=0.5), loss_scale="none"), plain, [(X, Y)] * 3, compiled=compiled)
     optimizer = LossScaleOptimizer(sgd(momentum=0.5), initial_scale=2.0**10)
     loop(optimizer, trained, [(X, Y), (X, Y), (bad, Y), (X, Y)], compiled=compiled)
-    for ours, theirs in zip(trained.get_weights(), plain.get_weights()):
+    for ours, theirs, before in zip(trained.get_weights(), plain.get_weights(), first):
         np.testing.assert_array_equal(ours, theirs)
+        assert not np.array_equal(ours, before)
+    assert int(optimizer.iterations) == 3
     assert optimizer.machine() == DynamicLossScale(init=2.0**10, scale=2.0**9, good_steps=1)
     assert values(optimizer.bad_gradients) == [[1, 1, 1, 1]]
 
