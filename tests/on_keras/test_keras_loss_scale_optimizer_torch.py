@@ -187,18 +187,6 @@ def test_reading_is_free_on_a_cpu_alone() -> None:
     assert not apply_or_keep.reading_is_free(torch.zeros((), device="meta"))
 
 
-def test_on_an_accelerator_a_loop_may_leave_gradients_on(as_on_a_gpu: None) -> None:
-    weights = variables()
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.1), loss_scale=2.0)
-    optimizer.build(weights)
-    optimizer.scale_loss(tensor(1.0))
-    optimizer.apply(list(map(tensor, GRADIENTS)), weights)
-    after = values(*weights)
-    optimizer.apply([tensor(GRADIENTS[0]), tensor([INF, 0.0])], weights)
-    assert values(*weights) == after
-    assert all(weight.value.is_leaf and weight.value.requires_grad for weight in weights)
-
-
 def test_on_an_accelerator_the_patience_is_looked_at_every_50th_step(
     as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
