@@ -203,6 +203,7 @@ def test_op_lists_by_mapping_by_file_and_as_they_are(tmp_path: Path) -> None:
 def test_modes_and_their_other_names() -> None:
     assert mtf.explain(net, X).mode == BF16  # no GPU is visible to these tests
     assert mtf.explain(net, X, mode="bf16") == mtf.explain(net, X, mode=BF16)
+    assert mtf.explain(net, X, mode="bf16", op_lists=op_lists(BF16, environ={})).mode == BF16
     cuda = mtf.explain(net, X, mode="fp16")
     assert (cuda.mode, cuda.dtype, cuda.device) == ("cuda", "float16", "GPU")
     assert colours(cuda) == EXPECTED
@@ -214,7 +215,44 @@ def test_modes_and_their_other_names() -> None:
 def test_a_graph_without_an_allow_op_is_left_as_it_is() -> None:
     found = mtf.explain(lambda x: tf.tanh(tf.nn.relu(x)), X, mode=BF16)
     assert (found.painted, found.casts) == ((), ())
-    assert "no op on the allow list" in str(found)
+    assert "no op on the allow list that could become 16 bits" in found.notes[0]
+    for node in ("Tanh", "Relu"):
+        assert found.row(node).rule == "no allow op"
+        assert "no op on the allow list can become 16 bits in this graph" in found.row(node).why
+
+
+@pytest.mark.parametrize("case", ["denied", "off every list", "none"])
+def test_a_denied_op_says_so_also_in_a_graph_without_an_allow_op(case: str) -> None:
+    moved = {"denied": {"deny": ["MatMul"]}, "off every list": {"other": ["MatMul"]}, "none": None}[case]
+    found = mtf.explain(lambda x: tf.exp(x if case == "none" else x @ W), X, mode=BF16, op_lists=moved)
+    assert not found.painted
+    assert (found.row("Exp").rule, found.row("Exp").why) == ("deny list", "Exp is on the deny list")
+    if case == "denied":
+        assert found.row("matmul").why == "MatMul is on the deny list"
+        assert "MatMul is on the deny list" in str(found)
+    if case == "off every list":
+        assert found.row("matmul").why.startswith("MatMul is on no list")
+
+
+def test_an_allow_op_that_the_pass_must_not_change_is_none_that_could_become_16_bits() -> None:
+    def away(x: tf.Tensor) -> tf.Tensor:
+        with tf.device("/device:GPU:0"):
+            x = x @ W
+        return tf.exp(tf.tanh(x))
+
+    found = mtf.explain(away, X, mode=BF16)
+    assert "no op on the allow list that could become" in found.notes[0]
+    assert found.row("matmul").rule == "left out"
+    assert (found.row("Tanh").rule, found.row("Exp").rule) == ("no allow op", "deny list")
+
+
+def test_a_denied_op_that_is_not_even_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LEVEL", "UNSAFE_FORCE_ALL")
+    found = mtf.explain(
+        lambda x: tf.nn.softmax_cross_entropy_with_logits(tf.ones((4, 3)), x @ W), X, mode="cuda"
+    )
+    row = next(row for row in found.rows if row.op == "SoftmaxCrossEntropyWithLogits")
+    assert (row.painted, row.why) == (False, "SoftmaxCrossEntropyWithLogits is on the deny list")
 
 
 def test_a_function_that_xla_compiles_has_a_note() -> None:
@@ -264,7 +302,14 @@ def test_json_has_every_row() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: mtf.explain(net, X, mode="fp17"), UnknownNameError, "onednn_bfloat16"),
+        (lambda: mtf.explain(net, X, mode="fp17"), UnknownNameError, "onednn_bfloat16.* mean 'fp16'"),
+        (
+            lambda: mtf.explain(net, X, mode=None),
+            UsageError,
+            "mode is None; give one of the names auto, cuda",
+        ),
+        (lambda: mtf.explain(net, X, mode=1), UsageError, "mode is 1; give one of the names auto, cuda"),
+        (lambda: mtf.explain(net, X, mode="FP32"), UsageError, "'FP32', in which nothing is rewritten"),
         (lambda: mtf.explain(3), UsageError, "a tf.function"),
         (lambda: mtf.explain(net), UsageError, "TensorSpec"),
         (lambda: mtf.explain(tf.Graph(), X), UsageError, "takes no arguments"),

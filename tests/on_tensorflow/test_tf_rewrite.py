@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tensorflow.python.eager import context
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
-from tf_switched import INPUT, a_fresh_switch, adam, layers
+from tf_switched import INPUT, a_fresh_switch, adam, layers, made_of
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
@@ -39,16 +38,8 @@ def _fresh() -> Iterator[None]:
 
 
 def types(function: Any, *args: Any) -> dict[str, set[str]]:
-    """Op -> the types it has in the graph that TensorFlow made of `function`; none where it had made it before.
-
-    `disable_run_metadata()` would not end the collection of graphs, and what others run between two calls would be
-    found by the second.
-    """
-    context.context().enable_graph_collection()
-    function(*args)
-    metadata = context.export_run_metadata()
-    context.context().disable_graph_collection()
-    return _types(graph.post_optimization_graph for graph in metadata.function_graphs)
+    """Op -> the types it has in the graph that TensorFlow made of `function`; none where it had made it before."""
+    return _types(made_of(function, *args))
 
 
 def _types(graphs: Any) -> dict[str, set[str]]:
@@ -107,23 +98,64 @@ def test_a_session_is_rewritten_with_a_config_of_its_own_too() -> None:
     assert in_a_session(v1.ConfigProto())["MatMul"] == {"float32"}
 
 
-def test_a_session_from_before_is_warned_of() -> None:
+def test_a_session_from_before_is_warned_of_once() -> None:
+    with v1.Session(graph=tf.Graph()):
+        with pytest.warns(
+            UserWarning, match=r"a .*Session was made before .*: it goes on in FP32\. Make the Session after"
+        ) as told:
+            enable(adam())
+        assert told[0].filename == __file__
+        enable(adam())  # warnings are errors
+        mt.disable_mixed_precision_graph_rewrite()
+        with (
+            v1.Session(graph=tf.Graph()),
+            v1.Session(graph=tf.Graph()),
+            pytest.warns(UserWarning, match=r"^2 .*Sessions were .*: they go .* Make the Sessions after"),
+        ):
+            enable(adam())
+
+
+def test_sessions_that_do_not_go_on_in_fp32_are_not_warned_of() -> None:
     v1.Session(graph=tf.Graph()).close()
-    with pytest.warns(
-        UserWarning, match="Session was made before enable_mixed_precision_graph_rewrite"
-    ) as told:
+    enable(adam())  # warnings are errors
+    config = v1.ConfigProto()
+    with v1.Session(graph=tf.Graph()), v1.Session(graph=tf.Graph(), config=config):
+        mt.disable_mixed_precision_graph_rewrite()
         enable(adam())
-    assert told[0].filename == __file__
+    config.graph_options.rewrite_options.auto_mixed_precision_onednn_bfloat16 = 1
+    mt.disable_mixed_precision_graph_rewrite()
+    with v1.Session(graph=tf.Graph(), config=config):
+        enable(adam())
+
+
+def test_a_session_is_looked_for_also_while_a_function_is_traced() -> None:
+    with v1.Session(graph=tf.Graph()):
+
+        @tf.function
+        def traced() -> Any:
+            enable(adam())
+            return tf.constant(1.0)
+
+        with pytest.warns(UserWarning, match="a .*Session was made before"):
+            traced()
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("BF16", "bf16"), ("bfloat16", "bf16"), ("mixed_bfloat16", "bf16"), ("float16", "fp16")],
+    [
+        ("BF16", "bf16"),
+        ("bfloat16", "bf16"),
+        ("Mixed_bfloat16", "bf16"),
+        ("float16", "fp16"),
+        ("mixed_float16", "fp16"),
+    ],
 )
 def test_other_names_of_precisions(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if meant == "fp16":
         monkeypatch.setenv(PREFIX + "SIMULATE_GPU", "1")
     assert precision.choose(given).precision == meant
+    found = mt.explain(lambda x: x @ x, tf.TensorSpec((2, 2)), mode=given)
+    assert found.mode == precision.MODES[meant]
 
 
 @pytest.mark.parametrize("written", ["mapping", "toml"])
@@ -274,7 +306,12 @@ BAD = [
     (lambda: enable("adam"), UsageError, "optimizer is 'adam'"),
     (lambda: enable(keras.optimizers.Adam), UsageError, "is the class Adam;.* Call it: Adam"),
     (lambda: enable(adam(), None), UsageError, 'for no loss scale give loss_scale="none"'),
-    (lambda: enable(adam(), "dynamik"), UsageError, "'dynamik' is no loss scale"),
+    (
+        lambda: enable(adam(), "dynamik"),
+        UsageError,
+        r"'dynamik' is no loss scale.* or 2\*\*10\. The statistical one is for PyTorch's training loops only\.",
+    ),
+    (lambda: enable(adam(), []), UsageError, '"none"\\. The statistical one is for PyTorch'),
     (lambda: enable(adam(), 0), UsageError, "a loss scale is a number between"),
     (lambda: enable(adam(), "statistical"), UsageError, "is for PyTorch's training loops"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),

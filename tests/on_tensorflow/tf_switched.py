@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 
 from mezzo.tensorflow import disable_mixed_precision_graph_rewrite
@@ -30,6 +31,19 @@ def a_fresh_switch() -> Iterator[None]:
 
 def adam() -> Any:
     return tf.compat.v1.train.AdamOptimizer()
+
+
+def made_of(function: Any, *args: Any) -> list[Any]:
+    """The graphs that TensorFlow made of `function` in one call; none where it had made them before.
+
+    `disable_run_metadata()` would not end the collection of graphs, and what others run between two calls would be
+    found by the second.
+    """
+    context.context().enable_graph_collection()
+    function(*args)
+    metadata = context.export_run_metadata()
+    context.context().disable_graph_collection()
+    return [graph.post_optimization_graph for graph in metadata.function_graphs]
 
 
 def layers() -> Any:

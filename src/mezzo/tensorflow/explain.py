@@ -20,13 +20,10 @@ from mezzo.tensorflow.explanation import CastRow, Explanation, NodeRow
 from mezzo.tensorflow.graph import typed_graph
 from mezzo.tensorflow.op_lists import OpLists
 from mezzo.tensorflow.painting import Painting, paint
-from mezzo.tensorflow.reasons import Reasons
+from mezzo.tensorflow.reasons import NO_ALLOW_OP, Reasons
 from mezzo.tensorflow.typed_graph import TypedGraph
 
 __all__ = ["Explanation", "explain"]
-
-# A policy's words for the modes that the rewrite takes for them.
-_WORDS = {"fp16": "cuda", "float16": "cuda", "bf16": "onednn_bfloat16", "bfloat16": "onednn_bfloat16"}
 
 
 def explain(
@@ -44,15 +41,16 @@ def explain(
         args, kwargs: what to call it with, or a `tf.TensorSpec` in the place of a tensor; none for a concrete function
             or a graph, and none for a model that knows the shapes of its inputs.
         mode: `cuda` or fp16 (FP16 on a GPU), `onednn_bfloat16` or bf16 (BF16 on a CPU), `onednn_float16`, `cpu` (FP16's
-            lists, on a CPU); `auto`: `cuda` where TensorFlow sees a GPU, else `onednn_bfloat16`.
+            lists, on a CPU); `auto`: `cuda` where TensorFlow sees a GPU, else `onednn_bfloat16`. Every name that the
+            rewrite's `precision` takes for fp16 and bf16 is taken, in capitals or not.
         op_lists: ops to move to other lists, as a mapping (``{"deny": ["Tanh"]}``), a TOML file with the same keys, or
-            the lists themselves.
+            the lists themselves. What the rewrite would do with them; None for the lists that are in force.
 
     Returns:
         a row for each node with an FP32 type; print it, or read `rows`, `painted`, `unpainted`, `casts`.
 
     Raises:
-        UsageError: `fn` is nothing of the kind, or cannot be traced with `args`.
+        UsageError: `fn` is nothing of the kind, or cannot be traced with `args`; `mode` is no name, or FP32's.
         UnknownNameError: no such mode, list or op.
 
     >>> import tensorflow as tf
@@ -69,23 +67,42 @@ def explain(
 
 def _lists(mode: str, given: Any) -> OpLists:
     from mezzo.tensorflow.op_list_overrides import overrides_of
+    from mezzo.tensorflow.switch import SWITCH
 
+    name = _mode(mode)
     if isinstance(given, OpLists):
-        if mode not in ("auto", given.mode):
+        if name not in ("auto", given.mode):
             raise UsageError(
                 f"explain: mode is {mode!r} and op_lists are those of {given.mode!r}; give one of them."
             )
         return given
-    modes = lists_.modes()
-    if mode == "auto":
+    if name == "auto":
         import tensorflow as tf
 
         name = "cuda" if tf.config.list_physical_devices("GPU") else "onednn_bfloat16"
-    else:
-        name = _WORDS.get(mode, mode)
-    if name not in modes:
-        raise unknown_name("mode", mode, ["auto", *modes, *_WORDS], where="explain: ")
-    return lists_.op_lists(name, overrides_of(given) if given else None)
+    if not given:
+        return lists_.op_lists(name)
+    # As the rewrite does, which moves ops from where the user has them, whatever lists it was given before.
+    return lists_.op_lists(name, overrides_of(given), environ=SWITCH.environ())
+
+
+def _mode(given: Any) -> str:
+    """The mode of a name of one or of a precision; `auto` stays."""
+    from mezzo.tensorflow.precision import FULL, MODES, NAMES
+
+    modes = lists_.modes()
+    if not isinstance(given, str):
+        raise UsageError(f"explain: mode is {given!r}; give one of the names auto, {', '.join(modes)}.")
+    name = given.lower()
+    if name in FULL:
+        raise UsageError(
+            f"explain: mode is {given!r}, in which nothing is rewritten. Use 'fp16', 'bf16' or 'auto'."
+        )
+    precision = NAMES.get(name, name)
+    name = MODES.get(precision, precision)
+    if name not in ("auto", *modes):
+        raise unknown_name("mode", given, dict.fromkeys([*modes, *NAMES]), where="explain: ")
+    return name
 
 
 def _graph_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[str], bool]:
@@ -286,7 +303,7 @@ def _notes(graph: TypedGraph, lists: OpLists, painting: Painting, compiled: bool
             "the rows say what it would do with jit_compile=False."
         )
     if not painting.painted:
-        notes.append("The graph has no op on the allow list, so the pass leaves all of it as it is.")
+        notes.append(NO_ALLOW_OP)
     if not graph.kernels_known:
         notes.append(
             f"This build of TensorFlow has no {lists.device} kernels to look up: each listed op is taken to have one "

@@ -45,6 +45,15 @@ LEVEL_VARIABLE = _VARIABLE + "LEVEL"
 _LEVELS = ("", "TENSOR_CORES_ONLY", "TREAT_INFER_AS_DENY", "UNSAFE_FORCE_ALL")
 # TF still reads the lists' former names, after the present ones.
 _FORMER = {"allow": "WHITELIST", "infer": "GRAYLIST", "deny": "BLACKLIST"}
+VARIABLES = (
+    *(
+        f"{_VARIABLE}{name}_{verb}"
+        for name in (*(f"{colour.upper()}LIST" for colour in COLOURS), *_FORMER.values())
+        for verb in ("ADD", "REMOVE")
+    ),
+    LEVEL_VARIABLE,
+)
+"""Every environment variable that says something of the lists."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,8 @@ class OpLists:
     def environment(self) -> dict[str, str]:
         """The environment variables that make TensorFlow's own pass use these lists instead of its own.
 
-        TensorFlow reads them each time the pass runs.
+        TensorFlow reads them each time the pass runs. They are all that is to be set of `VARIABLES`: one beside them
+        would change the lists once more.
         """
         own = _own(self.mode)
         found: dict[str, str] = {}

@@ -25,9 +25,15 @@ import tensorflow as tf
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
 
 PRECISIONS = ("auto", "fp16", "bf16")
-# What TensorFlow and Keras call them.
-_OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
-_FULL = ("fp32", "float32", "none", "off")
+# Those, and what TensorFlow and Keras call them.
+NAMES: Mapping[str, str] = {
+    **{name: name for name in PRECISIONS},
+    "float16": "fp16",
+    "mixed_float16": "fp16",
+    "bfloat16": "bf16",
+    "mixed_bfloat16": "bf16",
+}
+FULL = ("fp32", "float32", "none", "off")
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
@@ -65,17 +71,17 @@ def choose(precision: str) -> Choice:
         UnsupportedPrecisionError: the rewrite cannot compute in it here.
     """
     given, precision = precision, str(precision).lower()
-    precision = _OTHER_NAMES.get(precision, precision)
-    if precision in _FULL:
+    if precision in FULL:
         raise UsageError(
             f"enable_mixed_precision_graph_rewrite: precision is {given!r}, and the rewrite is what computes in less. "
             "Leave the call out and use the optimizer as it is; if a rewrite is on, "
             "disable_mixed_precision_graph_rewrite() turns it off."
         )
-    if precision not in PRECISIONS:
+    if precision not in NAMES:
         raise unknown_name(
             "precision", str(given), PRECISIONS, where="enable_mixed_precision_graph_rewrite: "
         )
+    precision = NAMES[precision]
     gpu = _gpu()
     if precision == "fp16" and gpu is None:
         raise UnsupportedPrecisionError(

@@ -21,6 +21,10 @@ _VALUES = {
     "_Retval": "is a result, which keeps its type",
     "Cast": "is a cast, which gives 16 bits only where all that read it are 16 bits",
 }
+# Of a graph in which nothing is painted: the pass returns before it looks at the other lists.
+NO_ALLOW_OP = (
+    "The graph has no op on the allow list that could become 16 bits, so the pass leaves all of it as it is."
+)
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _BRANCHES = ("If", "StatelessIf", "While", "StatelessWhile", "Case", "StatelessCase")
 
@@ -64,6 +68,8 @@ class Reasons:
             return "left out", node.left_out
         if index in self.painting.denied:
             return self._denied(node.op, self.painting.why[index])
+        if colour == "deny":  # the pass did not come to deny anything
+            return "deny list", f"{node.op} is on the deny list"
         if colour == "other":
             return self._other(node.op)
         if kind.fixed:
@@ -106,6 +112,8 @@ class Reasons:
         return "on no list", f"{op} is on no list: it stays FP32 and lets no paint through"
 
     def _unreached(self, index: int, kind: NodeType, colour: str) -> tuple[str, str]:
+        if not self.painting.painted:
+            return "no allow op", f"{colour} op, and no op on the allow list can become 16 bits in this graph"
         if colour == "clear":
             return "not reached", "clear op, and no 16-bit node is next to it"
         sources = self._inputs(kind)

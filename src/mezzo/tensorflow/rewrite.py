@@ -36,7 +36,8 @@ class Rewrite:
         precision: `fp16`, `bf16`, or `fp32` for no rewrite.
         why: in words.
         loss_scale: as a policy writes it.
-        environment: what the pass was given of op lists, as environment variables.
+        environment: what the pass was given of op lists, as environment variables; where op lists were given, it
+            finds no others.
     """
 
     precision: str
@@ -89,17 +90,16 @@ def enable_mixed_precision_graph_rewrite(
     scale = _loss_scale(loss_scale, chosen)
     mode = MODES.get(chosen.precision)
     moved = overrides_of(op_lists) if op_lists is not None else {}
-    environment: dict[str, str] = {}
-    if moved and mode:
-        SWITCH.off()  # whose lists are in the environment
-        environment = lists_of(mode, moved).environment()
+    # From where the user has the ops, not from where a rewrite that is on has moved them.
+    lists = lists_of(mode, moved, environ=SWITCH.environ()) if mode else None
+    environment = lists.environment() if lists and moved else None
     rewrite = Rewrite(
-        chosen.precision, chosen.why, print_loss_scale(scale), tuple(sorted(environment.items()))
+        chosen.precision, chosen.why, print_loss_scale(scale), tuple(sorted((environment or {}).items()))
     )
     wrapped = wrap(scale)
     wrapped.rewrite = rewrite
-    if mode:
-        SWITCH.on(lists_of(mode).option, environment)
+    if lists:
+        SWITCH.on(lists.option, environment)
     else:
         SWITCH.off()
     print(f"mezzo: graph rewrite: {rewrite}; loss scale: {rewrite.loss_scale}", file=sys.stderr)
@@ -125,7 +125,13 @@ def _loss_scale(given: Any, chosen: Choice) -> LossScale:
             growth_factor=of["multiplier"],
             backoff_factor=1 / of["multiplier"],
         )
-    scale = as_loss_scale(given, _WHERE)
+    try:
+        scale = as_loss_scale(given, _WHERE)
+    except UsageError as error:  # which offers all that PyTorch has
+        said = f"{error}"
+        if "tatistical" in said:
+            said = f"{said.removesuffix('.')}. The statistical one is for PyTorch's training loops only."
+        raise type(error)(said) from None
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
     return traceable(scale)

@@ -6,11 +6,13 @@ made with: it takes TensorFlow's options unless it is given a `ConfigProto`, so 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -19,6 +21,7 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 
 from mezzo.scripts.patches import Patches
+from mezzo.tensorflow.op_lists import VARIABLES
 
 _ON, _OFF = rewriter_config_pb2.RewriterConfig.ON, rewriter_config_pb2.RewriterConfig.OFF
 
@@ -26,17 +29,12 @@ _ON, _OFF = rewriter_config_pb2.RewriterConfig.ON, rewriter_config_pb2.RewriterC
 # them. So each set of op lists has a number, and its negative is given as the size of the smallest graph that is
 # optimized: any below 1 means every graph.
 _LEAST = "min_graph_nodes"
-_LISTS = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 _numbers: dict[tuple[tuple[str, str], ...], int] = {(): 0}
 
 
 def _number_of_lists() -> int:
     """The number of the op lists that the environment says; 0 where it says nothing."""
-    said = sorted(
-        (name, value)
-        for name, value in os.environ.items()
-        if name.startswith(_LISTS) and name.endswith(("_ADD", "_REMOVE", "_LEVEL"))
-    )
+    said = [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
     return _numbers.setdefault(tuple(said), len(_numbers))
 
 
@@ -48,32 +46,43 @@ class Switch:
         self._before: dict[str, str | None] = {}
         self._patches = Patches()
         self._least: int | None = None
+        self._told: weakref.WeakSet[BaseSession] = weakref.WeakSet()
 
     @property
     def is_on(self) -> bool:
         """Whether a rewrite is on."""
         return self._option is not None
 
-    def on(self, option: str, environment: Mapping[str, str]) -> None:
+    def environ(self) -> dict[str, str]:
+        """The environment without what the rewrite that is on has put there: with the user's own op lists."""
+        found = dict(os.environ)
+        _put(found, self._before)
+        return found
+
+    def on(self, option: str, environment: Mapping[str, str] | None) -> None:
         """Turn the rewrite on; one that was on is replaced.
 
         Args:
             option: the field of `RewriterConfig`.
-            environment: what the pass shall find in the environment.
+            environment: all that the pass shall find of op lists in the environment, whatever the user has set there;
+                None for what the user has set.
         """
         if self.is_on:
             self.off()
-        if global_state.non_mixed_precision_session_created():
+        # As it is written: AutoGraph would convert the loop over all that there is.
+        left = tf.autograph.experimental.do_not_convert(self._left_behind)(option)
+        if left:
+            what = "a tf.compat.v1.Session was" if left == 1 else f"{left} tf.compat.v1.Sessions were"
             warnings.warn(
-                "a tf.compat.v1.Session was made before enable_mixed_precision_graph_rewrite: it goes on in FP32. "
-                "Make the Session after it.",
+                f"{what} made before enable_mixed_precision_graph_rewrite: {'it goes' if left == 1 else 'they go'} on "
+                f"in FP32. Make the Session{'' if left == 1 else 's'} after it.",
                 UserWarning,
                 stacklevel=3,  # the line that calls enable_mixed_precision_graph_rewrite
             )
         self._option = option
-        for name, value in environment.items():
-            self._before[name] = os.environ.get(name)
-            os.environ[name] = value
+        if environment is not None:
+            self._before = {name: os.environ.get(name) for name in VARIABLES}
+            _put(os.environ, {name: environment.get(name) for name in VARIABLES})
         self._least = tf.config.optimizer.get_experimental_options().get(_LEAST)
         number = _number_of_lists()
         tf.config.optimizer.set_experimental_options(
@@ -98,13 +107,35 @@ class Switch:
         tf.config.optimizer.set_experimental_options(options)
         global_state.set_mixed_precision_graph_rewrite_enabled(False)
         self._patches.undo()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._before.clear()
+        _put(os.environ, self._before)
+        self._before = {}
         self._option = None
+
+    def _left_behind(self, option: str) -> int:
+        """How many Sessions are open that were made without `option` and were not counted before."""
+        if not global_state.non_mixed_precision_session_created():
+            return 0
+        # By type(), since isinstance() asks proxies and lazy modules, which would then import something.
+        sessions = [thing for thing in gc.get_objects() if issubclass(type(thing), BaseSession)]
+        left = [one for one in sessions if one not in self._told and _is_open_without(one, option)]
+        self._told.update(left)
+        return len(left)
+
+
+def _put(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> None:
+    """Set each of `values`, and unset those that are None."""
+    for name, value in values.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+
+
+def _is_open_without(session: Any, option: str) -> bool:
+    config = getattr(session, "_config", None)  # none where its making failed
+    if config is None or session._closed:
+        return False
+    return bool(getattr(config.graph_options.rewrite_options, option) != _ON)
 
 
 def _with_option(init: Callable[..., None], option: str) -> Callable[..., None]:
