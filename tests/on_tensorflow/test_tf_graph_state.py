@@ -60,8 +60,36 @@ def test_reading_outside_of_the_graph(what: str) -> None:
 
 def test_reading_in_a_graph_what_is_eager() -> None:
     optimizer = LossScaleOptimizer(v1.train.AdamOptimizer(), DynamicLossScale())
-    with tf.Graph().as_default(), pytest.raises(UsageError, match="made eagerly"):
+    none_here = "has its loss scale in the eager program, and none here before"
+    with tf.Graph().as_default(), pytest.raises(UsageError, match=none_here):
         read(optimizer, "loss_scale")
+    variable = tf.Variable(1.0)
+    optimizer.minimize(lambda: variable**2, var_list=[variable])
+    with tf.Graph().as_default():
+        optimizer.variables()  # which makes this graph's
+        with pytest.raises(UsageError, match=none_here):
+            read(optimizer, "loss_scale")
+
+
+@pytest.mark.parametrize("what", READS)
+def test_reading_eagerly_what_a_graph_trained(what: str) -> None:
+    optimizer = LossScaleOptimizer(v1.train.AdamOptimizer(), DynamicLossScale(init=8.0))
+    read(optimizer, what)  # before the first step there is the one that was made with it
+    read_in_graph = "skipped_steps" if what in ("machine", "check") else what
+    with tf.Graph().as_default():
+        weight = v1.get_variable("weight", initializer=1.0)
+        gradients = optimizer.compute_gradients(weight**2)
+        read(optimizer, read_in_graph)  # to write it down, before the step is there
+        optimizer.apply_gradients(gradients)
+        read(optimizer, read_in_graph)
+    with pytest.raises(UsageError, match=r"read in the eager program.* in <tensorflow.*Graph.*session.run"):
+        read(optimizer, what)
+    with tf.Graph().as_default():
+        optimizer.compute_gradients(v1.get_variable("weight", initializer=1.0) ** 2)
+        read(optimizer, read_in_graph)  # a second run begins
+    variable = tf.Variable(1.0)
+    optimizer.minimize(lambda: variable**2, var_list=[variable])  # eager steps are another run
+    read(optimizer, what)
 
 
 @pytest.mark.parametrize("what", ["machine", "check"])

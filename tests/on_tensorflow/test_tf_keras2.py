@@ -102,6 +102,24 @@ def test_a_checkpoint_of_tf_keras_goes_on_here(kind: str, tmp_path: Path) -> Non
     assert ours.machine() == DynamicLossScale(scale=2.0**8, good_steps=1)
 
 
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_plain_optimizer_goes_on_here(kind: str, made: bool, tmp_path: Path) -> None:
+    weight, plain = tf.Variable([1.0]), KINDS[kind]()
+    plain.minimize(lambda: weight * 2.0, [weight])
+    path = tf.train.Checkpoint(optimizer=plain, weight=weight).save(str(tmp_path / "saved"))
+    plain.minimize(lambda: weight * 2.0, [weight])
+    on = weight.numpy()
+    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
+    ours = wrapper(KINDS[kind](), 8)
+    if made:
+        ours.minimize(lambda: weight * 4.0, [weight])
+    tf.train.Checkpoint(optimizer=ours, weight=weight).restore(path).expect_partial()
+    ours.minimize(lambda: weight * 2.0, [weight])
+    assert weight.numpy() == on
+    assert int(ours.iterations.numpy()) == 2
+
+
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "name"), [("new", "model.keras"), ("legacy", "model.keras"), ("legacy", "model.h5")]

@@ -287,5 +287,7 @@ def test_reference_variables_are_refused_with_the_way_out() -> None:
     with tf.Graph().as_default():
         variable = v1.get_variable("old", initializer=[1.0], use_resource=False)
         optimizer = FAMILIES["v1"](DynamicLossScale())
-        with pytest.raises(UsageError, match=r"'old:0' is a reference variable.*disable_control_flow_v2"):
+        with pytest.raises(
+            UsageError, match=r"'old:0' is a reference variable.*use_resource=False.*disable_control_flow_v2"
+        ):
             optimizer.minimize(tf.reduce_sum(variable))

@@ -7,8 +7,11 @@ from typing import Any
 
 import keras
 
+from mezzo.core.errors import CallOrderError
+from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
+from mezzo.tensorflow.own_results import OwnResults
 from mezzo.tensorflow.two_ways import refuse_mixed_layers, refuse_policy_after
 from mezzo.tensorflow.xla import refuse_xla
 
@@ -20,6 +23,10 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
     """`mezzo.keras.LossScaleOptimizer` that says when XLA keeps the rewrite out of the training step."""
 
     rewrite: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scaled_losses = OwnResults()
 
     def __repr__(self) -> str:
         inner = type(self.inner_optimizer).__name__
@@ -49,10 +56,19 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         """As the parent's.
 
         Raises:
+            CallOrderError: the loss is scaled already.
             UsageError: a mixed policy was set after the rewrite.
         """
         refuse_policy_after("keras", self.rewrite, self._machine)
-        return super().scale_loss(loss)
+        if loss in self._scaled_losses:
+            raise CallOrderError(
+                "the loss is scaled twice: scale_loss was given what it had returned, and the gradients would be too "
+                "large by the loss scale. Leave out the second optimizer.scale_loss(...)."
+            )
+        scaled = super().scale_loss(loss)
+        if not isinstance(self._machine, NoLossScale):
+            self._scaled_losses.remember(scaled)
+        return scaled
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """As the parent's.
@@ -63,4 +79,5 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         """
         refuse_policy_after("keras", self.rewrite, self._machine)
         refuse_xla()
+        self._scaled_losses.forget()
         super().apply(grads, trainable_variables)

@@ -61,6 +61,9 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         self.pure: TraceableLossScale = traceable(pure)
         self._held: dict[Any, Held] = {}
         self._scale_read: dict[Any, Any] = {}  # graph -> S, one tensor for whoever reads it
+        self._used: dict[
+            Any, None
+        ] = {}  # the graphs with a part of a step, in order; None for the eager program
         self.here()
 
     @property
@@ -80,22 +83,29 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                     self._handle_deferred_dependencies(name=_VARIABLES[field][0], trackable=variable)
         return self._held[graph]
 
+    def _here_for_a_step(self) -> Held:
+        """The variables of `here()`, where a loss is scaled, gradients are unscaled or a step is taken."""
+        with tf.init_scope():
+            self._used[_graph()] = None
+        return self.here()
+
     def read(self, what: str) -> Held:
         """The variables of `here()` for who reads `what` of them; none are made.
 
         Raises:
-            UsageError: this graph, or the eager program, has none: another one has.
+            UsageError: this graph, or the eager program, has none, or no part of a step: another one has.
         """
         with tf.init_scope():
             graph = _graph()
-        if graph in self._held:
+        if graph in self._held and (graph in self._used or not self._used):
             return self._held[graph]
         here = "the eager program" if graph is None else f"{graph!r}"
-        others = [other for other in self._held if other is not None]
+        others = [other for other in self._used or self._held if other is not None]
         if not others:
             raise UsageError(
-                f"{what}: it is read in {here}, and this optimizer was made eagerly and has no loss scale there before "
-                "it computes or applies gradients there. Call optimizer.minimize(loss) first, or leave the graph."
+                f"{what}: it is read in {here}, and this optimizer has its loss scale in the eager program, and none "
+                "here before it computes or applies gradients here. Call optimizer.minimize(loss) first, or leave the "
+                "graph."
             )
         raise UsageError(
             f"{what}: it is read in {here}, and this optimizer has its loss scale in {others[-1]!r}. Read it there: "
@@ -138,8 +148,8 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return mine.get(name)
 
     def scale(self) -> Any:
-        """S for the next step: FP32 tensor, shape ()."""
-        return tf.convert_to_tensor(self.here().scale)
+        """S for the next step, to scale or unscale by: FP32 tensor, shape ()."""
+        return tf.convert_to_tensor(self._here_for_a_step().scale)
 
     def scale_to_read(self) -> Any:
         """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time.
@@ -147,9 +157,9 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         Raises:
             UsageError: see `read`.
         """
-        self.read("loss_scale")
+        held = self.read("loss_scale")
         known = None if tf.executing_eagerly() else self._scale_read.get(_graph())
-        return self.scale() if known is None else known
+        return tf.convert_to_tensor(held.scale) if known is None else known
 
     def step(self, bad: Any, names: Sequence[str], apply: Callable[[], Any]) -> Any:
         """Apply the gradients, or skip them if any is not finite, and advance the scale.
@@ -175,7 +185,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         Raises:
             LossScaleCollapseError: eagerly, if the patience ran out.
         """
-        held = self.here()
+        held = self._here_for_a_step()
         found_inf = tf.reduce_any(bad)
         before = ScaleArrays(*(tf.convert_to_tensor(getattr(held, f.name)) for f in fields(ScaleArrays)))
         after = advance(self.pure, before, found_inf, tf)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
+from mezzo.core.errors import UsageError
 from mezzo.core.traced_scale import TraceableLossScale
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
@@ -32,5 +35,16 @@ class ScaleReads:
         self._scaled.variables.check()
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The gradients of a scaled loss times 1/S; None stays None."""
+        """The gradients of a scaled loss times 1/S; None stays None.
+
+        Raises:
+            CallOrderError: they are unscaled already.
+            UsageError: no list of gradients.
+        """
+        if grads is None or tf.is_tensor(grads):
+            what = "None" if grads is None else "one tensor"
+            raise UsageError(
+                f"get_unscaled_gradients: grads is {what}; give a list of gradients, one for each variable, such as "
+                "tape.gradient(scaled_loss, [variable]) returns."
+            )
         return self._scaled.unscaled(list(grads))

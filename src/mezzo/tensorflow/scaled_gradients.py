@@ -10,6 +10,7 @@ import tensorflow as tf
 from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import LossScale
 from mezzo.tensorflow.loss_scale_variables import LossScaleVariables
+from mezzo.tensorflow.own_results import OwnResults
 from mezzo.tensorflow.xla import refuse_xla
 
 _LOOP = """
@@ -32,6 +33,7 @@ class ScaledGradients:
         self._own = own
         self._loss_was_scaled = False
         self._gradients_were_unscaled = False
+        self._scaled_losses, self._unscaled_gradients = OwnResults(), OwnResults()
 
     @property
     def pure(self) -> LossScale:
@@ -43,6 +45,9 @@ class ScaledGradients:
 
         Args:
             loss: a floating-point tensor of any shape, or a function without arguments that returns one.
+
+        Raises:
+            CallOrderError: it is scaled already; of a function when it is called.
         """
         self._loss_was_scaled = True
         if callable(loss):
@@ -52,18 +57,39 @@ class ScaledGradients:
     def _times_scale(self, loss: Any) -> Any:
         if not self.variables.scales:
             return loss
+        if loss in self._scaled_losses:
+            raise CallOrderError(
+                "the loss is scaled twice: get_scaled_loss was given what it had returned, and the gradients would be "
+                "too large by the loss scale. Leave out the second get_scaled_loss; to optimizer.minimize(...) and "
+                f"optimizer.{self._own}(...) give the loss unscaled, since they scale it themselves."
+            )
         loss = tf.convert_to_tensor(loss)
         if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
             loss = tf.cast(loss, tf.float32)
-        return loss * tf.cast(self.variables.scale(), loss.dtype)
+        scaled = loss * tf.cast(self.variables.scale(), loss.dtype)
+        self._scaled_losses.remember(scaled)
+        return scaled
 
     def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
-        """gradients * (1 / S), computed in FP32 at least, each of its own type; None stays None."""
+        """gradients * (1 / S), computed in FP32 at least, each of its own type; None stays None.
+
+        Raises:
+            CallOrderError: one of them is unscaled already.
+        """
         self._gradients_were_unscaled = True
         if not self.variables.scales:
             return list(gradients)
+        if any(gradient in self._unscaled_gradients for gradient in gradients):
+            raise CallOrderError(
+                "the gradients are unscaled twice: get_unscaled_gradients was given what it had returned, and they "
+                "would be too small by the loss scale. Leave out the second get_unscaled_gradients; what "
+                f"optimizer.{self._own}(...) returns is unscaled already."
+            )
         inv_scale = 1.0 / self.variables.scale()
-        return [None if gradient is None else _scaled(gradient, inv_scale) for gradient in gradients]
+        unscaled = [None if gradient is None else _scaled(gradient, inv_scale) for gradient in gradients]
+        for gradient in unscaled:
+            self._unscaled_gradients.remember(gradient)
+        return unscaled
 
     def require_scaled(self) -> None:
         """Nothing, if whoever applies gradients has had the loss scaled and the gradients unscaled.
@@ -104,6 +130,8 @@ class ScaledGradients:
                 "strategy.run(...) runs on each replica."
             )
         refuse_xla()
+        self._scaled_losses.forget()
+        self._unscaled_gradients.forget()
         gradients, variables = ([pair[place] for pair in grads_and_vars] for place in (0, 1))
 
         def applied(gradients: list[Any]) -> Any:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.tensorflow.switch import SWITCH
@@ -23,11 +25,11 @@ def refuse_policy_before(where: str) -> None:
     Raises:
         UsageError: it is.
     """
-    for setter, policy in _global_policies():
+    for _, policy, reset in _global_policies():
         if _is_mixed(policy):
             raise UsageError(
                 f"{where}: Keras's dtype policy is {policy.name!r}, which is mixed precision already. Use one of the "
-                f"two: leave out this call, or call {setter}('float32') first."
+                f"two: leave out this call, or call {reset} first."
             )
 
 
@@ -42,11 +44,14 @@ def refuse_policy_after(library: str, rewrite: Any, pure: LossScale) -> None:
     Raises:
         UsageError: it was, and the rewrite is on, or the policy needs a loss scale that this optimizer does not have.
     """
-    for setter, policy in _global_policies():
-        if setter.startswith(f"{library}.") and _collides(policy, rewrite, pure):
-            raise _second(f"Keras's dtype policy was set to {policy.name!r}", f"call {setter}('float32')")
+    for whose, policy, reset in _global_policies():
+        if whose == library and _collides(policy, rewrite, pure):
+            raise _second(f"Keras's dtype policy was set to {policy.name!r}", f"call {reset}")
 
 
+# Called while a user's tf.function is traced, it would be converted too: AutoGraph keeps placeholders of a loop's names,
+# and the scan of all objects would meet them.
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def refuse_mixed_layers(variables: Iterable[Any], rewrite: Any, pure: LossScale) -> None:
     """Nothing, unless one of Keras 3's layers that hold these variables has a mixed policy.
 
@@ -92,12 +97,21 @@ def _is_mixed(policy: Any) -> bool:
     return bool(policy.compute_dtype != policy.variable_dtype)
 
 
-def _global_policies() -> Iterator[tuple[str, Any]]:
+def _global_policies() -> Iterator[tuple[str, Any, str]]:
+    """Of each Keras that is imported: its name, its policy, and the call that sets FP32."""
     if "keras" in sys.modules:
-        yield "keras.config.set_dtype_policy", sys.modules["keras"].config.dtype_policy()
+        from mezzo.keras.policy.planned_name import plan_behind
+
+        policy = sys.modules["keras"].config.dtype_policy()
+        ours = plan_behind(policy) is not None
+        yield (
+            "keras",
+            policy,
+            "mezzo.keras.set_policy('fp32')" if ours else "keras.config.set_dtype_policy('float32')",
+        )
     if "tf_keras" in sys.modules:
-        mixed_precision = sys.modules["tf_keras"].mixed_precision
-        yield "tf_keras.mixed_precision.set_global_policy", mixed_precision.global_policy()
+        policy = sys.modules["tf_keras"].mixed_precision.global_policy()
+        yield "tf_keras", policy, "tf_keras.mixed_precision.set_global_policy('float32')"
 
 
 def _layers() -> Iterator[Any]:

@@ -125,6 +125,7 @@ def _refuse_references(variables: list[Any]) -> None:
     if old:
         raise UsageError(
             f"apply_gradients: {', '.join(map(repr, old))} is a reference variable of TF1, which cannot be updated "
-            "inside a branch of today's tf.cond. Leave out tf.compat.v1.disable_resource_variables(), or call "
+            "inside a branch of today's tf.cond. Leave out use_resource=False of the variable or its variable_scope, "
+            "or tf.compat.v1.disable_resource_variables(), whichever made it; or call "
             "tf.compat.v1.disable_control_flow_v2() as well, as tf.compat.v1.disable_v2_behavior() does."
         )
