@@ -22,6 +22,7 @@ from mezzo.core.loss_scale import (
     StaticLossScale,
     from_state_dict,
 )
+from mezzo.core.policy_text import as_loss_scale
 from scale_cases import TABLE
 
 GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
@@ -221,6 +222,23 @@ def test_every_kind_saves_and_loads(state: LossScale) -> None:
 
 def test_a_newer_writers_keys_are_passed_over() -> None:
     assert from_state_dict({**DynamicLossScale().state_dict(), "colour": "red"}) == DynamicLossScale()
+
+
+@pytest.mark.parametrize("value", [8, 8.0, np.float32(8), np.float16(8), np.int64(8)])
+def test_a_constant_may_be_any_number(value: Any) -> None:
+    assert as_loss_scale(value, "here") == StaticLossScale(8.0)
+
+
+@pytest.mark.parametrize("value", [0, -3, math.nan, math.inf, 10**400, np.float32(0), np.int64(-1)])
+def test_a_constant_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"here: loss_scale: scale is .*between 2\*\*-126 and 2\*\*126"):
+        as_loss_scale(value, "here")
+
+
+@pytest.mark.parametrize("value", [True, np.array(8.0), [8.0], 8j])
+def test_what_is_no_number_is_no_loss_scale(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"here: loss_scale is .*; give a DynamicLossScale"):
+        as_loss_scale(value, "here")
 
 
 # The branch-free form that the docstring gives, on tensors.

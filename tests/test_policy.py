@@ -312,6 +312,8 @@ REFUSED = [
     ("bf16,module.=fp32", "'' is no module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
     ("bf16,losscale=1", "Did you mean 'loss_scale'"),
+    ("bf16,encoder.head=fp32", r"unknown key 'encoder.head'.*write module\.encoder\.head=fp32"),
+    ("bf16,head=11", "unknown key 'head'. Use one of"),
     ("bf16,fp16", "'fp16' is no key=value. Only the first part may be a preset's name"),
     ("bf16,", "'' is no key=value"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),

@@ -13,7 +13,7 @@ import pytest
 from keras_steps import step, values, variables
 
 from conftest import BACKEND
-from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
@@ -129,6 +129,19 @@ def test_callbacks_and_learning_rates() -> None:
     step(scheduled, weights)
     step(scheduled, weights, bad=math.inf)  # a skipped step is none to the schedule
     assert float(scheduled.learning_rate) == 0.25
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="elsewhere an optimizer steps some of its variables")
+def test_an_optimizer_that_was_built_before_layers_were_frozen_is_told() -> None:
+    inner = adam()
+    trained = model(LossScaleOptimizer(inner))
+    fit(trained)
+    trained.layers[0].trainable = False
+    trained.compile(LossScaleOptimizer(inner), "mse")
+    with pytest.raises(UsageError, match="Adam was built for 4 trainable variables, and now 2 are trained"):
+        fit(trained)
+    trained.compile(LossScaleOptimizer(adam()), "mse")
+    fit(trained)
 
 
 def test_saved_with_the_model_training_goes_on_bit_for_bit(tmp_path: Path) -> None:

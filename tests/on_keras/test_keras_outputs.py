@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.keras import SixteenBitOutputWarning, check_outputs, set_policy
 from mezzo.keras.policy.outputs import traced_outputs
 
@@ -153,6 +153,13 @@ def test_check_outputs_raises(name: str) -> None:
     set_policy("fp16")
     with pytest.raises(UsageError, match="the output of the model 'net' is float16"):
         check_outputs(WRONG[name][0](), X)
+
+
+def test_check_outputs_tells_of_a_misspelt_pattern_and_hands_it_on_to_nobody() -> None:
+    set_policy("fp16,module.hed=fp32")
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="head")])
+    with pytest.raises(UnknownNameError, match=r"module\.hed names no layer .*Did you mean 'head'"):
+        check_outputs(model)
 
 
 @pytest.mark.parametrize("name", RIGHT)

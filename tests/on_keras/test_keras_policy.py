@@ -379,6 +379,26 @@ def test_a_model_made_before_is_told_at_compile() -> None:
     assert not isinstance(model.optimizer, KerasScaled)
 
 
+def test_a_model_made_before_is_told_once() -> None:
+    model = sequential()
+    set_policy("fp16")
+    with pytest.warns(PolicyWarning):
+        model.compile("sgd", LOSS)
+    model.fit(X, Y, verbose=0)  # a warning is an error here
+
+
+def test_the_table_names_the_patterns_that_name_no_layer() -> None:
+    set_policy("bf16,module.hed=fp32,module.body=fp32,module.boddy=fp32")
+    table = layer_policies(sequential())
+    assert table.unmatched == ("hed", "boddy")
+    assert str(table).splitlines()[-2:] == [
+        "module.hed names no layer of this model",
+        "module.boddy names no layer of this model",
+    ]
+    set_policy("bf16,module.body=fp32")
+    assert layer_policies(sequential()).unmatched == ()
+
+
 def test_layers_made_before_in_a_model_made_after_are_told() -> None:
     old = layers.Dense(5, name="body")
     set_policy("fp16")

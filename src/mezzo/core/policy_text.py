@@ -13,6 +13,7 @@ decided in `mezzo.core.policy`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mezzo.core.scale_numbers import fl32
+from mezzo.core.scale_numbers import fl32, is_real
 from mezzo.core.statistical_scale import SETTINGS as STATISTICAL
 from mezzo.core.statistical_scale import StatisticalLossScale
 
@@ -111,6 +112,11 @@ def _entry(key: str, value: str, where: str) -> Entry:
         return Entry(head, name, value, where)
     if key in KEYS:
         return Entry(key, "", value, where)
+    if value in FORMATS and not difflib.get_close_matches(head, [*KEYS, "module", "op"], n=1):
+        raise UnknownNameError(
+            f"{where}unknown key {key!r}. For a module, or a Keras layer, of that name write module.{key}={value}; "
+            f"for an op, op.{key}=fp32. The other keys are {', '.join(sorted(KEYS))}."
+        )
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 
@@ -145,7 +151,7 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
         return given
     if isinstance(given, str):
         return loss_scale_of(given, f"{where}: loss_scale: ")
-    if isinstance(given, (int, float)) and not isinstance(given, bool):
+    if is_real(given):  # NumPy's numbers too
         try:
             return StaticLossScale(given)
         except UsageError as error:

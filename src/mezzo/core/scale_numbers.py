@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import TypeGuard
 
 import numpy as np
 
@@ -29,10 +31,18 @@ def checked_scale(name: str, value: object) -> float:
     Raises:
         UsageError: no number between 2^-126 and 2^126.
     """
-    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not number or not SMALLEST <= float(value) <= LARGEST:  # type: ignore[arg-type]
+    try:
+        given = float(value) if is_real(value) else math.nan  # before it is compared: fp16 has no 2^126
+    except OverflowError:
+        given = math.inf
+    if not SMALLEST <= given <= LARGEST:
         raise UsageError(f"{name} is {value!r}: a loss scale is a number between 2**-126 and 2**126")
-    return fl32(float(value))  # type: ignore[arg-type]
+    return fl32(given)
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether this is a number, Python's or NumPy's; True and False are none here."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,16 @@ from mezzo.scripts.patches import Patches
 
 _Scaled = keras.optimizers.LossScaleOptimizer
 
-# Model -> its plan, of compiled models that are still to be looked at.
-_UNSEEN: WeakKeyDictionary[Any, KerasPlan] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Unseen:
+    """A compiled model that is still to be looked at: its plan, and whether its layers were looked at already."""
+
+    plan: KerasPlan
+    checked: bool
+
+
+_UNSEEN: WeakKeyDictionary[Any, _Unseen] = WeakKeyDictionary()
 # Such a model -> what it was last called with, and what it gave: shapes and dtypes, no tensors.
 _CALLED: WeakKeyDictionary[Any, tuple[Any, list[outputs.Output]]] = WeakKeyDictionary()
 
@@ -79,14 +88,15 @@ def _compiling(compile_model: Any, in_force: KerasPlan) -> Any:
             given["auto_scale_loss"] = False  # or Keras wraps it where the plan says none
         given["optimizer"] = scaled
         _UNSEEN.pop(model, None)
-        if _is_known(model):
+        known = _is_known(model)
+        if known:
             check_plan(model, plan)
         del given[next(iter(given))]  # the model: methods may call it self
         compile_model(model, **given)
         # As Keras does with its own wrapper: a saved model holds the optimizer that was given, and loads without Mezzo.
         model._compile_config.config["optimizer"] = optimizer
-        if not (_is_known(model) and _look_at_outputs(model)):
-            _UNSEEN[model] = plan
+        if not (known and _look_at_outputs(model)):
+            _UNSEEN[model] = _Unseen(plan, checked=known)
 
     return compiling
 
@@ -162,9 +172,9 @@ def _first_looking(compute_loss: Any) -> Any:
         if model in _UNSEEN:
             given = signature.bind(model, *args, **kwargs).arguments
             if not _is_only_pretended(given.get("y_pred")):
-                plan = _UNSEEN.pop(model)
+                unseen = _UNSEEN.pop(model)
                 _CALLED.pop(model, None)
-                _look(model, plan, given.get("x"), _outputs(model, given.get("y_pred")))
+                _look(model, unseen, given.get("x"), _outputs(model, given.get("y_pred")))
         return compute_loss(model, *args, **kwargs)
 
     return looking
@@ -240,8 +250,9 @@ def _outputs(model: Any, made: Any) -> list[outputs.Output]:
     ]
 
 
-def _look(model: Any, plan: KerasPlan, x: Any, found: list[outputs.Output]) -> None:
-    check_plan(model, plan)
+def _look(model: Any, unseen: _Unseen, x: Any, found: list[outputs.Output]) -> None:
+    if not unseen.checked:
+        check_plan(model, unseen.plan)
     if x is not None and any(output.dtype in SIXTEEN_BITS for output in found):
         # For the layers' names. A model may be called in ways that one cannot know; what it gave is known without.
         with contextlib.suppress(Exception):

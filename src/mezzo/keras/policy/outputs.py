@@ -17,6 +17,7 @@ from keras.src.backend import compute_output_spec  # a trace on any backend; Ker
 from mezzo.core.errors import UsageError
 from mezzo.keras.dtypes import SIXTEEN_BITS, significant_bits
 from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.plan_check import check_patterns
 from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.keras.torch_buffers import torch_buffers_kept
 from mezzo.scripts.patches import Patches
@@ -52,15 +53,20 @@ def check_outputs(model: Any, x: Any = None) -> None:
     Raises:
         UsageError: an output is float16 or bfloat16, with the layer and the line that mends it; no batch was given
             where one is needed.
+        UnknownNameError: the plan that the layer follows has a pattern that names no layer.
     """
     if x is None and inputs_of(model) is None:
         raise UsageError(
             f"check_outputs: {_told(model)} is subclassed or not built yet, so what it takes is not known. "
             "Give a batch: check_outputs(model, x)."
         )
-    found = [advice(model, output) for output in traced_outputs(model, x) if output.dtype in SIXTEEN_BITS]
-    if found:
-        raise UsageError("\n".join(found))
+    sixteen = [output for output in traced_outputs(model, x) if output.dtype in SIXTEEN_BITS]
+    for output in sixteen:  # a misspelt pattern may be why, and would be handed on in the advice
+        plan = plan_behind(getattr(output.layer, "dtype_policy", None))
+        if plan is not None:
+            check_patterns(model, plan)
+    if sixteen:
+        raise UsageError("\n".join(advice(model, output) for output in sixteen))
 
 
 def traced_outputs(model: Any, x: Any = None) -> list[Output]:

@@ -55,7 +55,16 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
                 PolicyWarning,
                 stacklevel=3,
             )
-    known = [path for path, _ in layers]
+    check_patterns(model, plan)
+
+
+def check_patterns(model: Any, plan: KerasPlan) -> None:
+    """Nothing, if every pattern of a plan names a layer of this model, or of another one made under the plan.
+
+    Raises:
+        UnknownNameError: one names none; the message has the nearest layer's path.
+    """
+    known = [path for path, _ in walk(model)]
     for pattern in plan.unmatched([*known, *paths_under(plan)]):
         raise UnknownNameError(
             f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. "

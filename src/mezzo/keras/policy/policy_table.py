@@ -32,9 +32,13 @@ class LayerPolicy:
 
 
 class LayerPolicies(tuple[LayerPolicy, ...]):
-    """The rows of a model in the order of its layers. Printed, a table."""
+    """The rows of a model in the order of its layers. Printed, a table.
 
-    __slots__ = ()
+    Attributes:
+        unmatched: the patterns of its plan that name no layer of this model.
+    """
+
+    unmatched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         head = ("layer", "class", "policy", "computes in", "why")
@@ -43,6 +47,7 @@ class LayerPolicies(tuple[LayerPolicy, ...]):
         lines = [
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows
         ]
+        lines += [f"module.{pattern} names no layer of this model" for pattern in self.unmatched]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -54,7 +59,13 @@ def layer_policies(model: Any) -> LayerPolicies:
     Args:
         model: a `keras.Model`, or any layer with layers in it.
     """
-    return LayerPolicies(_row(path, layer) for path, layer in walk(model))
+    layers = list(walk(model))
+    found = LayerPolicies(_row(path, layer) for path, layer in layers)
+    plans = dict.fromkeys(filter(None, (plan_behind(layer.dtype_policy) for _, layer in layers)))
+    found.unmatched = tuple(
+        dict.fromkeys(pattern for plan in plans for pattern in plan.unmatched(path for path, _ in layers))
+    )
+    return found
 
 
 def _row(path: str, layer: Any) -> LayerPolicy:

@@ -54,7 +54,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: of this optimizer.
         **kwargs: none: Keras's arguments for any optimizer belong to the inner one.
 
-    A step whose gradients are not finite leaves no trace in weights or inner optimizer; `iterations` counts the others.
+    A step whose gradients are not finite leaves no trace in trainable weights or inner optimizer; `iterations` counts
+    the others. (What layers write on the way forward is written: the moving statistics of a `BatchNormalization`.)
     If steps are skipped at the floor `patience` times in a row, `LossScaleCollapseError` is raised: at once where steps
     are taken eagerly; by an assertion in a `tf.function` (`InvalidArgumentError`; none under XLA); every 50th step with
     PyTorch on an accelerator; at the end of `fit` everywhere; whenever `check` is called.
@@ -100,8 +101,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         )
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the variables, the inner optimizer's too, for these trainable ones."""
+        """Make the variables, the inner optimizer's too, for these trainable ones.
+
+        Raises:
+            UsageError: JAX, where an optimizer steps all of its variables or none, and the inner one has others.
+        """
         variables = list(var_list)
+        built = len(getattr(self.inner_optimizer, "_trainable_variables", ()))
+        if self.inner_optimizer.built and built != len(variables) and keras.backend.backend() == "jax":
+            raise UsageError(
+                f"{type(self.inner_optimizer).__name__} was built for {built} trainable variables, and now "
+                f"{len(variables)} are trained: layers were frozen or thawed since. Make a new optimizer, and compile "
+                "with that."
+            )
         if self.bad_gradients is None:
             self.bad_gradients = self.add_variable(
                 (len(variables),), "zeros", "int", aggregation="only_first_replica", name="bad_gradients"
