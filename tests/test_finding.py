@@ -34,6 +34,11 @@ SAID: dict[str, tuple[Finding, str]] = {
         f"weight of head: {CAUSES['state']}",
     ),
     "nothing": (Finding("unknown", note="a call raised"), f"{CAUSES['unknown']}: a call raised"),
+    "nothing, of a step that was not run again": (
+        Finding("unknown", note="no update was kept", how="Concluded from what followed"),
+        "what made it is not known, and the step can't be run again: no update was kept",
+    ),
+    "the loss": (Finding("loss", note="the loss was nan"), f"{CAUSES['loss']} (the loss was nan)"),
 }
 
 
@@ -46,6 +51,11 @@ def test_the_sentence(name: str) -> None:
 def test_a_tensor() -> None:
     assert str(FACTS) == "input 0 fp32 2x3, largest 1.5, 4 NaN"
     assert not FACTS.finite
+
+
+def test_a_loss_that_is_nan_is_another_finding_than_one_that_is_infinite() -> None:
+    nan, infinite = (Finding("loss", note=f"the loss was {number}") for number in ("nan", "inf"))
+    assert nan.place != infinite.place
 
 
 def test_the_loss_scale_alone_does_not_alarm() -> None:

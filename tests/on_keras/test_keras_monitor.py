@@ -22,6 +22,7 @@ import chromium
 from conftest import BACKEND
 from mezzo.core import records
 from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.finding import CAUSES
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.ranges import Histogram
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
@@ -273,8 +274,8 @@ def test_a_loss_that_is_infinite_hides_no_other(tmp_path: Path) -> None:
     assert not np.isfinite(history["loss"][-1])  # what Keras has to say of the epoch
     assert [bool(np.isfinite(one)) for one in losses] == [True, True, False] + [True] * 7
     finding = next(one.finding for one in of("overflow", monitor.path) if one.update == 2)
-    assert finding.cause == "unknown"
-    assert "the loss itself was inf" in finding.note
+    assert finding.cause == "loss"
+    assert str(finding) == f"{CAUSES['loss']} (the loss was inf)"
 
 
 def test_files_are_never_overwritten_and_breaking_off_keeps_what_was(tmp_path: Path) -> None:

@@ -343,7 +343,8 @@ PATHS = tuple(f"net/dense_{number}/kernel" for number in range(NAMED + 3))
     ("loss", "kept_at", "cause", "module", "told", "remedy"),
     [
         (1.0, 512.0, "loss scale", "net/dense_14", "loss scale 512", "dynamic_growth_steps"),
-        (math.nan, 512.0, "unknown", "", "the loss itself was nan", "from_logits=True"),
+        (math.nan, 512.0, "loss", "", "the loss was nan", "from_logits=True"),
+        (math.inf, None, "loss", "", "the loss was inf", "look at the batch"),
         (1.0, None, "unknown", "net/dense_14", "no update after it", "fp16,module.net/dense_14=fp32"),
         (None, 512.0, "loss scale", "net/dense_14", "loss scale 512", "mixed_bfloat16"),
     ],
@@ -360,3 +361,12 @@ def test_what_is_said_of_a_skipped_step(
     assert not any("LAYER" in one for one in found.remedies if module)
     assert found.propagators[0] == "net/dense_14: gradient of kernel"
     assert found.propagators[-1] == "and 3 more"
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_of_a_step_that_nobody_can_repeat_it_is_not_said_that_it_has_not_happened_again(loss: float) -> None:
+    found = Skipped(7, 1.5, 1024.0, loss, PATHS).explained(None).finding
+    assert "again yet" not in str(found)
+    assert "again yet" not in found.why
+    assert found.note in str(found)
+    assert found.alarms

@@ -20,9 +20,13 @@ CAUSES = {
     "invalid": "the operation has no finite result for what went in: log(0), 0 / 0, the root of 0 in backward",
     "input": "the model was given NaN or infinity",
     "state": "a parameter or a buffer held NaN or infinity before the step",
+    "loss": "the loss itself was not finite, which no loss scale mends: the batch or the model makes it so",
     "unknown": "the step could not be repeated, and has not happened again yet",
 }
 """What can be behind a step whose gradients are not finite."""
+
+_NOT_RUN_AGAIN = "what made it is not known, and the step can't be run again"
+_RUN = ("replay", "live")
 
 _SIXTEEN = ("fp16", "bf16")
 
@@ -105,7 +109,8 @@ class Finding:
         outputs: what came out.
         propagators: those that passed it on, in order, as ``module: op``; the first few.
         line: the user's own line that called the operation, as ``file.py:12: code``; ``""`` where none is known.
-        how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened).
+        how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
+            step that was not run again.
         remedies: what to try, the likeliest first.
         seconds: what finding it took.
         kept_bytes: bytes that were kept until the step's end for it, beside what the script itself kept.
@@ -137,13 +142,15 @@ class Finding:
     def place(self) -> tuple[str, ...]:
         """What is the same of findings that say the same of different numbers."""
         names = [one.name for one in self.inputs] if self.cause in ("input", "state") else []
-        why_not = self.note if self.cause == "unknown" else ""
+        why_not = self.note if self.cause in ("unknown", "loss") else ""
         made = "" if self.maker is None else self.maker.where
         return (self.cause, self.module, self.op, self.direction, self.line, made, why_not, *names)
 
     def __str__(self) -> str:
         if self.cause == "unknown":
-            return f"{CAUSES['unknown']}{': ' + self.note if self.note else ''}"
+            return f"{self.why}{': ' + self.note if self.note else ''}"
+        if self.cause == "loss":
+            return f"{self.why}{f' ({self.note})' if self.note else ''}"
         line = f" ({self.line})" if self.line else ""
         if self.cause in ("input", "state"):  # a tensor that was there
             names = ", ".join(facts.name for facts in self.inputs)
@@ -153,9 +160,11 @@ class Finding:
 
     @property
     def why(self) -> str:
-        """The cause in words, of this operation and these numbers where they are known; empty for an unknown cause."""
+        """The cause in words, of this operation and these numbers where they are known; empty for none of `CAUSES`."""
         if self.cause == "overflow":
             return self._not_fitting() or CAUSES["overflow"]
+        if self.cause == "unknown" and self.how not in _RUN:
+            return _NOT_RUN_AGAIN
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
         weak = weakness_of(self.op)

@@ -116,6 +116,10 @@ def _of_state(finding: Finding, used: Policy | None) -> list[str]:
     return found
 
 
+def _of_loss(finding: Finding, used: Policy | None) -> list[str]:
+    return ["look at the batch of this update: NaN or infinity in it makes a loss like this in FP32 too"]
+
+
 def _of_unknown(finding: Finding, used: Policy | None) -> list[str]:
     return []
 
@@ -126,6 +130,7 @@ _BY_CAUSE: dict[str, Callable[[Finding, Policy | None], list[str]]] = {
     "invalid": _of_invalid,
     "input": _of_input,
     "state": _of_state,
+    "loss": _of_loss,
     "unknown": _of_unknown,
 }
 

@@ -55,7 +55,7 @@ def reading(model: Any) -> AbstractContextManager[Any]:
     held = _held(model)
     if not held:
         return nullcontext()
-    known = {id(one): one for one in _variables(model)}
+    known = {id(one): one for one in variables(model)}
     return keras.StatelessScope(state_mapping=[(known[key], value) for key, value in held.items()])
 
 
@@ -73,7 +73,8 @@ def _held(model: Any) -> dict[int, Any]:
     return found
 
 
-def _variables(model: Any) -> list[Any]:
+def variables(model: Any) -> list[Any]:
+    """All of a model, its optimizer and its metrics."""
     return [one for group in _GROUPS for one in _group(model, group)]
 
 

@@ -46,12 +46,12 @@ def count(tensor: Any) -> Any:
 
 def count_all(tensors: Sequence[Any]) -> list[Any]:
     """`count` of each; on JAX in one compiled function."""
-    return list(_at_once(_count_each)(list(tensors)))
+    return list(at_once(_count_each)(list(tensors)))
 
 
 def count_ratios(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
     """`count` of the `ratios` of each pair; on JAX in one compiled function."""
-    return list(_at_once(_count_each_ratio)(list(before), list(after)))
+    return list(at_once(_count_each_ratio)(list(before), list(after)))
 
 
 def ratios(before: Any, after: Any) -> Any:
@@ -78,7 +78,7 @@ def _count_each_ratio(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """JAX would compile every operation for every shape by itself; the others run them as they are."""
     if keras.backend.backend() != "jax":
         return function

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mezzo.core.finding import Finding
 from mezzo.core.records import OverflowRecord
+from mezzo.core.remedies import remedies as remedies_of
 
 NAMED = 12
 """Variables that a finding names at most."""
@@ -56,12 +57,8 @@ class Skipped:
             named.append(f"and {len(backward) - NAMED} more")
         remedies: tuple[str, ...]
         if self.loss is not None and not math.isfinite(self.loss):
-            cause, note, remedies = (
-                "unknown",
-                f"the loss itself was {self.loss}, whatever the loss scale",
-                _OF_LOSS,
-            )
-            module = ""
+            cause, module, note = "loss", "", f"the loss was {self.loss}"
+            remedies = (*remedies_of(Finding(cause)), *_OF_LOSS)
         elif kept_at is None:
             cause, note, remedies = "unknown", "no update after it was kept", _OF_NOBODY_KNOWS
         else:
@@ -71,7 +68,7 @@ class Skipped:
         finding = Finding(
             cause=cause,
             module=module,
-            direction="forward" if remedies is _OF_LOSS else "backward",
+            direction="forward" if cause == "loss" else "backward",
             propagators=named,
             how=_HOW,
             remedies=[text.replace("LAYER", where) for text in remedies],
@@ -87,7 +84,8 @@ _OF_SCALE = (
     "`mixed_bfloat16` where the device has bf16: it has FP32's range and needs no loss scale",
 )
 _OF_LOSS = (
-    "look at the batch: NaN or infinity in x or y makes a loss like this in FP32 too",
+    "look at the model before it, if every later loss is like this: a weight, or a moving statistic of a "
+    "BatchNormalization, that is NaN or infinite stays so",
     "a loss that takes logits (`from_logits=True`), and no softmax or sigmoid before it",
     'the last layer in FP32: `dtype="float32"` for it, or `fp16,module.LAYER=fp32` with its name in '
     "`mezzo.keras.set_policy`",

@@ -11,7 +11,7 @@ from weakref import finalize
 import keras
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.keras.monitor import during_fit, exponents, recent_losses, run_file
+from mezzo.keras.monitor import during_fit, exponents, lost_state, recent_losses, run_file
 from mezzo.keras.monitor.fit_journal import FitJournal, Look
 from mezzo.keras.monitor.probe import Counted, Probe
 
@@ -50,7 +50,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
         probe: one batch ``(x, y)`` or ``(x, y, sample_weight)`` on which activations and gradients are looked at.
         every: batches after which records are read, the loss scale's patience is looked at, and the numbers in the
             progress bar are renewed.
-        verbose: whether to say at the end, in one line, where the records are.
+        verbose: whether to say at the end, in one line, where the records are; and at the end of an epoch, once,
+            that moving statistics (or another variable that is not trained) have become NaN or infinite.
 
     Attributes:
         path: of the current, or last, file of records; None before the first `fit`.
@@ -89,6 +90,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self._abandon: Any = None
         self._steps = 1
         self._begun = False
+        self._epoch = 0
+        self._is_lost = False
+        self._masks: set[int] = set()  # variables in which infinities stood from the first
         self._look: Look | None = None
         self._weights: list[tuple[Any, Any]] = []
 
@@ -106,6 +110,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
         model = self.model
         self._steps = int(getattr(model, "steps_per_execution", 1) or 1)
         self._begun, self._look, self._weights = False, None, []
+        self._is_lost = False
+        self._masks = {id(one) for one, is_nan in lost_state.not_finite(model) if not is_nan}
         losses = recent_losses.put_into(model, self._every + self._steps)
         path = run_file.new_file(self.folder)
         self._journal = FitJournal(path, run_file.started(model), model, losses, self._steps)
@@ -116,6 +122,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Losses are counted from here."""
         self._open().epoch_begins()
+        self._epoch = epoch + 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """What the batch before this one left is taken, before it is overwritten."""
@@ -172,6 +179,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
             return
         self._settle(journal)
         self._read(journal, last=True)
+        self._look_for_lost(journal)
 
     def _settle(self, journal: FitJournal) -> None:
         """Take what the execution that was begun last has left."""
@@ -197,6 +205,22 @@ class PrecisionMonitor(keras.callbacks.Callback):
         except LossScaleCollapseError as error:
             journal.end(1, str(error))
             raise
+
+    def _look_for_lost(self, journal: FitJournal) -> None:
+        """Say it the first time that moving statistics are not finite."""
+        if self._is_lost:
+            return
+        found = [
+            one for one, is_nan in lost_state.not_finite(self.model) if is_nan or id(one) not in self._masks
+        ]
+        if not found:
+            return
+        self._is_lost = True
+        text = lost_state.note_of(found, self._epoch)
+        journal.note(text)
+        if self._verbose:
+            over_the_bar = "\n" if (self.params or {}).get("verbose") else ""
+            print(f"{over_the_bar}mezzo: {text}.")
 
     def _tell(self, logs: dict[str, Any]) -> None:
         logs.update(self._open().numbers)

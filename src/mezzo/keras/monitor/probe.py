@@ -10,6 +10,7 @@ the buffers of PyTorch modules.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -211,6 +212,16 @@ def _loss(model: Any, x: Any, y: Any, weight: Any) -> Any:
     return model.optimizer.scale_loss(loss)
 
 
+def _nothing_assigned(model: Any) -> Any:
+    """A block in which what is assigned is forgotten, and each variable reads as what it holds."""
+    scope = keras.StatelessScope(collect_losses=True)
+    # Keras takes a regularizer's weight out of the scope itself, and finds nothing of one that was not put in. The
+    # constructor's mapping would copy each: a TensorFlow variable's sparse gradient would become a dense one.
+    for variable in during_fit.variables(model):
+        scope.add_update((variable, variable.value))
+    return scope
+
+
 def _count(path: str, what: str, value: Any, seen: list[Counted]) -> None:
     scaled = what == "activation gradient"
     seen.append(Counted(path, what, exponents.format_of(value), "", exponents.count(value), scaled))
@@ -226,7 +237,7 @@ def _tensorflow(model: Any, x: Any, y: Any, weight: Any, seen: list[Counted]) ->
     import tensorflow as tf
 
     kept: list[tuple[str, Any]] = []
-    with tf.GradientTape() as tape, keras.StatelessScope(collect_losses=True):
+    with tf.GradientTape() as tape, _nothing_assigned(model):
 
         def tap(path: str, value: Any) -> Any:
             if tf.executing_eagerly():  # not inside a function of the layer's own
@@ -254,7 +265,7 @@ def _torch(model: Any, x: Any, y: Any, weight: Any, seen: list[Counted]) -> list
             kept.append((path, value))
         return value
 
-    with torch.enable_grad(), keras.StatelessScope(collect_losses=True), _tapped(model, tap):
+    with torch.enable_grad(), _nothing_assigned(model), _tapped(model, tap):
         loss = _loss(model, x, y, weight)
     weights = [variable.value for variable in model.trainable_variables]
     sources = [*weights, *(value for _, value in kept)]
@@ -300,11 +311,24 @@ class _JaxStep:
 
         *held, optimizer = state
         with _tapped(self.model, tap):
-            gradients, _ = jax.grad(self.model.compute_loss_and_updates, has_aux=True)(
+            gradients, _ = jax.grad(_jax_loss(self.model), has_aux=True)(
                 *held, *data, training=True, optimizer_variables=optimizer
             )
         self._counted = [one._replace(words=None) for one in forward + backward]
         return gradients, [one.words for one in forward + backward]
+
+
+def _jax_loss(model: Any) -> Callable[..., Any]:
+    """Keras's function of a model's loss, or the model's own that is called the same way.
+
+    Keras's guide to a training step of one's own has a function of this name that takes other arguments.
+    """
+    own = model.compute_loss_and_updates
+    try:
+        inspect.signature(own).bind(*[None] * 6, training=True, optimizer_variables=None)
+    except TypeError:
+        return partial(keras.Model.compute_loss_and_updates, model)
+    return own
 
 
 def _jax_tapped(path: str, forward: list[Counted], backward: list[Counted], trace: Any) -> Any:
