@@ -116,8 +116,15 @@ def test_a_session_from_before_is_warned_of_once() -> None:
 
 
 def test_sessions_that_do_not_go_on_in_fp32_are_not_warned_of() -> None:
-    v1.Session(graph=tf.Graph()).close()
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("a proxy was asked what it stands for")
+
+    closed, proxy = v1.Session(graph=tf.Graph()), Proxy()
+    closed.close()
     enable(adam())  # warnings are errors
+    del closed, proxy
     config = v1.ConfigProto()
     with v1.Session(graph=tf.Graph()), v1.Session(graph=tf.Graph(), config=config):
         mt.disable_mixed_precision_graph_rewrite()
