@@ -362,6 +362,44 @@ def test_a_pattern_that_names_no_layer_is_told_at_compile_or_at_the_first_step(m
         train()
 
 
+def test_the_nearest_layer_and_the_first_of_many() -> None:
+    set_policy("bf16,module.*.hed=fp32")
+    model = keras.Sequential([keras.Input((4,)), *[layers.Dense(4) for _ in range(8)]], name="net")
+    model.add(layers.Dense(3, name="head"))
+    with pytest.raises(UnknownNameError) as told:
+        model.compile("sgd", LOSS)
+    named, _, rest = str(told.value).partition("Its layers are ")[2].partition(" and 1 more ")
+    assert rest.startswith("(mezzo.keras.layer_policies prints them)") and len(named.split(", ")) == 8
+    assert "Did you mean 'head'?" in str(told.value)
+
+
+def test_a_layer_of_another_plan_is_no_layer_of_this_one() -> None:
+    set_policy("bf16,module.extra=fp32")
+    extra = layers.Dense(5, name="extra")
+    extra(X)
+    set_policy("fp16,module.extra=fp32")
+    with pytest.raises(UnknownNameError, match=r"module\.extra names no layer"):
+        sequential().compile("sgd", LOSS)
+
+
+def test_a_layer_of_another_plan_in_this_model_is_not_told_of_a_dtype() -> None:
+    set_policy("bf16")
+    old = layers.Dense(5, name="body")
+    old(X)
+    set_policy("fp16,module.body=fp32,module.head=fp32")
+    model = keras.Sequential([keras.Input((4,)), old, layers.Dense(3, name="head")], name="net")
+    model.compile("sgd", LOSS)  # a warning is an error here
+    assert [row.policy for row in layer_policies(model)] == ["mixed_bfloat16", "float32"]
+
+
+def test_the_argument_decides_the_loss_scale() -> None:
+    plan = set_policy("fp16,loss_scale=8", loss_scale=64)
+    assert plan.loss_scale == StaticLossScale(64.0) and plan.precision == "fp16,loss_scale=64"
+    model = sequential(dtype="float32")
+    model.compile("sgd", LOSS)
+    assert float(model.optimizer.initial_scale) == 64.0
+
+
 def test_a_pattern_for_another_model_that_was_made() -> None:
     set_policy("bf16,module.head=fp32,module.critic/out=fp32")
     critic = keras.Sequential([layers.Dense(1, name="out")], name="critic")
