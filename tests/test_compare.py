@@ -256,6 +256,20 @@ def test_a_wrong_metric_can_be_mended_without_running_fp32_again(case: Case) -> 
     assert case.calls == ["fp32-0", "bf16-0", "fp32-ulp-0"]
 
 
+@pytest.mark.parametrize("framework", ["pytorch", "keras"])
+def test_of_a_script_that_trains_nothing_the_last_lines_are_shown(case: Case, framework: str) -> None:
+    usage = "\n".join(f"  --option-{number}" for number in range(50))
+    case.write({"*": {"losses": 0, "say": f"usage: train.py\n{usage}"}})
+    with pytest.raises(ScriptError) as told:
+        case.compare(framework=framework)
+    assert str(told.value).endswith("--option-49")
+    assert "--option-12\n" in str(told.value) and "--option-8\n" not in str(told.value)
+    case.write({"*": {"losses": 0}})
+    with pytest.raises(ScriptError) as told:
+        case.compare(framework=framework, argv=("other",))
+    assert "Its output ended" not in str(told.value)
+
+
 def test_a_wrong_metric_is_told_again_after_the_run_was_kept(case: Case) -> None:
     for _ in range(2):
         with pytest.raises(UsageError, match="matches nothing"):

@@ -211,14 +211,15 @@ def _other_framework(request: Request, run: FinishedRun) -> str | None:
 def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
     its = framework(request.framework)
     if mistaken := its.mistaken(run):
-        raise ScriptError(f"{request.target} {mistaken}.")
+        raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
         said = ("never called", "no step was observed")
         notes = [
             note for note in (run.ended.notes if run.ended else []) if not any(word in note for word in said)
         ]
-        raise ScriptError(f"{request.target} {its.untrained} {' '.join(notes)}".rstrip())
+        told = f"{request.target} {its.untrained} {' '.join(notes)}".rstrip()
+        raise ScriptError(told + _ending(run, _USAGE))
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])
         raise ScriptError(
@@ -227,10 +228,18 @@ def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
             "mend the script."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
-        tail = "\n".join(run.said[-5:]) or "(nothing)"
         raise UsageError(
-            f"--metric {request.metric!r} matches nothing that the script printed. Its output ended:\n{tail}"
+            f"--metric {request.metric!r} matches nothing that the script printed."
+            + (_ending(run, 5) or " It printed nothing.")
         )
+
+
+_USAGE = 40  # lines: a script that was asked for its --help trains nothing
+
+
+def _ending(run: FinishedRun, lines: int) -> str:
+    """The last lines that a script printed, as an error goes on with them; empty where it printed nothing."""
+    return "\n".join([" Its output ended:", *run.said[-lines:]]) if run.said else ""
 
 
 @contextmanager
