@@ -87,8 +87,7 @@ def test_reading_eagerly_what_a_graph_trained(what: str) -> None:
     with tf.Graph().as_default():
         optimizer.compute_gradients(v1.get_variable("weight", initializer=1.0) ** 2)
         read(optimizer, read_in_graph)  # a second run begins
-    variable = tf.Variable(1.0)
-    optimizer.minimize(lambda: variable**2, var_list=[variable])  # eager steps are another run
+    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])  # an eager step is another run
     read(optimizer, what)
 
 

@@ -49,8 +49,8 @@ def refuse_policy_after(library: str, rewrite: Any, pure: LossScale) -> None:
             raise _second(f"Keras's dtype policy was set to {policy.name!r}", f"call {reset}")
 
 
-# Called while a user's tf.function is traced, it would be converted too: AutoGraph keeps placeholders of a loop's names,
-# and the scan of all objects would meet them.
+# Called while a user's tf.function is traced, it would be converted too: AutoGraph keeps placeholders of a loop's
+# names, and the scan of all objects would meet them.
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def refuse_mixed_layers(variables: Iterable[Any], rewrite: Any, pure: LossScale) -> None:
     """Nothing, unless one of Keras 3's layers that hold these variables has a mixed policy.
