@@ -312,6 +312,7 @@ REFUSED = [
     ("bf16,module.=fp32", "'' is no module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
     ("bf16,losscale=1", "Did you mean 'loss_scale'"),
+    ("BF16", "Did you mean 'bf16'"),
     ("bf16,encoder.head=fp32", r"unknown key 'encoder.head'.*write module\.encoder\.head=fp32"),
     ("bf16,head=11", "unknown key 'head'. Use one of"),
     ("bf16,fp16", "'fp16' is no key=value. Only the first part may be a preset's name"),

@@ -85,6 +85,7 @@ def unknown_name(kind: str, received: str, allowed: Iterable[str], *, where: str
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?
     """
     names = sorted(allowed)
-    near = difflib.get_close_matches(received, names, n=1, cutoff=0.4)
-    mend = f" Did you mean {near[0]!r}?" if near else ""
+    plain = {name.lower(): name for name in names}  # BF16 is nearer to bf16 than to fp16
+    near = difflib.get_close_matches(received.lower(), plain, n=1, cutoff=0.4)
+    mend = f" Did you mean {plain[near[0]]!r}?" if near else ""
     return UnknownNameError(f"{where}unknown {kind} {received!r}. Use one of {', '.join(names)}.{mend}")
