@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import mezzo.keras
+from conftest import BACKEND
 from mezzo.core import records
 from mezzo.keras import PrecisionMonitor
 from mezzo.keras.monitor import lost_state
@@ -150,3 +153,31 @@ def test_a_mask_of_infinities_is_not_told_and_a_nan_in_it_is(tmp_path: Path) -> 
     assert [is_nan for _, is_nan in lost_state.not_finite(net)] == [True]
     (note,) = notes(watched(net, tmp_path, data(1.0)))
     assert note.startswith("net/masked/mask is NaN")
+
+
+REPLICAS = """
+import tensorflow as tf
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras, math
+from mezzo.keras.monitor import lost_state
+
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    net = keras.Sequential([keras.layers.Input((2,)), keras.layers.BatchNormalization(name="norm")], name="net")
+assert lost_state.not_finite(net) == []
+mean, variance = net.non_trainable_variables
+mean.value.values[1].assign([math.nan, 0.0])
+variance.value.values[0].assign([math.inf, 0.0])
+print([(one.path, is_nan) for one, is_nan in lost_state.not_finite(net)])
+"""
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="the replicas of a TensorFlow strategy")
+def test_every_replica_is_looked_at() -> None:
+    done = subprocess.run([sys.executable, "-c", REPLICAS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.splitlines()[-1]
+        == "[('net/norm/moving_mean', True), ('net/norm/moving_variance', False)]"
+    )

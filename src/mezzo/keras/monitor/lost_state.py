@@ -36,13 +36,22 @@ def not_finite(model: Any) -> list[tuple[Any, bool]]:
     looked_at = [one for one in model.non_trainable_variables if exponents.is_floating(one)]
     if not looked_at:
         return []
-    kinds = exponents.at_once(_kinds)(during_fit.values(model, looked_at))
+    values = zip(looked_at, during_fit.values(model, looked_at), strict=True)
+    parts = [(one, part) for one, value in values for part in _replicas(value)]
+    kinds = exponents.at_once(_kinds)([part for _, part in parts])
     told = np.asarray(keras.ops.convert_to_numpy(kinds)).tolist()
-    return [
-        (one, is_nan)
-        for one, (is_nan, is_infinite) in zip(looked_at, told, strict=True)
-        if is_nan or is_infinite
-    ]
+    found: dict[int, tuple[Any, bool]] = {}
+    for (one, _), (is_nan, is_infinite) in zip(parts, told, strict=True):
+        if is_nan or is_infinite:
+            _, before = found.get(id(one), (one, False))
+            found[id(one)] = (one, before or is_nan)
+    return list(found.values())
+
+
+def _replicas(value: Any) -> tuple[Any, ...]:
+    """What each replica of a TensorFlow strategy holds: read as one, a variable is the first one's."""
+    held = getattr(value, "values", None)
+    return held if isinstance(held, tuple) else (value,)
 
 
 def note_of(found: Sequence[Any], epoch: int) -> str:
