@@ -215,8 +215,7 @@ def _loss(model: Any, x: Any, y: Any, weight: Any) -> Any:
 def _nothing_assigned(model: Any) -> Any:
     """A block in which what is assigned is forgotten, and each variable reads as what it holds."""
     scope = keras.StatelessScope(collect_losses=True)
-    # Keras takes a regularizer's weight out of the scope itself, and finds nothing of one that was not put in. The
-    # constructor's mapping would copy each: a TensorFlow variable's sparse gradient would become a dense one.
+    # Keras takes a regularizer's weight out of the scope itself, and finds nothing of one that was not put in.
     for variable in during_fit.variables(model):
         scope.add_update((variable, variable.value))
     return scope
