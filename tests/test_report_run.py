@@ -140,6 +140,8 @@ def test_several_files_are_several_runs(tmp_path: Path) -> None:
     assert "Training runs" in found.text
     assert "Loss: rank0" in found.text
     assert "Loss: rank1" in found.text
+    assert "rank0: fp16" in found.text  # its card
+    assert "rank1: fp16" in found.text
     ids = found.values("id")
     assert len(ids) == len(set(ids))
 

@@ -369,7 +369,8 @@ def test_the_nearest_layer_and_the_first_of_many() -> None:
     with pytest.raises(UnknownNameError) as told:
         model.compile("sgd", LOSS)
     named, _, rest = str(told.value).partition("Its layers are ")[2].partition(" and 1 more ")
-    assert rest.startswith("(mezzo.keras.layer_policies prints them)") and len(named.split(", ")) == 8
+    assert rest.startswith("(mezzo.keras.layer_policies prints them)")
+    assert len(named.split(", ")) == 8
     assert "Did you mean 'head'?" in str(told.value)
 
 
@@ -394,7 +395,8 @@ def test_a_layer_of_another_plan_in_this_model_is_not_told_of_a_dtype() -> None:
 
 def test_the_argument_decides_the_loss_scale() -> None:
     plan = set_policy("fp16,loss_scale=8", loss_scale=64)
-    assert plan.loss_scale == StaticLossScale(64.0) and plan.precision == "fp16,loss_scale=64"
+    assert plan.loss_scale == StaticLossScale(64.0)
+    assert plan.precision == "fp16,loss_scale=64"
     model = sequential(dtype="float32")
     model.compile("sgd", LOSS)
     assert float(model.optimizer.initial_scale) == 64.0

@@ -51,7 +51,7 @@ def _sections(runs: Sequence[Run]) -> Iterable[Section | None]:
     yield (
         "run",
         "The run" if not several else "The runs",
-        element("div", [summary(run) for run in runs], class_="cards"),
+        element("div", [summary(run, several=several) for run in runs], class_="cards"),
     )
     curves = [
         loss(f"Loss: {names[run.name]}", [(names[run.name], colour, [run])]) for run, colour in coloured

@@ -12,8 +12,8 @@ from mezzo.report.run import Run
 from mezzo.report.runs import exited
 
 
-def summary(run: Run) -> Markup:
-    """The card of one run."""
+def summary(run: Run, *, several: bool) -> Markup:
+    """The card of one run, with its name where there are several: those under one policy look alike."""
     alarms = [record for record in run.overflows if record.finding.alarms]
     skipped = len(run.skipped)
     good = run.losses[np.isfinite(run.losses)]
@@ -51,7 +51,8 @@ def summary(run: Run) -> Markup:
                 f"{counted(len(run.ranges.tracks), 'tensor')} in each step",
             )
         )
-    heading = element("h3", run.ran_by if run.started else run.name)
+    names = [run.name] if several or not run.started else []
+    heading = element("h3", ": ".join([*names, *([run.ran_by] if run.started else [])]))
     alone = (
         element(
             "p",
