@@ -28,10 +28,7 @@ def table(path: Path) -> str:
     where = f"`python benchmarks/transfer.py` on {machine['threads']} threads of {machine['cpu']}, {versions}"
     if results["argv"]:
         where += f", with `-- {' '.join(results['argv'])}`"
-    runs = max(row["runs"] for rows in results["backends"].values() for row in rows.values())
-    where += (
-        f"; {runs} run{'s' if runs > 1 else ''} of each, ended after {results['limit']:g} s at the latest"
-    )
+    where += f"; {_runs(results['backends'])}, ended after {results['limit']:g} s at the latest"
     if busy(results):
         where += f" (busy with something else, load {load:g}, so times are left out)"
     columns = "".join(f" {column} |" for column in STAGES.values())
@@ -50,6 +47,16 @@ def table(path: Path) -> str:
             cells = " | ".join([backend, NAMES[name], _accuracy(row, results["limit"]), *times, peak])
             lines.append(f"| {cells} |")
     return "\n".join([*lines, *_scratch(results)])
+
+
+def _runs(backends: dict[str, Any]) -> str:
+    """How many runs stand behind the rows: of most of them, and of those with fewer."""
+    of: dict[str, int] = {}
+    for name, row in ((name, row) for rows in backends.values() for name, row in rows.items()):
+        of[name] = max(of.get(name, 0), row["runs"])
+    most = max(of.values())
+    fewer = [f"{runs} in {NAMES[name]}" for name, runs in of.items() if runs < most]
+    return f"{most} run{'s' if most > 1 else ''} of each" + (f" ({', '.join(fewer)})" if fewer else "")
 
 
 def _time(found: dict[str, Any] | None, is_baseline: bool) -> str:

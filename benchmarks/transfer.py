@@ -1,8 +1,8 @@
 """The transfer-learning demo in FP32, bf16 and fp16: accuracy, time of a step and peak memory, on each Keras backend.
 
-    python benchmarks/transfer.py                       # writes benchmarks/results/transfer.json, in some eight minutes
+    python benchmarks/transfer.py                     # writes benchmarks/results/transfer.json, in some eleven minutes
     python benchmarks/transfer.py --backend tensorflow --rounds 1
-    python benchmarks/readme.py                         # puts the table into docs/transfer.md
+    python benchmarks/readme.py                       # puts the table into docs/transfer.md
 
 Every run is a process of its own, started as `mezzo compare --demo transfer` starts it. A round runs each precision
 once with the same seed, in an order that turns; step k of one precision is paired with step k of the other. A run that
@@ -178,7 +178,7 @@ def main() -> None:
         "--fp16-rounds", type=int, default=1, help="that have fp16 in them as well (default %(default)s)"
     )
     parser.add_argument(
-        "--limit", type=float, default=60.0, help="seconds that a run may last (default %(default)g)"
+        "--limit", type=float, default=300.0, help="seconds that a run may last (default %(default)g)"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "transfer.json")
     parser.add_argument("argv", nargs="*", help=argparse.SUPPRESS)

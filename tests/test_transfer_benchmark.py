@@ -84,7 +84,7 @@ def test_the_table_leaves_times_out_where_the_machine_was_busy(
     assert "| jax | mixed_float16 | ended after 60 s |" in table
     assert table.count("5 MB") == 2
     assert "85.8 % with it, 60.5 % without" in table
-    assert "keras 3, jax 1" in table
+    assert "keras 3, jax 1; 2 runs of each (1 in mixed_float16), ended after 60 s" in table
 
 
 def test_without_a_file_the_page_says_what_makes_one(tmp_path: Path, page: ModuleType) -> None:
