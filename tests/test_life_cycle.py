@@ -120,8 +120,14 @@ def test_parts_are_removed_where_one_can_not_be_installed(tmp_path: Path) -> Non
     ids=["itself", "another error"],
 )
 def test_the_users_mistake_is_raised_and_only_another_error_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, last_line: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    last_line: list[str],
 ) -> None:
+    # torch.distributed, once a test has started it in this process, writes the rank before each line.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     session = session_of(tmp_path, source)
     session.fatal = mistake
     with pytest.raises(UsageError, match="a mistake"):
