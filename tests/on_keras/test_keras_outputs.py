@@ -12,7 +12,7 @@ import pytest
 from keras import layers
 
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.keras import SixteenBitOutputWarning, check_outputs, set_policy
+from mezzo.keras import SixteenBitOutputWarning, check_outputs, layer_policies, set_policy
 from mezzo.keras.policy.outputs import traced_outputs
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
@@ -153,6 +153,13 @@ def test_check_outputs_raises(name: str) -> None:
     set_policy("fp16")
     with pytest.raises(UsageError, match="the output of the model 'net' is float16"):
         check_outputs(WRONG[name][0](), X)
+
+
+@pytest.mark.parametrize("ask", [check_outputs, layer_policies])
+@pytest.mark.parametrize("given", [None, "model", keras.Model])
+def test_what_is_no_model_is_told(ask: Callable[[Any], Any], given: Any) -> None:
+    with pytest.raises(UsageError, match=rf"{ask.__name__}: model is .*; give a keras\.Model\."):
+        ask(given)
 
 
 def test_check_outputs_tells_of_a_misspelt_pattern_and_hands_it_on_to_nobody() -> None:

@@ -316,9 +316,13 @@ BAD = [
     (
         lambda: enable(adam(), "dynamik"),
         UsageError,
-        r"'dynamik' is no loss scale.* or 2\*\*10\. The statistical one is for PyTorch's training loops only\.",
+        r"'dynamik' is no loss scale\. Use none, dynamic, dynamic\([^)]*\), or a number such as 1024 or 2\*\*10\.$",
     ),
-    (lambda: enable(adam(), []), UsageError, '"none"\\. The statistical one is for PyTorch'),
+    (
+        lambda: enable(adam(), []),
+        UsageError,
+        'StaticLossScale or NoLossScale, a number, or "dynamic" or "none"$',
+    ),
     (lambda: enable(adam(), 0), UsageError, "a loss scale is a number between"),
     (lambda: enable(adam(), "statistical"), UsageError, "is for PyTorch's training loops"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),

@@ -120,9 +120,14 @@ def _entry(key: str, value: str, where: str) -> Entry:
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 
-def loss_scale_of(text: str, where: str = "") -> LossScale:
+def loss_scale_of(text: str, where: str = "", *, offers_statistical: bool = True) -> LossScale:
     """The loss scale that `none`, `dynamic`, `dynamic(init=1024)`, `statistical`, `statistical(window=50)` or a number
     (`1024`, `2**10`) stands for.
+
+    Args:
+        text: one of them.
+        where: how an error begins.
+        offers_statistical: whether an error names the statistical one, which only PyTorch's training loops can use.
 
     Raises:
         UsageError: anything else, an unknown setting, or a value out of range.
@@ -133,7 +138,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
     try:
         machine = re.fullmatch(rf"({'|'.join(_MACHINES)})(?:\((.*)\))?", text, re.DOTALL)
         if machine is None:
-            return StaticLossScale(_number(text))
+            return StaticLossScale(_number(text, offers_statistical))
         make, known = _MACHINES[machine[1]]
         made: LossScale = make(**_settings(machine[2] or "", machine[1], known))
         return made
@@ -141,8 +146,15 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
         raise type(error)(f"{where}{error}") from None
 
 
-def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScale | None:
+def as_loss_scale(
+    given: LossScale | float | str | None, where: str, *, offers_statistical: bool = True
+) -> LossScale | None:
     """The loss scale that an argument asks for, in any of the ways in which it may; None stays None.
+
+    Args:
+        given: a loss scale, a number, or the text of one.
+        where: how an error begins.
+        offers_statistical: as of `loss_scale_of`.
 
     Raises:
         UsageError: it is none of them, or out of range.
@@ -150,15 +162,16 @@ def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScal
     if given is None or isinstance(given, LossScale):
         return given
     if isinstance(given, str):
-        return loss_scale_of(given, f"{where}: loss_scale: ")
+        return loss_scale_of(given, f"{where}: loss_scale: ", offers_statistical=offers_statistical)
     if is_real(given):  # NumPy's numbers too
         try:
             return StaticLossScale(given)
         except UsageError as error:
             raise type(error)(f"{where}: loss_scale: {error}") from None
+    kind, word = (", StatisticalLossScale", ', "statistical"') if offers_statistical else ("", "")
     raise UsageError(
-        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale, StatisticalLossScale or "
-        'NoLossScale, a number, or "dynamic", "statistical" or "none"'
+        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale{kind} or NoLossScale, a number, "
+        f'or "dynamic"{word} or "none"'
     )
 
 
@@ -175,14 +188,14 @@ def _settings(text: str, machine: str, known: Mapping[str, Any]) -> dict[str, An
     return settings
 
 
-def _number(text: str) -> float:
+def _number(text: str, offers_statistical: bool = True) -> float:
     power = re.fullmatch(r"2\s*\*\*\s*(-?\d{1,4})", text)
     try:
         return math.ldexp(1.0, int(power[1])) if power else float(text)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), statistical, "
-            "or a number such as 1024 or 2**10."
+            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), "
+            f"{'statistical, ' if offers_statistical else ''}or a number such as 1024 or 2**10."
         ) from None
 
 

@@ -125,13 +125,7 @@ def _loss_scale(given: Any, chosen: Choice) -> LossScale:
             growth_factor=of["multiplier"],
             backoff_factor=1 / of["multiplier"],
         )
-    try:
-        scale = as_loss_scale(given, _WHERE)
-    except UsageError as error:  # which offers all that PyTorch has
-        said = f"{error}"
-        if "tatistical" in said:
-            said = f"{said.removesuffix('.')}. The statistical one is for PyTorch's training loops only."
-        raise type(error)(said) from None
+    scale = as_loss_scale(given, _WHERE, offers_statistical=False)
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
     return traceable(scale)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import keras
 from keras.src.backend.common.name_scope import current_path  # Keras has no public name for it
 
+from mezzo.core.errors import UsageError
 from mezzo.keras.policy.plan import KerasPlan
 from mezzo.keras.policy.planned_name import PlannedName, plan_behind
 from mezzo.scripts.patches import Patches
@@ -58,6 +59,16 @@ def take_policy(layer: Any) -> None:
 def paths_under(plan: KerasPlan) -> list[str]:
     """The paths of all layers of any model that took their policy from this plan."""
     return [path for layer, path in list(_PATHS.items()) if plan_behind(layer.dtype_policy) is plan]
+
+
+def check_is_layer(given: Any, where: str) -> None:
+    """Nothing, for a model or another layer of Keras's.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(given, keras.layers.Layer):
+        raise UsageError(f"{where}: model is {given!r}; give a keras.Model.")
 
 
 def walk(model: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from keras.src.backend import compute_output_spec  # a trace on any backend; Ker
 
 from mezzo.core.errors import UsageError
 from mezzo.keras.dtypes import SIXTEEN_BITS, significant_bits
-from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.layers import check_is_layer, walk
 from mezzo.keras.policy.plan_check import check_patterns
 from mezzo.keras.policy.planned_name import plan_behind
 from mezzo.keras.torch_buffers import torch_buffers_kept
@@ -51,10 +51,11 @@ def check_outputs(model: Any, x: Any = None) -> None:
             Functional and built. Nothing is computed with it.
 
     Raises:
-        UsageError: an output is float16 or bfloat16, with the layer and the line that mends it; no batch was given
-            where one is needed.
+        UsageError: no Keras model; an output is float16 or bfloat16, with the layer and the line that mends it; no
+            batch was given where one is needed.
         UnknownNameError: the plan that the layer follows has a pattern that names no layer.
     """
+    check_is_layer(model, "check_outputs")
     if x is None and inputs_of(model) is None:
         raise UsageError(
             f"check_outputs: {_told(model)} is subclassed or not built yet, so what it takes is not known. "

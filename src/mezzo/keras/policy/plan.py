@@ -194,7 +194,7 @@ def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> K
                 "encoder/*/norm: * is one component or a part of one, ** any number of components."
             )
         paths.append((pattern, _keras_name(fmt, f"{where}module.{pattern}={fmt}")))
-    asked = as_loss_scale(loss_scale, f"precision {str(given)!r}")
+    asked = as_loss_scale(loss_scale, f"precision {str(given)!r}", offers_statistical=False)
     if asked is not None:
         given = replace(given, loss_scale=print_loss_scale(asked))
     scale = asked if asked is not None else given.make_loss_scale()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mezzo.keras.policy.layers import walk
+from mezzo.keras.policy.layers import check_is_layer, walk
 from mezzo.keras.policy.planned_name import plan_behind
 
 
@@ -58,7 +58,11 @@ def layer_policies(model: Any) -> LayerPolicies:
 
     Args:
         model: a `keras.Model`, or any layer with layers in it.
+
+    Raises:
+        UsageError: it is neither.
     """
+    check_is_layer(model, "layer_policies")
     layers = list(walk(model))
     found = LayerPolicies(_row(path, layer) for path, layer in layers)
     plans = dict.fromkeys(filter(None, (plan_behind(layer.dtype_policy) for _, layer in layers)))

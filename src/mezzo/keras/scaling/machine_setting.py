@@ -42,7 +42,7 @@ def machine_of(
         )
     if isinstance(loss_scale, dict):
         return traceable(from_state_dict(loss_scale))
-    machine: Any = as_loss_scale(loss_scale, _WHERE)
+    machine: Any = as_loss_scale(loss_scale, _WHERE, offers_statistical=False)
     settings = {_KERASS[name]: value for name, value in given.items()}
     try:
         machine = replace(machine, **settings, scale=0.0) if settings else machine
