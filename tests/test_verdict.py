@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from mezzo.core.comparison import Parity
 from mezzo.core.curve import final_count, final_loss, start_loss, tail_loss, window_losses
 from mezzo.core.equivalence import paired_interval, pairs_needed, tost, tost_power
 from mezzo.core.errors import ScriptError, UsageError
+from mezzo.core.records import RecordWriter, UpdateRecord
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
+from mezzo.verify.compare import compare
+from mezzo.verify.finished import read_run
+from mezzo.verify.request import Request
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so
@@ -127,8 +132,8 @@ def test_pairs_needed_is_the_fewest_with_that_power(sd: float) -> None:
     assert n == 3 or tost_power(sd, n - 1, 1.0) < 0.8
 
 
-@pytest.mark.parametrize("sd", [0.3, 0.5, 0.7, 1.0, 2.0])
-@pytest.mark.parametrize("pairs", [3, 4, 5, 10])
+@pytest.mark.parametrize("sd", [0.3, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("pairs", [3, 5, 10])
 def test_the_printed_power_is_the_true_one_on_average(pairs: int, sd: float) -> None:
     """The plug-in estimate `tost_power(std(d), ...)` prints 33 % for 13 % at three pairs and one margin."""
     d = np.random.default_rng(3).normal(0.0, sd, (2000, pairs))
@@ -621,6 +626,47 @@ def test_a_run_of_another_length(
     assert says in verdict.reason
     if word is Parity.EQUIVALENT:
         assert "recorded" not in verdict.reason
+
+
+def test_closures_that_were_run_again_are_counted_from_the_records(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "fp16-0.jsonl")
+    for i, reason in enumerate(
+        ("closure run again 12 times at a smaller loss scale", "", "a gradient was not finite")
+    ):
+        writer.write(UpdateRecord(i, 0, i != 2, i == 2, 16.0, 0.1 * i, reason))
+    writer.close()
+    result = read_run(tmp_path, "fp16-0").result()
+    assert (result.updates, result.skipped, result.reruns) == (3, 1, 12)
+
+
+# The usual guard ends the script with status 0 where fp16 overflows: on a plateau, and on the way down.
+GUARDED = """
+    import math, torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(60):
+        scale = 1.0 if step < 25 else 1e6  # beyond fp16
+        x = torch.randn(64, 16)
+        y = 0.1 * x.sum(1, keepdim=True) + LEVEL(step)
+        loss = (model(scale * x).float() / scale - y).square().mean()
+        if not math.isfinite(loss.item()):
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("level", ["1.0", "1.0 + 0.05 * step"], ids=["plateau", "better than FP32's end"])
+def test_a_script_that_stops_at_a_loss_that_is_not_finite(tmp_path: Path, level: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(GUARDED).replace("LEVEL(step)", level))
+    one = compare(Request(str(script), precisions=("fp16",), seeds=1), tmp_path / "out")["candidates"]["fp16"]
+    assert (one["failed"], one["exit_status"]) == (False, 0)
+    assert one["parity"] == "divergent", one["reason"]
+    assert "25 losses and 25 updates with seed 0; FP32 recorded 60 losses and 60 updates" in one["reason"]
 
 
 def test_a_metric_that_only_fp32_printed_forbids_parity() -> None:
