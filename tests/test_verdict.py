@@ -238,7 +238,7 @@ ROWS: list[
         runs(0.012, 0.3121),
         {0: run(0.0001)},
         Parity.INCONCLUSIVE,
-        "two pairs are too few to establish harm",
+        "two pairs are too few",
     ),
     (
         "one pair of ten far outside, though the interval lies within the margin",

@@ -8,15 +8,7 @@ from enum import Enum
 import numpy as np
 
 from mezzo.core.curve import Floats
-from mezzo.core.equivalence import (
-    POWER,
-    estimated_power,
-    far_outside,
-    null_deviation,
-    paired_interval,
-    pairs_needed,
-    root_mean_square,
-)
+from mezzo.core.equivalence import far_outside, paired_interval, planned, root_mean_square
 
 FEWEST_FOR_TOST = 3
 NOISE_WIDTH = 2.0
@@ -81,9 +73,9 @@ def compare(
 ) -> Comparison:
     """Judge one quantity.
 
-    With three or more pairs harm is established where the whole 90 % interval is worse than the margin. Pairing
-    has already removed the spread between seeds, so that spread excuses nothing. The twin is a second estimate
-    of the noise, which protects against pairs that agree by chance: a mean harm within it is inconclusive.
+    With three or more pairs harm is established where the whole 90 % interval is worse than the margin. The
+    spread between seeds excuses nothing: pairing has removed it. The twin is a second estimate of the noise,
+    against pairs that agree by chance: a mean harm within it is inconclusive.
 
     Args:
         quantity: its name, for the sentence.
@@ -98,10 +90,8 @@ def compare(
     n = len(d)
     gap = float(d.mean())
     harm = worse * gap
-    interval = None
-    if n > 1:
-        ends = paired_interval(d)
-        interval = (float(ends[0]), float(ends[1]))
+    ends = paired_interval(d) if n > 1 else None
+    interval = (float(ends[0]), float(ends[1])) if ends is not None else None
     twin = NOISE_WIDTH * root_mean_square(twin_gaps) if twin_gaps else None
     # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
@@ -128,28 +118,21 @@ def compare(
         (harm <= margin, "within the margin" if harm > -margin else "on the better side of FP32"),
         (excused, "within what one ulp in the initial weights does to FP32"),
         (enough and low <= 0.0, "no more than the pairs' own spread (its interval holds zero)"),
-        (
-            not enough and seeds is not None and harm <= seeds / shrink,
-            "within FP32's own spread between seeds",
-        ),
+        (not enough and seeds is not None and harm <= seeds / shrink, "within FP32's spread between seeds"),
     ]
     named = next((text for holds, text in within if holds), "")
     if harmful:
         parity, why = Parity.DIVERGENT, "harm is established"
     elif far:
-        parity = Parity.CONSISTENT
-        why = (
-            f"the interval lies within the margin, but one pair's harm of {float((worse * d).max()):.3g} lies far "
-            "outside it, so that rare failures are likely"
-        )
+        one = f"one pair's harm of {float((worse * d).max()):.3g} lies far outside it"
+        parity, why = Parity.CONSISTENT, f"the interval lies within the margin, but {one}"
     elif equivalent:
         parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
     elif beyond:
-        parity = Parity.INCONCLUSIVE
-        few = "two pairs are too few to establish harm"
-        why = "the interval lies beyond the margin, but " + (
-            "one ulp in the initial weights changes FP32 by as much" if enough else few
+        excuse = (
+            "one ulp in the initial weights changes FP32 by as much" if enough else "two pairs are too few"
         )
+        parity, why = Parity.INCONCLUSIVE, f"the interval lies beyond the margin, but {excuse}"
     elif resolution is not None and resolution > coarse:
         parity = Parity.INCONCLUSIVE
         why = f"the noise is too large to tell: a harm of {resolution:.3g} cannot be excluded"
@@ -160,13 +143,7 @@ def compare(
             Parity.INCONCLUSIVE,
             "the gap is beyond the margin and beyond the noise, yet not established",
         )
-    power = needed = None
-    if enough:
-        deviation = null_deviation(d)
-        power = estimated_power(deviation, n, margin)
-        needed = pairs_needed(deviation, margin)
-        if needed is not None and power >= POWER:
-            needed = min(needed, n)
+    power, needed = planned(d, margin) if enough else (None, None)
     return Comparison(
         quantity,
         float(baseline.mean()),

@@ -26,7 +26,7 @@ POWER = 0.80
 MOST_PAIRS = 10_000
 
 FAR = 6.0
-"""Robust deviations above the other pairs, from where a pair counts as a failure of its own."""
+"""Withholds `equivalent` from under 3 % of equivalent normal differences (four or more pairs)."""
 
 Floats = NDArray[np.float64]
 
@@ -106,9 +106,8 @@ def null_deviation(differences: Floats) -> float:
 def estimated_power(deviation: float, pairs: int, margin: float) -> float:
     """Estimate `tost_power` at a gap of zero from `null_deviation` of that many pairs (three or more).
 
-    ``tost_power(std(d), pairs, margin)`` is biased: at three pairs and a deviation of one margin its mean is 33 %, the
-    power 13 %. This is the share of all samples with the same root mean square that pass the test. By Rao and
-    Blackwell its mean over samples is the power itself, if differences are normal with mean zero.
+    This is the share of all samples with that root mean square that pass the test, so its mean over samples is the
+    power (Rao and Blackwell). ``tost_power(std(d), pairs, margin)`` is biased: 33 % for 13 %, 3 pairs, 1 margin.
     """
     n, t = pairs, t_quantile(1 - (1 - CONFIDENCE) / 2, pairs - 1)
     u = (np.arange(256) + 0.5) / 256
@@ -118,11 +117,7 @@ def estimated_power(deviation: float, pairs: int, margin: float) -> float:
 
 
 def far_outside(harms: Floats, margin: float) -> bool:
-    """Whether one pair's harm is beyond the margin and far from the others: above their median by `FAR` deviations.
-
-    The deviation is robust (1.4826 times the median absolute one). Of normal differences that are equivalent this
-    withholds the word from at most 3 %.
-    """
+    """Whether one pair's harm is beyond the margin, and above the median by `FAR` robust deviations (1.4826 MAD)."""
     away = harms - np.median(harms)
     return bool(np.any((harms > margin) & (away > FAR * 1.4826 * np.median(np.abs(away)))))
 
@@ -150,6 +145,13 @@ def pairs_needed(sd: float, margin: float, power: float = POWER) -> int | None:
         else:
             low = middle
     return high
+
+
+def planned(differences: Floats, margin: float) -> tuple[float, int | None]:
+    """The estimated power of these pairs (three or more), and the pairs needed; the two agree on whether to add."""
+    n, deviation = len(differences), null_deviation(differences)
+    power, needed = estimated_power(deviation, n, margin), pairs_needed(deviation, margin)
+    return power, min(needed, n) if needed is not None and power >= POWER else needed
 
 
 def root_mean_square(values: Sequence[float]) -> float:

@@ -127,7 +127,7 @@ def judge(
         raise UsageError("no pair of runs to compare: FP32 and the candidate share no seed")
     broken = _broken(baseline, {k: candidate[k] for k in numbers})
     notes = _notes(baseline, candidate, numbers)
-    length = _length([*baseline.values(), *twins.values()], baseline, candidate, numbers)
+    length = _length([*baseline.values(), *twins.values()], baseline, candidate)
     groups = _groups({k: baseline[k] for k in numbers})
     if len(groups) < len(numbers):
         notes.append(
@@ -190,10 +190,8 @@ def judge(
     if length is not None:
         parity, reason = max(parity, length[0], key=ORDER.index), f"{length[1]} {reason}"
     if parity is Parity.EQUIVALENT:
-        notes.append(
-            f"{len(groups)} pairs cannot exclude a failure in fewer than {failure_rate_bound(len(groups)):.0%} "
-            "of the seeds (95 % confidence)."
-        )
+        rare = f"in fewer than {failure_rate_bound(len(groups)):.0%} of the seeds (95 % confidence)"
+        notes.append(f"{len(groups)} pairs cannot exclude a failure {rare}.")
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes))
 
 
@@ -237,30 +235,28 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
 
 
 def _length(
-    fp32: Sequence[RunResult],
-    baseline: Mapping[int, RunResult],
-    candidate: Mapping[int, RunResult],
-    numbers: list[int],
+    fp32: Sequence[RunResult], baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult]
 ) -> tuple[Parity, str] | None:
     """The best word left to a candidate whose run is not as long as FP32's, and why; None where all are.
 
-    A run is covered up to as far outside the lengths of FP32's own runs as these differ among themselves
-    (early stopping), but not under half of the shortest. A skipped step explains the losses of its closure
-    that are missing, or one step's losses more. A run that ended before the last tenth (of the updates, or of
-    the losses where no optimizer was seen) ended early: its final loss is of another stage of the training.
+    FP32's own runs may differ (early stopping): they cover as much again on either side, down to half of the
+    shortest. A skipped step explains missing losses of its closure, or one step's losses more. A run without
+    any of the last tenth (of the updates, or of the losses where no optimizer was seen) ended early.
     """
     worst = None
-    for k in numbers:
+    for k in sorted(set(baseline) & set(candidate)):
         one, pair = candidate[k], baseline[k]
         said = f"It recorded {_counts(one)} with seed {k}; FP32 recorded {_counts(pair)}"
         each = -(-len(pair.losses) // max(1, pair.updates or len(pair.losses)))  # losses of one update
-        rows = [(len(one.losses), [len(run.losses) for run in fp32], each - 1, each)]
+        more = each * one.skipped + one.reruns
+        rows = [(len(one.losses), [len(run.losses) for run in fp32], (each - 1) * one.skipped, more)]
         if one.updates is not None and pair.updates is not None:
-            rows.append((one.updates, [run.updates for run in fp32 if run.updates is not None], 0, 1))
+            rows.append(
+                (one.updates, [run.updates for run in fp32 if run.updates is not None], 0, one.skipped)
+            )
         for count, its, less, more in rows:
             spread = max(its) - min(its)
-            low = max(min(its) - spread, min(its) // 2) - less * one.skipped
-            high = max(its) + spread + more * one.skipped + one.reruns
+            low, high = max(min(its) - spread, min(its) // 2) - less, max(its) + spread + more
             if count < low and count <= low - final_count(low) and its is rows[-1][1]:
                 return Parity.DIVERGENT, f"{said}: it ended early."
             if not low <= count <= high:
