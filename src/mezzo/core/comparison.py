@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from mezzo.core.curve import Floats
-from mezzo.core.equivalence import paired_interval, pairs_needed, root_mean_square, t_quantile, tost_power
+from mezzo.core.equivalence import far_outside, paired_interval, planned, root_mean_square
 
 FEWEST_FOR_TOST = 3
 NOISE_WIDTH = 2.0
@@ -41,7 +41,7 @@ class Comparison:
     `gap` is candidate - FP32 in the quantity's own units, `interval` its 90 % interval (None with one
     pair), `margin` the same units. The noise floors are those of a single run: `twin_noise` is what one ulp
     in the initial weights does to FP32, `seed_noise` what another seed does (None: not measured). `power`
-    is the chance that this many pairs, this noisy, would prove equivalence if there were no gap;
+    estimates the chance that this many pairs, this noisy, prove equivalence if there is no gap;
     `pairs_needed` is how many would have 80 % of it; both are None with fewer than three pairs, which
     show no spread of the differences that either could be planned from. `resolution` is the harm that the
     runs cannot exclude.
@@ -69,10 +69,13 @@ def compare(
     worse: float,
     margin: float,
     twin_gaps: list[float],
-    level: float,
     coarse: float,
 ) -> Comparison:
     """Judge one quantity.
+
+    With three or more pairs harm is established where the whole 90 % interval is worse than the margin. The
+    spread between seeds excuses nothing: pairing has removed it. The twin is a second estimate of the noise,
+    against pairs that agree by chance: a mean harm within it is inconclusive.
 
     Args:
         quantity: its name, for the sentence.
@@ -81,54 +84,55 @@ def compare(
         worse: +1 where a higher value is worse, -1 where a lower one is.
         margin: the largest acceptable harm, in the quantity's units, > 0.
         twin_gaps: what FP32 does to itself when its initial weights move by one ulp; may be empty.
-        level: of the one-sided bound that establishes harm, for instance 0.95.
         coarse: a harm this large that can't be excluded makes the comparison inconclusive.
     """
     d = candidate - baseline
     n = len(d)
     gap = float(d.mean())
     harm = worse * gap
-    sd = float(d.std(ddof=1)) if n > 1 else None
-    interval = None
-    if n > 1:
-        low, high = paired_interval(d)
-        interval = (float(low), float(high))
+    ends = paired_interval(d) if n > 1 else None
+    interval = (float(ends[0]), float(ends[1])) if ends is not None else None
     twin = NOISE_WIDTH * root_mean_square(twin_gaps) if twin_gaps else None
     # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
     noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)
     shrink = float(np.sqrt(n))
-    scale = sd if n >= FEWEST_FOR_TOST else None
-
-    if n >= FEWEST_FOR_TOST and sd is not None and interval is not None:
-        bound = harm - t_quantile(level, n - 1) * sd / shrink
-        harmful = bound > margin and harm > (twin or 0.0) / shrink
-        equivalent = -margin < interval[0] and interval[1] < margin
-        own = min(worse * interval[0], worse * interval[1]) <= 0.0
-        resolution: float | None = max(0.0, worse * interval[0], worse * interval[1])
+    enough = n >= FEWEST_FOR_TOST
+    low, high = sorted(worse * end for end in interval) if interval else (-np.inf, np.inf)  # of the harm
+    beyond = low > margin
+    excused = twin is not None and harm <= twin / shrink
+    equivalent = enough and -margin < low and high < margin
+    far = equivalent and far_outside(worse * d, margin)
+    if enough:
+        harmful = beyond and not excused
+        resolution: float | None = max(0.0, high)
     else:
         harmful = (
             noise is not None
             and bool((worse * d > 0).all())
             and harm > SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH)
         )
-        equivalent = own = False
         resolution = max(0.0, harm) + noise / shrink if noise is not None else None
 
     within = [
         (harm <= margin, "within the margin" if harm > -margin else "on the better side of FP32"),
-        (
-            twin is not None and harm <= twin / shrink,
-            "within what one ulp in the initial weights does to FP32",
-        ),
-        (own, "no more than the pairs' own spread (its interval holds zero)"),
-        (seeds is not None and harm <= seeds / shrink, "within FP32's own spread between seeds"),
+        (excused, "within what one ulp in the initial weights does to FP32"),
+        (enough and low <= 0.0, "no more than the pairs' own spread (its interval holds zero)"),
+        (not enough and seeds is not None and harm <= seeds / shrink, "within FP32's spread between seeds"),
     ]
     named = next((text for holds, text in within if holds), "")
     if harmful:
         parity, why = Parity.DIVERGENT, "harm is established"
+    elif far:
+        one = f"one pair's harm of {float((worse * d).max()):.3g} lies far outside it"
+        parity, why = Parity.CONSISTENT, f"the interval lies within the margin, but {one}"
     elif equivalent:
         parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
+    elif beyond:
+        excuse = (
+            "one ulp in the initial weights changes FP32 by as much" if enough else "two pairs are too few"
+        )
+        parity, why = Parity.INCONCLUSIVE, f"the interval lies beyond the margin, but {excuse}"
     elif resolution is not None and resolution > coarse:
         parity = Parity.INCONCLUSIVE
         why = f"the noise is too large to tell: a harm of {resolution:.3g} cannot be excluded"
@@ -139,6 +143,7 @@ def compare(
             Parity.INCONCLUSIVE,
             "the gap is beyond the margin and beyond the noise, yet not established",
         )
+    power, needed = planned(d, margin) if enough else (None, None)
     return Comparison(
         quantity,
         float(baseline.mean()),
@@ -148,21 +153,21 @@ def compare(
         margin,
         twin,
         seeds,
-        tost_power(scale, n, margin) if scale is not None else None,
-        pairs_needed(scale, margin) if scale is not None else None,
+        power,
+        needed,
         resolution,
         parity,
         why,
     )
 
 
-def sentence(part: Comparison) -> str:
-    """The comparison in words: values, gap, interval, margin, finding, and the pairs it would take."""
+def sentence(part: Comparison, plan: bool = True) -> str:
+    """The comparison in words: values, gap, interval, margin, finding, and with `plan` the pairs it would take."""
     name = part.quantity[0].upper() + part.quantity[1:]
     values = f"{name} {part.candidate:.5g} against FP32's {part.baseline:.5g}"
     where = f", 90 % interval {part.interval[0]:+.3g} to {part.interval[1]:+.3g}" if part.interval else ""
     text = f"{values}: gap {part.gap:+.3g}{where}, margin {part.margin:.3g}: {part.why}."
-    if part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
+    if plan and part.parity in (Parity.CONSISTENT, Parity.INCONCLUSIVE):
         if part.power is None:
             measured = part.twin_noise is not None or part.seed_noise is not None
             unmeasured = "" if measured else " (no noise was measured)"

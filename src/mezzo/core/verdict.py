@@ -7,29 +7,29 @@ direction (a higher loss, a lower accuracy). The words:
 - **equivalent**: three or more pairs, and the 90 % interval of the mean difference lies within the margin
 (paired
   TOST), for the loss and for the metric where there is one.
-- **divergent**: harm is established. Three or more pairs: the interval's lower end of harm lies above the
-margin,
-  and the mean above what FP32 does to itself. One or two pairs: the gap is ten times the larger of margin
-  and noise. Any number: a loss that is not finite though its step was not skipped, a candidate whose
-  optimizer never moved, or a run that lost a quarter of what FP32 learned while no FP32 run came near.
+- **divergent**: harm is established. Three or more pairs: the whole interval is worse than the margin, of the
+  loss or of the metric, and the mean worse than the noise of FP32's one-ulp twin. One or two pairs: the gap is
+  ten times the larger of margin and noise. Any number: a loss that is not finite though its step was not
+  skipped, a candidate whose optimizer never moved, a run that ended early, or a run that lost a quarter of what
+  FP32 learned while no FP32 run came near.
 - **consistent**: harm is not established, and the gap lies within the margin, or within a noise that is
 named.
-- **inconclusive**: the gap is beyond both and yet not established, or the noise is so large that it says
-nothing.
+- **inconclusive**: the gap is beyond both and yet not established, the noise is so large that it says
+nothing, or the run has another length than FP32's.
 
 `docs/verdict.md` explains the words; tests simulate how often each is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from mezzo.core.comparison import COARSE, COARSE_SHARE, ORDER, Comparison, Parity, compare, sentence
-from mezzo.core.curve import Floats, final_loss, start_loss, tail_loss, window_losses
-from mezzo.core.equivalence import CONFIDENCE, paired_interval
+from mezzo.core.curve import Floats, final_count, final_loss, start_loss, tail_loss, window_losses
+from mezzo.core.equivalence import CONFIDENCE, failure_rate_bound, paired_interval
 from mezzo.core.errors import ScriptError, UsageError
 
 COLLAPSE_SHARE = 0.25
@@ -44,12 +44,19 @@ class RunResult:
         losses: the recorded losses in order, one for each outermost backward. metric: the script's final
         metric, if one was asked for and found. moved: optimizer steps that moved the parameters; None where
         the script steps no optimizer that was seen. skipped: optimizer steps that the loss scale vetoed.
+        reruns: calls of a closure within a step that were repeated at a smaller loss scale.
     """
 
     losses: Floats
     metric: float | None = None
     moved: int | None = None
     skipped: int = 0
+    reruns: int = 0
+
+    @property
+    def updates(self) -> int | None:
+        """Optimizer steps, moved or skipped; None where none was seen."""
+        return None if self.moved is None else self.moved + self.skipped
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ def judge(
         raise UsageError("no pair of runs to compare: FP32 and the candidate share no seed")
     broken = _broken(baseline, {k: candidate[k] for k in numbers})
     notes = _notes(baseline, candidate, numbers)
+    length = _length([*baseline.values(), *twins.values()], baseline, candidate)
     groups = _groups({k: baseline[k] for k in numbers})
     if len(groups) < len(numbers):
         notes.append(
@@ -137,7 +145,6 @@ def judge(
     ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
     learned = float(np.mean([start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
     has_metric = all(run.metric is not None for k in numbers for run in (baseline[k], candidate[k]))
-    level = 1 - (1 - CONFIDENCE) / 2 / (1 + has_metric)  # two chances of a false alarm share one alarm's rate
 
     margin = margins.loss * abs(float(base_end.mean()))
     twin_gaps = [gap for k, twin in twins.items() for gap in _late_gaps(baseline[k], twin)]
@@ -148,7 +155,6 @@ def judge(
         1.0,
         margin,
         twin_gaps,
-        level,
         max(COARSE * margin, COARSE_SHARE * learned),
     )
     metric = None
@@ -164,7 +170,7 @@ def judge(
             if twin.metric is not None and (other := baseline[k].metric) is not None
         ]
         worse = -1.0 if margins.metric_higher else 1.0
-        metric = compare("metric", base_metric, our_metric, worse, size, gaps, level, COARSE * size)
+        metric = compare("metric", base_metric, our_metric, worse, size, gaps, COARSE * size)
 
     differences = tuple(
         (
@@ -175,12 +181,17 @@ def judge(
         )
         for k in numbers
     )
-    parity, reason = _weigh(loss, metric)
+    parity, reason = _weigh(loss, metric, plan=length is None)
     collapse = _collapse(baseline, candidate, twins, numbers, learned)
     if collapse:
         parity, reason = Parity.DIVERGENT, collapse
     elif parity is Parity.EQUIVALENT and (where := _departure(baseline, candidate, groups, margins.loss)):
         parity, reason = Parity.CONSISTENT, where
+    if length is not None:
+        parity, reason = max(parity, length[0], key=ORDER.index), f"{length[1]} {reason}"
+    if parity is Parity.EQUIVALENT:
+        rare = f"in fewer than {failure_rate_bound(len(groups)):.0%} of the seeds (95 % confidence)"
+        notes.append(f"{len(groups)} pairs cannot exclude a failure {rare}.")
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes))
 
 
@@ -223,6 +234,42 @@ def _broken(baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult
     return ""
 
 
+def _length(
+    fp32: Sequence[RunResult], baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult]
+) -> tuple[Parity, str] | None:
+    """The best word left to a candidate whose run is not as long as FP32's, and why; None where all are.
+
+    FP32's own runs may differ (early stopping): they cover as much again on either side, down to half of the
+    shortest. A skipped step explains missing losses of its closure, or one step's losses more. A run without
+    any of the last tenth (of the updates, or of the losses where no optimizer was seen) ended early.
+    """
+    worst = None
+    for k in sorted(set(baseline) & set(candidate)):
+        one, pair = candidate[k], baseline[k]
+        said = f"It recorded {_counts(one)} with seed {k}; FP32 recorded {_counts(pair)}"
+        each = -(-len(pair.losses) // max(1, pair.updates or len(pair.losses)))  # losses of one update
+        more = each * one.skipped + one.reruns
+        rows = [(len(one.losses), [len(run.losses) for run in fp32], (each - 1) * one.skipped, more)]
+        if one.updates is not None and pair.updates is not None:
+            rows.append(
+                (one.updates, [run.updates for run in fp32 if run.updates is not None], 0, one.skipped)
+            )
+        for count, its, less, more in rows:
+            spread = max(its) - min(its)
+            low, high = max(min(its) - spread, min(its) // 2) - less, max(its) + spread + more
+            if count < low and count <= low - final_count(low) and its is rows[-1][1]:
+                return Parity.DIVERGENT, f"{said}: it ended early."
+            if not low <= count <= high:
+                worst = Parity.INCONCLUSIVE, f"{said}: more than skipped steps or FP32's own runs differ by."
+        if one.metric is None and pair.metric is not None:
+            worst = Parity.INCONCLUSIVE, f"It printed no metric with seed {k}; FP32 did."
+    return worst
+
+
+def _counts(run: RunResult) -> str:
+    return f"{len(run.losses)} losses" + (f" and {run.updates} updates" if run.updates is not None else "")
+
+
 def _notes(
     baseline: Mapping[int, RunResult], candidate: Mapping[int, RunResult], numbers: list[int]
 ) -> list[str]:
@@ -263,11 +310,11 @@ def _late_gaps(run: RunResult, twin: RunResult) -> list[float]:
     return late
 
 
-def _weigh(loss: Comparison, metric: Comparison | None) -> tuple[Parity, str]:
+def _weigh(loss: Comparison, metric: Comparison | None, plan: bool) -> tuple[Parity, str]:
     """The worse of the two words, and the sentence."""
     parts = [loss] if metric is None else [loss, metric]
     parity = max((part.parity for part in parts), key=ORDER.index)
-    return parity, " ".join(sentence(part) for part in parts)
+    return parity, " ".join(sentence(part, plan) for part in parts)
 
 
 def _collapse(

@@ -9,8 +9,8 @@ from mezzo.report.markup import Markup, element
 _TERMS = {
     "equivalent": (
         "Three or more pairs, and the 90 % interval of the gap lies within the margin, for the loss and "
-        "for the metric where there is one (paired TOST). The test set out to show that there is no "
-        "harm larger than the margin, and did."
+        "for the metric where there is one (paired TOST), and no single pair lies far outside. Failures in "
+        "a small share of the seeds cannot be excluded: a note says how small."
     ),
     "consistent": (
         "Harm is not established, and the gap lies within the margin, or within a noise that the card "
@@ -18,13 +18,13 @@ _TERMS = {
         "shown either."
     ),
     "inconclusive": (
-        "The gap lies beyond the margin and beyond the noise and yet harm is not established, or the "
-        "noise is so large that the runs say nothing. More pairs may decide."
+        "The gap lies beyond the margin and beyond the noise and yet harm is not established, the "
+        "noise is so large that the runs say nothing, or a run is not as long as FP32's."
     ),
     "divergent": (
         "Harm is established: the gap lies beyond the margin by more than chance explains. Or training "
         "broke: a loss that is not finite, weights that never moved, a quarter of what FP32 learned "
-        "lost, a script that failed."
+        "lost, a script that failed or ended early."
     ),
     "pair": (
         "An FP32 run and a candidate's run with the same seed. Run k adds k to every seed that the "
@@ -44,8 +44,8 @@ _TERMS = {
         "Student's t; of the speed, a bootstrap of the ratio of median step times. Narrow is better."
     ),
     "power": (
-        "The chance that this many pairs, this noisy, would earn the word equivalent if there were no "
-        "gap at all. Low power means: add seeds."
+        "An estimate of the chance that this many pairs, this noisy, earn the word equivalent if there is "
+        "no gap. It is right on average over comparisons. Low power means: add seeds."
     ),
     "one-ulp twin": (
         "An FP32 run whose initial weights were moved by one unit in the last place. How far it strays "

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 NETWORKS = ("discriminator", "generator")
 MARGIN = 0.10
-LEVEL = 0.95
 APART = 2.0
 """In powers of two: a factor of 4."""
 ONE_SIDED = 0.9
@@ -85,7 +84,7 @@ def judge(baseline: Sequence[Run], candidate: Sequence[Run]) -> Comparison:
     theirs = np.array([run["distance"] for run in baseline], dtype=np.float64)
     ours = np.array([run["distance"] for run in candidate], dtype=np.float64)
     margin = MARGIN * float(theirs.mean())
-    return compare("Frechet distance", theirs, ours, 1.0, margin, [], LEVEL, COARSE * margin)
+    return compare("Frechet distance", theirs, ours, 1.0, margin, [], COARSE * margin)
 
 
 def as_good(name: str, expected: str, baseline: Sequence[Run], candidate: Sequence[Run]) -> Finding:

@@ -23,6 +23,7 @@ CHATTER = re.compile(
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] (?:tensorflow|external)/"
     r"|To enable the following instructions: .* rebuild TensorFlow"
 )
+RERUNS = re.compile(r"closure run again (\d+) times")  # a reason of mezzo.pytorch.launch.optimizers
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class FinishedRun:
             metric=found[0] if found else None,
             moved=moved if self.updates else None,
             skipped=sum(update.skipped for update in self.updates),
+            reruns=sum(int(again[1]) for update in self.updates if (again := RERUNS.match(update.reason))),
         )
 
     def times(self) -> Floats:
