@@ -42,7 +42,7 @@ KERAS = {
 }
 TENSORFLOW = {
     *("disable_mixed_precision_graph_rewrite", "enable_mixed_precision_graph_rewrite"),
-    *("explain", "install", "uninstall"),
+    *("install", "uninstall"),
 }
 
 FORMATS = {

@@ -36,8 +36,5 @@ def test_the_code_of_the_page_runs(
     assert told.out.splitlines()[0] == on_stdout
     assert "[20, 1024.0, 0]" in told.out.replace("np.int64(", "").replace("np.float32(", "").replace(")", "")
     assert "Gradients that are not finite: culprit:0." in told.out
-    shown = re.search(r"^```text\n(onednn_bfloat16: .*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    assert shown.group(1).strip() in told.out
     assert "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Sigmoid,Tanh" in told.out
-    assert len(blocks) == 13
+    assert len(blocks) == 10

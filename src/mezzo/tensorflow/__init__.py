@@ -1,4 +1,4 @@
-"""Mezzo for TensorFlow: the graph rewrite with a loss scale, TF1-style optimizers, Keras 2, and what was painted why.
+"""Mezzo for TensorFlow: the graph rewrite with a loss scale, TF1-style optimizers and Keras 2.
 
 Each public name is fetched when it is first asked for: `import mezzo.tensorflow` alone imports no TensorFlow.
 """
@@ -17,25 +17,32 @@ _PUBLIC = {
     "disable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
     "install": "mezzo.tensorflow.install",
     "uninstall": "mezzo.tensorflow.install",
-    "explain": "mezzo.tensorflow.explain",
 }
 
 __all__ = [
     "disable_mixed_precision_graph_rewrite",
     "enable_mixed_precision_graph_rewrite",
-    "explain",
     "install",
     "uninstall",
 ]
 
 
-__getattr__, __dir__ = lazy(
+_get, __dir__ = lazy(
     __name__,
     _PUBLIC,
     {
         "tensorflow": "Install it with pip install 'mezzo[tensorflow]'; on a CPU, pip install tensorflow-cpu.",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "explain":
+        raise AttributeError(
+            "mezzo.tensorflow.explain was removed in version 0.2. TensorFlow writes its graphs before and after the "
+            "rewrite into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/tensorflow.md)."
+        )
+    return _get(name)
 
 
 class _Package(ModuleType):

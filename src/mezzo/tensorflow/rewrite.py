@@ -1,7 +1,7 @@
 """Mixed precision by rewriting the graph: a loss scale around the optimizer, and grappler's auto mixed precision.
 
 The model stays as it is written, in FP32. When TensorFlow optimizes a graph, the ops that its lists allow are run in 16
-bits, with casts around them; `mezzo.tensorflow.explain` shows which and why.
+bits, with casts around them.
 """
 
 from __future__ import annotations
