@@ -7,6 +7,7 @@ and `read` turns that file into rows. `PARTS` is the table. To add a part, add i
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from subprocess import run
 from typing import Any
+
+from scipy import stats
 
 import outcomes
 
@@ -173,16 +176,33 @@ def faults(path: Path) -> Iterator[Row]:
 
 
 def verdict(path: Path) -> Iterator[Row]:
-    """The verdict on simulated runs: how often it is wrong, and how far the printed power is off."""
-    for name, found in load(path)["rows"].items():
-        interval = found.get("interval")
-        yield Row(
-            name,
-            found["value"],
-            found.get("better", "lower"),
-            found.get("unit", "share"),
-            list(interval) if interval else None,
-        )
+    """The verdict on simulated runs: the worst rate of wrong words of each group, and the error of printed power.
+
+    Intervals are of the number of trials: Wilson's for a rate. An error of power is a mean of numbers between 0 and 1,
+    whose standard error is 0.5 / sqrt(trials) at most.
+    """
+    found = load(path)
+    for quantity, cells in found.items():
+        for group, rates in cells.items() if isinstance(cells, dict) else ():
+            value, trials = max(_leaves(rates)), max(1, found["trials"] // FEWER_TRIALS.get(quantity, 1))
+            if quantity == "power_error":
+                reach = 1.96 * 0.5 / math.sqrt(trials)
+                interval = [value - reach, value + reach]
+            else:
+                interval = list(stats.binomtest(round(value * trials), trials).proportion_ci(method="wilson"))
+            yield Row(f"{quantity.replace('_', ' ')}, {group}: worst", value, unit="share", interval=interval)
+
+
+FEWER_TRIALS = {"power_error": 3, "early_end": 10}
+
+
+def _leaves(cells: Any) -> Iterator[float]:
+    if not isinstance(cells, dict):
+        yield abs(cells)
+    for cell in (
+        [cells["error"]] if isinstance(cells, dict) and "error" in cells else getattr(cells, "values", list)()
+    ):
+        yield from _leaves(cell)
 
 
 def conformance(path: Path) -> Iterator[Row]:

@@ -93,6 +93,7 @@ def test_the_verdict_on_a_figure(case: str, ledger: ModuleType) -> None:
 
 # The command is a script that writes "[value]"; its rows are that value.
 WRITES = "import sys; open(sys.argv[1], 'w').write('{\"value\": %s}')"
+RENAMED = 'import sys; open(sys.argv[1], \'w\').write(\'{"value": 0.5, "name": "other"}\')'
 NOT_RUN = "import sys; open(sys.argv[1], 'w').write('{\"not_run\": \"no data\"}')"
 
 
@@ -102,7 +103,8 @@ def run(ledger: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     parts = sys.modules["ledger_parts"]
 
     def read(path: Path) -> list[Any]:
-        return [parts.Row("figure", json.loads(path.read_text())["value"])]
+        found = json.loads(path.read_text())
+        return [parts.Row(found.get("name", "figure"), found["value"])]
 
     def main(scripts: dict[str, str], *options: str) -> int:
         (tmp_path / "benchmarks").mkdir(exist_ok=True)
@@ -121,7 +123,7 @@ def run(ledger: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def _values(tmp_path: Path) -> dict[str, Any]:
     parts = json.loads((tmp_path / "ledger.json").read_text())["parts"]
-    return {part: found["rows"]["figure"]["value"] for part, found in parts.items()}
+    return {part: next(iter(found["rows"].values()))["value"] for part, found in parts.items()}
 
 
 SECOND: dict[str, tuple[str, int, float]] = {
@@ -129,6 +131,7 @@ SECOND: dict[str, tuple[str, int, float]] = {
     "the same": (WRITES % 1, 0, 1),
     "better": (WRITES % 0.5, 0, 0.5),
     "worse": (WRITES % 2, 1, 2),
+    "better, under another name": (RENAMED, 1, 0.5),
     "could not run": (NOT_RUN, 0, 1),
     "fails": ("raise SystemExit(3)", 1, 1),
     "fails in silence": ("pass", 1, 1),
@@ -164,10 +167,12 @@ def test_from_results_reads_and_runs_nothing(run: Callable[..., int], tmp_path: 
 
 def test_a_result_file_that_two_parts_read_is_measured_once(ledger: ModuleType, tmp_path: Path) -> None:
     parts = sys.modules["ledger_parts"]
-    fresh = {"bench.json": tmp_path / "bench.json"}
-    fresh["bench.json"].write_text('{"rows": {}}')
-    arguments = ledger._parser().parse_args(["--results", str(tmp_path)])
-    assert ledger.measure("bytes", parts.PARTS["bytes"], arguments, tmp_path / "none", fresh) == []
+    part = parts.Part(("no_such_script.py", "{out}"), "shared.json", lambda path: [])
+    fresh = {"shared.json": tmp_path / "shared.json"}
+    fresh["shared.json"].write_text("{}")
+    arguments = ledger._parser().parse_args(["--results", str(tmp_path / "none")])
+    assert ledger.measure("a", part, arguments, tmp_path, fresh) == []
+    assert ledger.measure("a", part, arguments, tmp_path, {})[0].note.startswith("failed")
 
 
 USAGE = {
@@ -219,6 +224,22 @@ def test_each_group_of_cases_has_its_files_and_no_other_group_s(load: Callable[[
     assert all(groups.values())
     files = [path for group in groups.values() for path in group]
     assert len(files) == len(set(files))
+
+
+def test_a_simulation_s_worst_rates_are_rows(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    found = {
+        "trials": 100,
+        "seed": 0,
+        "false_equivalent": {"normal": {"0.1": {"3": 0.02, "5": 0.05}, "1": {"3": 0.01, "5": 0.0}}},
+        "power_error": {"3": {"0.3": {"printed": 0.3, "true": 0.5, "error": -0.2}}},
+        "early_end": {"57": 0.0},
+    }
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    rows = {row.name: row for row in load("ledger_parts").verdict(tmp_path / "found.json")}
+    assert [row.value for row in rows.values()] == [0.05, 0.2, 0.0]
+    for row in rows.values():
+        assert row.interval is not None
+        assert row.interval[0] <= row.value <= row.interval[1]
 
 
 REPORT = """<testsuites><testsuite>
