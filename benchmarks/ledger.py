@@ -40,19 +40,10 @@ from rich.table import Table
 from ledger_parts import PARTS, ROOT, Part, Row, load
 from mezzo.pytorch.machine import describe
 
-RESULTS = ROOT / "benchmarks" / "results"
-OUT = RESULTS / "ledger.json"
+OUT = ROOT / "benchmarks" / "results" / "ledger.json"
 BYTES = 0.001  # of the committed figure: what bytes may grow by
-ARROWS = {
-    "worse": "▼",
-    "better": "▲",
-    "within": "=",
-    "same": "=",
-    "new": "+",
-    "missing": "▼",
-    "info": "·",
-    "not run": "?",
-}
+VERDICTS = ("worse", "better", "within", "same", "new", "missing", "info", "not run")
+ARROWS = dict(zip(VERDICTS, "▼▲==+▼·?"))
 COLORS = {"worse": "red", "missing": "red", "better": "green", "not run": "yellow"}
 FAILS = ("worse", "missing")
 Ledger = dict[str, dict[str, Any]]
@@ -102,9 +93,7 @@ def compare(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> 
 def _cases(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
     fails = sorted(set(now.get("failed", ())) - set(before.get("failed", ())))
     if fails:
-        return "worse", f"now fails: {', '.join(fails[:3])}" + (
-            f" and {len(fails) - 3} more" if len(fails) > 3 else ""
-        )
+        return "worse", f"{len(fails)} that did not fail: {', '.join(fails[:3])}" + ", ..." * (len(fails) > 3)
     if now["of"] < before["of"]:
         return "worse", f"{before['of'] - now['of']} fewer cases"
     if now["value"] == before["value"]:
@@ -118,9 +107,8 @@ def lines(committed: Ledger, found: Ledger, parts: list[str]) -> Iterator[Line]:
         before, now = (ledger.get(part, {}).get("rows", {}) for ledger in (committed, found))
         gone = [name for name, row in before.items() if name not in now and row["value"] is not None]
         for name in (*now, *([] if unmeasured(found[part]) else gone)):
-            row, other = before.get(name), now.get(name)
-            verdict, why = compare(row, other)
-            yield Line(part, name, verdict, row, other, why)
+            verdict, why = compare(before.get(name), now.get(name))
+            yield Line(part, name, verdict, before.get(name), now.get(name), why)
 
 
 def unmeasured(part: Mapping[str, Any]) -> bool:
@@ -175,18 +163,20 @@ def _run(part: Part, path: Path) -> str:
 
 def entry(name: str, rows: list[Row], arguments: argparse.Namespace, minutes: float) -> dict[str, Any]:
     """A part as the ledger keeps it: how it was measured, and its rows."""
-    part, found = PARTS[name], {"command": f"python benchmarks/ledger.py --part {name}"}
-    machine = None
+    part, machine = PARTS[name], None
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(git, cwd=arguments.source or ROOT, capture_output=True, text=True)
+    commit = done.stdout.strip() or "a folder without git"
+    found = {
+        "command": f"python benchmarks/ledger.py --part {name}",
+        "source": f"measured on {commit} or later",
+    }
     if part.command:
         found["command"] = " ".join(("python", f"benchmarks/{part.command[0]}", *part.command[1:-2]))
     if part.command and arguments.from_results:
-        found["source"] = f"read from {part.result}, not measured anew"
+        found["source"] = f"read from {part.result} of {commit}, not measured anew"
         path = arguments.results / part.result
         machine = load(path).get("machine") if path.is_file() else None
-    else:
-        commit = ["git", "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(commit, cwd=arguments.source or ROOT, capture_output=True, text=True)
-        found["source"] = f"measured on {done.stdout.strip() or 'sources without git'} or later"
     kept = {key: (machine or describe()).get(key) for key in ("cpu", "threads", "torch")}
     figures = {row.name: {k: v for k, v in row.to_json().items() if k != "name"} for row in rows}
     return {**found, "machine": kept, "minutes": round(minutes, 1), "rows": figures}
@@ -273,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=OUT, help="default %(default)s")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another ledger than HEAD's")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of the result files")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="of the result files")
     parser.add_argument("--from-results", action="store_true", help="read the result files, run no benchmark")
     parser.add_argument("--all", action="store_true", help="print unchanged figures too")
     parser.add_argument("--json", action="store_true", help="print the lines as JSON")
@@ -288,15 +278,18 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error(f"--part {unknown[0]}: unknown part. Use some of {', '.join(PARTS)}")
     if arguments.against and not arguments.against.is_file():
         parser.error(f"--against {arguments.against}: there is no such file")
-    if arguments.source is None:
-        return chosen or [name for name, part in PARTS.items() if part.default]
-    if arguments.out == OUT:
-        parser.error("--source measures other sources: give --out, so that it does not replace this ledger")
-    source = (arguments.source / "src").resolve()
-    if not (source / "mezzo").is_dir():
-        parser.error(f"--source {arguments.source}: there is no src/mezzo in it")
-    arguments.source = arguments.source.resolve()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
+    if arguments.source:
+        arguments.source = arguments.source.resolve()
+        if arguments.out == OUT:
+            parser.error(
+                "--source measures other sources: give --out, so that it does not replace this ledger"
+            )
+        if not (arguments.source / "src" / "mezzo").is_dir():
+            parser.error(f"--source {arguments.source}: there is no src/mezzo in it")
+        paths = (str(arguments.source / "src"), os.environ.get("PYTHONPATH"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if arguments.results is None and arguments.from_results:
+        arguments.results = (arguments.source or ROOT) / "benchmarks" / "results"
     return chosen or [name for name, part in PARTS.items() if part.default]
 
 
@@ -311,8 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     against = on_disk(arguments.against) if arguments.against else committed()
     with tempfile.TemporaryDirectory() as temporary:
         folder, fresh = Path(temporary), dict[str, Path]()
-        if arguments.source and not arguments.from_results and arguments.results == RESULTS:
-            arguments.results = folder  # this checkout's result files are not of those sources
+        if arguments.results is None:  # this checkout's result files are not of other sources
+            arguments.results = folder if arguments.source else OUT.parent
         for number, name in enumerate(chosen, 1):
             since = time.monotonic()
             progress.print(f"[{number}/{len(chosen)}] {name} ({(since - begun) / 60:.1f} min)", markup=False)
