@@ -43,7 +43,7 @@ reproduce: .venv/test.stamp
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
-# Every figure against the committed one: exit status 1 where one is worse. `make ledger PART=sizes,cases` for a part; all take hours.
+# Every figure against the committed one: exit status 1 where one is worse. `make ledger PART=sizes,cases` for a part; all take about an hour.
 ledger: .venv/test.stamp
 	$(BIN)/python benchmarks/ledger.py $(PART:%=--part %) $(LEDGER)
 

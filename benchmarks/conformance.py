@@ -150,6 +150,7 @@ def main() -> int:
         for test, told in suite["tests"].items():
             if told["outcome"] != "passed":
                 print(f"  {told['outcome']}: {test}: {told['why']}")
+            told["why"] = told["why"].partition(":")[0]  # the file names the error; its text is PyTorch's
     print(found.get("not_run", ""), end="\n" * ("not_run" in found))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """`make ledger`: Mezzo's figures against the committed ones; exit status 1 where one is worse beyond its interval.
 
-    python benchmarks/ledger.py                                   # every part but `ci`; hours
+    python benchmarks/ledger.py                                   # every part but `ci`; about an hour
     python benchmarks/ledger.py --part sizes,cases,conformance    # only these; the file's other parts stay
     python benchmarks/ledger.py --part speed --from-results       # no measurement: reads benchmarks/results/*.json
     python benchmarks/ledger.py --part cases --source ../old --out old.json    # the sources of another checkout
@@ -14,7 +14,8 @@ where git has none). ledger_parts.py has the parts. Worse means:
 - a figure that the part no longer gives, or a command that fails.
 
 "info" figures (lines, files, seconds) have no verdict. A part that cannot run on this machine says why, keeps its
-committed figures and does not change the exit status. Ratios of times need a quiet machine.
+committed figures and does not change the exit status. Ratios of times need a quiet machine; peak bytes need the
+committed number of threads. Figures of another machine are compared too, and a line says so.
 
 Exit status: 0 nothing is worse, 1 something is, 2 usage.
 """
@@ -293,6 +294,10 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return chosen or [name for name, part in PARTS.items() if part.default]
 
 
+def _machine(of: Mapping[str, Any]) -> str:
+    return f"{of['cpu']}, {of['threads']} threads, PyTorch {of['torch']}"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -319,9 +324,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(judged, console, arguments.all)
         for name in chosen:
-            was, now = (ledger.get(name, {}).get("machine", {}).get("cpu") for ledger in (against, found))
+            was, now = against.get(name, {}).get("machine"), found[name]["machine"]
             if was and was != now:
-                console.print(f"{name}: the committed figures are of another CPU ({was}; this is {now})")
+                console.print(
+                    f"{name}: compared with figures of {_machine(was)}; this is {_machine(now)}", markup=False
+                )
         minutes = (time.monotonic() - begun) / 60
         console.print(f"{len(judged)} figures, {len(worse)} worse; {minutes:.1f} minutes")
         console.print(f"written: {arguments.out}", soft_wrap=True)
