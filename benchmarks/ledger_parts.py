@@ -35,7 +35,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "verdict": ("verdict*", "check_of_trial*"),
     "durability": ("compare*",),
 }
-"""Group -> patterns of tests/test_PATTERN.py. A file counts in the first group that names it."""
+"""Group -> patterns of tests/test_PATTERN.py."""
 
 VARIES = ("skipped steps of clean runs", "policies that remedies name")
 """Counts of faults.json whose total is not a number of cases: it changes with what a run does."""
@@ -218,14 +218,10 @@ def conformance(path: Path) -> Iterator[Row]:
 
 def groups(folder: Path) -> dict[str, list[Path]]:
     """Group -> the test files that are its."""
-    left = set(folder.glob("test_*.py"))
-    found = {}
-    for group, patterns in TESTS.items():
-        found[group] = sorted(
-            {path for pattern in patterns for path in folder.glob(f"test_{pattern}.py")} & left
-        )
-        left -= set(found[group])
-    return found
+    return {
+        group: sorted({path for pattern in patterns for path in folder.glob(f"test_{pattern}.py")})
+        for group, patterns in TESTS.items()
+    }
 
 
 def cases(_: Path) -> Iterator[Row]:

@@ -91,6 +91,29 @@ def test_the_verdict_on_a_figure(case: str, ledger: ModuleType) -> None:
     assert verdict in ledger.ARROWS
 
 
+LISTED: dict[str, tuple[dict[str, Row], dict[str, Row], dict[str, str]]] = {
+    "a figure that is gone": ({"a": ratio(1), "b": ratio(1)}, {"a": ratio(1)}, {"a": "same", "b": "missing"}),
+    "a part that failed lists nothing else": (
+        {"a": ratio(1)},
+        {"p": amount(None, "x", note="failed: boom")},
+        {"p": "worse"},
+    ),
+    "what was not run before": (
+        {"p": amount(None, "x", note="not run: no data")},
+        {"a": ratio(1)},
+        {"a": "new"},
+    ),
+    "no figures at all": ({"a": ratio(1)}, {}, {"a": "missing"}),
+}
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_the_figures_of_a_part_that_are_listed(case: str, ledger: ModuleType) -> None:
+    before, now, expected = LISTED[case]
+    found = ledger.lines({"part": {"rows": before}}, {"part": {"rows": now}}, ["part"])
+    assert {line.name: line.verdict for line in found} == expected
+
+
 # The command is a script that writes "[value]"; its rows are that value.
 WRITES = "import sys; open(sys.argv[1], 'w').write('{\"value\": %s}')"
 RENAMED = 'import sys; open(sys.argv[1], \'w\').write(\'{"value": 0.5, "name": "other"}\')'
@@ -214,6 +237,7 @@ def test_the_parts_read_the_committed_result_files(load: Callable[[str], ModuleT
             assert rows
             assert len({row.name for row in rows}) == len(rows)
             assert all(isinstance(row.value, (int, float)) or row.note for row in rows)
+            assert not any("amp-" in row.name for row in rows)  # PyTorch's own
             assert (BENCHMARKS / part.command[0]).is_file()
             read += 1
     assert read >= 6
