@@ -4,7 +4,7 @@ BIN := .venv/bin
 # `pip install torch` on Linux brings gigabytes of CUDA; constraints.txt pins the release that is tested.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types layers fast heavy frameworks reproduce bench gpu-check clean
+.PHONY: demo test lint types layers fast heavy frameworks reproduce bench ledger gpu-check clean
 
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
@@ -42,6 +42,10 @@ reproduce: .venv/test.stamp
 # Times want a quiet machine. `make bench BENCH="--only gpt --mode eager"` for a part; benchmarks/readme.py fills the pages.
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+# Every figure against the committed one: exit status 1 where one is worse. `make ledger PART=sizes,cases` for a part; all take about an hour.
+ledger: .venv/test.stamp
+	$(BIN)/python benchmarks/ledger.py $(PART:%=--part %) $(LEDGER)
 
 # For the owner of any CUDA GPU: one JSON file under benchmarks/results/, and a table. Without a GPU it exits with 2.
 gpu-check: .venv/test.stamp
