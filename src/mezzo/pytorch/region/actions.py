@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
@@ -23,10 +24,11 @@ from mezzo.pytorch.kernels import own
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.short_indices import keeping_short_indices
-from mezzo.pytorch.region.plan import OpPlan, carries_fp32, overload_named
+from mezzo.pytorch.region.fallback import noted, widen
+from mezzo.pytorch.region.plan import WIDEST, OpPlan, carries_fp32, overload_named
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
-__all__ = ["Action", "action"]
+__all__ = ["Action", "action", "for_other_layouts"]
 
 Action = Callable[..., Any]
 
@@ -84,6 +86,31 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     if op_plan.rule == "lower":
         return _cast_to(overload, device_type, compute)
     return _fastest(overload)
+
+
+def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
+    """The action of one overload where an input is sparse, nested or in oneDNN's layout; None: as with dense ones.
+
+    PyTorch has few 16-bit kernels for such tensors, and not all can be cast. So what has 16 bits is widened, the rest
+    stays, and the result is FP32, or for `internal_fp32` the first input's format. Nested tensors have 16-bit kernels:
+    they run as they come if nothing is in FP32.
+    """
+    overload = overload_named(name)
+    if op_plan.how == "banned":
+        return None
+    if op_plan.formats_in == WIDEST:
+        return _promoted(overload, device_type)
+    if op_plan.rule == "internal_fp32":
+        return noted(op_plan.op, _rounded(op_plan.op, overload, device_type))
+
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
+            return overload(*args, **kwargs)
+        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        return overload(*wide_args, **wide_kwargs)
+
+    return widened if op_plan.how == "fp32" else noted(op_plan.op, widened)
 
 
 def _fastest(overload: torch._ops.OpOverload) -> Action:
