@@ -15,9 +15,6 @@ where the device has the format.
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +25,7 @@ from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.region import identity, recompute
 from mezzo.pytorch.region.actions import Action, action, for_other_layouts
-from mezzo.pytorch.region.fallback import OTHER_LAYOUTS
+from mezzo.pytorch.region.fallback import OTHER_LAYOUTS, quietly
 from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, has_kernel
 from mezzo.pytorch.tf32 import leaves_autocast_off
@@ -182,14 +179,6 @@ def _register(kernel: _Kernel) -> None:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     with quietly():
         _libraries[namespace].impl(op, run, key_name, with_keyset=True)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """The dispatcher says once that a kernel of its own is replaced; that is the purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _number_places(overload: torch._ops.OpOverload) -> tuple[int, ...]:

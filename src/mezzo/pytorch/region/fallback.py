@@ -1,25 +1,24 @@
 """FP32 where PyTorch has no 16-bit kernel for a call: which calls these were, and the kernels that a run needs for it.
 
-What Mezzo's kernels at the Autocast key see is cast there (`mezzo.pytorch.region.actions.for_other_layouts`). What
-PyTorch's autocast casts itself (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo run`
-wraps those kernels, so that a script that runs in FP32 runs in each format. They are keyed by layout: dense tensors
-never meet them. Outside of a run nothing is wrapped, and a plain `torch.autocast` fails where it failed.
+What a kernel of Mezzo's at the Autocast key sees is widened there (`mezzo.pytorch.region.actions.for_other_layouts`).
+What PyTorch's autocast casts itself (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo
+run` wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never meet them. Outside
+of a run nothing is wrapped, and a plain `torch.autocast` fails where it failed.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
-
-__all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "lend_kernels", "noted", "widen"]
+__all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "lend_kernels", "noted", "quietly", "widen"]
 
 #: Op -> how many of its calls ran in FP32 although its rule has 16 bits.
 CALLS: Counter[str] = Counter()
@@ -28,10 +27,9 @@ CALLS: Counter[str] = Counter()
 LACKING: Mapping[str, str] = {
     "SparseCPU": "_sparse_sparse_matmul add.Tensor bmm mm sub.Tensor",
     "SparseCsrCPU": "add.Tensor addmm mm triangular_solve.X",
-    "NestedTensorCPU": "_transformer_encoder_layer_fwd",
 }
 
-#: Bits of a dispatch key set, one of which is set where an argument's layout is not plain.
+#: Bits of a dispatch key set, of which one is set where an argument's layout is not plain.
 OTHER_LAYOUTS: int = 0
 for _name in ("Sparse", "SparseCsr", "NestedTensor", "MkldnnCPU"):
     OTHER_LAYOUTS |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name)).raw_repr()
@@ -40,7 +38,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Widened(torch.autograd.Function):
-    """A cast whose gradient may be sparse or dense, whatever the tensor is; that of `Tensor.to` refuses another layout."""
+    """A cast whose gradient may be sparse or dense, whatever the tensor is; `Tensor.to` refuses another layout there."""
 
     generate_vmap_rule = True
 
@@ -58,12 +56,11 @@ class _Widened(torch.autograd.Function):
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """A tensor of any layout in FP32 if it has 16 bits, else as it is; backward works wherever FP32's would."""
+    """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
     if tensor.dtype not in _HALVES:
         return tensor
-    if tensor.is_nested or not tensor.requires_grad:
-        return tensor.float()
-    return _Widened.apply(tensor)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
+    wide: Tensor = tensor.float() if tensor.is_nested or not tensor.requires_grad else _Widened.apply(tensor)
+    return wide
 
 
 def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,31 +74,35 @@ def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lend_kernels() -> Callable[[], None]:
-    """Wrap the kernels in `LACKING`, so that they compute 16-bit tensors in FP32. Returns what undoes it."""
+    """Wrap the kernels in `LACKING`, so that they compute 16-bit tensors in FP32; returns what undoes it."""
+    CALLS.clear()
     library = torch.library.Library("aten", "IMPL")
-    for key, names in LACKING.items():
-        for name in names.split():
-            _wrap(library, name, key)
+    with quietly():
+        for key, names in LACKING.items():
+            for name in names.split():
+                library.impl(name, _in_fp32(name, key), key, with_keyset=True)
     return library._destroy
 
 
-def _wrap(library: torch.library.Library, name: str, key: str) -> None:
+def _in_fp32(name: str, key: str) -> Callable[..., Any]:
     op, _, overload = name.partition(".")
     original = torch.library.get_kernel(getattr(getattr(torch.ops.aten, op), overload or "default"), key)
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[AUTOCAST_KEYS["cpu"]])
 
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()}
-        halves = dtypes.intersection(_HALVES)
-        CALLS[op] += bool(halves)
-        with torch._C._ExcludeDispatchKeyGuard(autocast):  # a layer computed whole must not lower its own parts
-            if not halves:
-                return original.call_boxed(keyset, *args, **kwargs)
-            wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
-            out = original.call_boxed(keyset, *wide_args, **wide_kwargs)
-            return tree_map_only(Tensor, lambda t: t.to(reduce(torch.promote_types, dtypes)), out)
+        dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if dtypes.isdisjoint(_HALVES):
+            return original.call_boxed(keyset, *args, **kwargs)
+        CALLS[op] += 1
+        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        out = original.call_boxed(keyset, *wide_args, **wide_kwargs)
+        return tree_map_only(Tensor, lambda t: t.to(*dtypes), out) if len(dtypes) == 1 else out
 
-    from mezzo.pytorch.region.dispatch import quietly
+    return run
 
-    with quietly():
-        library.impl(name, run, key, with_keyset=True)
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """The dispatcher says once that a kernel of its own is replaced; that is the purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
