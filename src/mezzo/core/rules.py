@@ -138,7 +138,7 @@ _ROWS: list[OpRule] = [
         "activations",
         Rule.INTERNAL_FP32,
         "exponentials inside are FP32; the result is rounded once, by half an ulp at most",
-        "gelu silu mish tanh elu selu celu glu rrelu",
+        "gelu silu mish tanh elu selu celu glu",
     ),
     *_family(
         "activations",

@@ -92,7 +92,7 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
 
 
 def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
-    """The action of one overload where an input is sparse, nested or in oneDNN's layout; None: as with dense ones.
+    """The action of one overload where an input is sparse, nested, negated or oneDNN's; None: as with dense ones.
 
     PyTorch has few 16-bit kernels for such tensors, and not all can be cast. So what has 16 bits is widened, the rest
     stays, and the result is FP32, or for `internal_fp32` the first input's format. Nested tensors have 16-bit kernels:
@@ -106,14 +106,16 @@ def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | 
     if op_plan.rule == "internal_fp32":
         return noted(op_plan.op, _rounded(op_plan.op, overload, device_type))
 
+    lowers = op_plan.how != "fp32"
+
     def widened(*args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if not any(t.dtype is _FP32 for t in tensors) and any(t.is_nested for t in tensors):
+        if lowers and any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
             return overload(*args, **kwargs)
         wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
         return overload(*wide_args, **wide_kwargs)
 
-    return widened if op_plan.how == "fp32" else noted(op_plan.op, widened)
+    return noted(op_plan.op, widened) if lowers else widened
 
 
 def _fastest(overload: torch._ops.OpOverload) -> Action:

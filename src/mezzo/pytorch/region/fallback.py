@@ -25,13 +25,13 @@ CALLS: Counter[str] = Counter()
 
 #: Dispatch key -> overloads whose kernel there takes no bf16 or no fp16 (torch 2.13).
 LACKING: Mapping[str, str] = {
-    "SparseCPU": "_sparse_sparse_matmul add.Tensor bmm mm sub.Tensor",
+    "SparseCPU": "_sparse_sparse_matmul add.Tensor bmm sub.Tensor",
     "SparseCsrCPU": "add.Tensor addmm mm triangular_solve.X",
 }
 
-#: Bits of a dispatch key set, of which one is set where an argument's layout is not plain.
+#: Bits of a dispatch key set, of which one is set where an argument's memory is not its values in order.
 OTHER_LAYOUTS: int = 0
-for _name in ("Sparse", "SparseCsr", "NestedTensor", "MkldnnCPU"):
+for _name in ("Sparse", "SparseCsr", "NestedTensor", "MkldnnCPU", "Negative"):
     OTHER_LAYOUTS |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name)).raw_repr()
 
 _HALVES = (torch.float16, torch.bfloat16)
