@@ -37,7 +37,8 @@ _POLYNOMIALS = """chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polyno
     shifted_chebyshev_polynomial_w"""
 _SQUARE = """trace cholesky cholesky_inverse inverse linalg_cholesky linalg_cholesky_ex linalg_det linalg_eig
     linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lu
-    linalg_ldl_factor_ex linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp linalg_slogdet logdet _lu_with_info matrix_exp det slogdet"""
+    linalg_ldl_factor_ex linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp linalg_slogdet logdet
+    _lu_with_info matrix_exp det slogdet"""
 _BINARY = """logaddexp logaddexp2 add sub rsub atan2 mul div maximum minimum dist cosine_similarity kl_div
 l1_loss
     mse_loss huber_loss smooth_l1_loss soft_margin_loss poisson_nll_loss binary_cross_entropy
@@ -348,20 +349,8 @@ NOT_FAKEABLE = {
     "linalg_lstsq": "its output's size depends on values",
     "istft": "reads the window",
     "geqrf": "looks for a CUDA kernel",
-    **dict.fromkeys(
-        """_sparse_mm _sparse_mm.reduce _sparse_addmm _sparse_softmax _sparse_log_softmax hspmm sspaddmm
-        sparse_sampled_addmm""".split(),
-        "a sparse tensor is made of a dense one by its values",
-    ),
-    **dict.fromkeys(
-        """histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts
-        _histogramdd_from_bin_tensors""".split(),
-        "has a CPU kernel only",
-    ),
-    "cov": "compares values",
-    "corrcoef": "compares values",
-    "fake_quantize_per_tensor_affine": "looks for a CUDA kernel",
-    "fake_quantize_per_channel_affine": "looks for a CUDA kernel",
+    **{name: "looks for CUDA" for name in _ROWS if "sparse" in name or "histogram" in name or "spmm" in name},
+    "sspaddmm": "looks for CUDA",
 }
 
 

@@ -1,5 +1,6 @@
-"""`mezzo run` of scripts that call what PyTorch has no 16-bit kernel for: they run as under Python, and the summary says
-which calls ran in FP32.
+"""`mezzo run` of scripts that call what PyTorch has no 16-bit kernel for.
+
+They run as under Python, and the summary says which calls ran in FP32.
 
 Each row is the body of a model's `forward`, in which `h` is a layer's output and has 16 bits. torch.autocast raises in
 most of them.
@@ -75,7 +76,10 @@ BODIES: dict[str, tuple[str, str]] = {
     "return self.adaptive(h, PLACES).loss": ("", ""),
     "return self.adaptive(h, torch.arange(6) + 3).output": ("", ""),
     "return self.inner(torch.nested.as_nested_tensor([h[:2], h[2:]])).to_padded_tensor(0.0)": ("", "linear"),
-    "return self.inner(torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))).values()": ("", "linear"),
+    "return self.inner(torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))).values()": (
+        "",
+        "linear",
+    ),
 }
 
 

@@ -402,7 +402,9 @@ OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
 ) | _grid("cuda", "cross_entropy_loss instance_norm layer_norm rms_norm")
 
 # Ops that write into their first tensor, whose format therefore stays; the table's only ones.
-IN_PLACE: frozenset[str] = frozenset(op for op, row in RULES.items() if op.endswith("_") and not op.startswith("_"))
+IN_PLACE: frozenset[str] = frozenset(
+    op for op, row in RULES.items() if op.endswith("_") and not op.startswith("_")
+)
 
 # Ops that write a number, which may be beyond the range of 16-bit inputs.
 WRITES_NUMBER: frozenset[str] = frozenset({"masked_fill", "masked_fill_"})

@@ -1,9 +1,9 @@
 """FP32 where PyTorch has no 16-bit kernel for a call: which calls these were, and the kernels that a run needs for it.
 
-What a kernel of Mezzo's at the Autocast key sees is widened there (`mezzo.pytorch.region.actions.for_other_layouts`).
-What PyTorch's autocast casts itself (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo
-run` wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never meet them. Outside
-of a run nothing is wrapped, and a plain `torch.autocast` fails where it failed.
+Mezzo's kernels at the Autocast key widen their inputs themselves (`mezzo.pytorch.region.actions.for_other_layouts`).
+What PyTorch's autocast casts (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo run`
+wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never meet them. Outside of a
+run nothing is wrapped, and a plain `torch.autocast` fails where it failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Widened(torch.autograd.Function):
-    """A cast whose gradient may be sparse or dense, whatever the tensor is; `Tensor.to` refuses another layout there."""
+    """A cast whose gradient may have another layout than the tensor, which that of `Tensor.to` must not."""
 
     generate_vmap_rule = True
 
@@ -59,7 +59,9 @@ def widen(tensor: Tensor) -> Tensor:
     """A tensor of any layout in FP32 if it has 16 bits, else as it is."""
     if tensor.dtype not in _HALVES:
         return tensor
-    wide: Tensor = tensor.float() if tensor.is_nested or not tensor.requires_grad else _Widened.apply(tensor)
+    if tensor.is_nested or not tensor.requires_grad:
+        return tensor.float()
+    wide: Tensor = _Widened.apply(tensor)  # type: ignore[no-untyped-call,unused-ignore]
     return wide
 
 
