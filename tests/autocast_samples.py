@@ -193,7 +193,7 @@ _ROWS: dict[str, str] = {
     "masked_fill.Scalar": "x, i(3, 4) > 0, 0.5",
     "masked_fill_.Scalar": "x, i(3, 4) > 0, 0.5",
     "masked_scatter": "x, i(3, 4) > 0, y",
-    "meshgrid": "[v, t(3)]",
+    "meshgrid.indexing": "[v, t(3)], indexing='ij'",
     "put": "x, i(2), t(2)",
     "scatter.src": "x, 0, i(1, 4), t(1, 4)",
     "scatter.value": "x, 0, i(1, 4), 0.5",

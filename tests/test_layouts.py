@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 import autocast_samples as samples
 import mezzo
 from mezzo.core.errors import BannedOpError
-from mezzo.pytorch.region import fallback
 
 # Prototypes and deprecated ops each say that they are.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -252,6 +251,8 @@ def unexplained(found: list[tuple[str, str, bool]]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def lent():
+    from mezzo.pytorch.region import fallback
+
     end = fallback.lend_kernels()
     yield
     end()
