@@ -73,7 +73,6 @@ BODIES: dict[str, tuple[str, str]] = {
     "return torch.special.bessel_j0(h.detach()) + h": ("", ""),
     "return torch.linalg.vander(h)": ("", ""),
     "return torch.complex(h, h).abs()": ("", ""),
-    "return self.adaptive(h, PLACES).loss": ("", ""),
     "return self.adaptive(h, torch.arange(6) + 3).output": ("", ""),
     "return self.inner(torch.nested.as_nested_tensor([h[:2], h[2:]])).to_padded_tensor(0.0)": ("", "linear"),
     "return self.inner(torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))).values()": (

@@ -274,3 +274,38 @@ def test_where_torch_autocast_works_a_region_does(kind: str, spec: str) -> None:
 @pytest.mark.parametrize("kind", SPARSE)
 def test_where_fp32_works_a_run_does(kind: str, spec: str, lent: None) -> None:
     assert unexplained(outcomes(kind, spec)) == []
+
+
+# Policy -> format of what `index_add_` returns: no rule may replace the tensor that is written.
+@pytest.mark.parametrize("rule", ["promote", "fp32", "lower"])
+def test_a_write_keeps_its_tensor_under_each_rule(rule: str) -> None:
+    for destination, source in itertools.permutations([torch.float32, torch.bfloat16]):
+        out, x = torch.zeros(3, 4, dtype=destination), torch.ones(2, 4, dtype=source)
+        with mezzo.autocast(f"bf16,op.index_add_={rule}", "cpu"):
+            assert out.index_add_(0, torch.tensor([0, 2]), x) is out
+        assert out.dtype is destination
+        assert out.sum().item() == 8
+
+
+# Format, number, what masked_fill gives, and masked_fill_ in place.
+NUMBERS = [
+    (torch.float16, -1e9, (torch.float32, -1e9), -65504.0),
+    (torch.float16, 70000, (torch.float32, 70000.0), 65504.0),
+    (torch.float16, -65504.0, (torch.float16, -65504.0), -65504.0),
+    (torch.float16, float("-inf"), (torch.float16, float("-inf")), float("-inf")),
+    (torch.bfloat16, -1e9, (torch.bfloat16, -998244352.0), -998244352.0),
+    (torch.bfloat16, -3.4e38, (torch.float32, -3.3999999521443642e38), -3.3895313892515355e38),
+    (torch.float32, -1e9, (torch.float32, -1e9), -1e9),
+]
+
+
+@pytest.mark.parametrize(("dtype", "number", "expected", "in_place"), NUMBERS)
+def test_a_number_beyond_the_format(
+    dtype: torch.dtype, number: float, expected: Any, in_place: float
+) -> None:
+    x, mask = torch.ones(2, dtype=dtype), torch.tensor([True, False])
+    with mezzo.autocast("bf16", "cpu"):
+        out = x.masked_fill(mask, number)
+        assert (out.dtype, out[0].item(), out[1].item()) == (*expected, 1.0)
+        assert x.masked_fill_(mask, number) is x
+        assert x.tolist() == [in_place, 1.0]

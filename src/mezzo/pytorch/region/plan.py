@@ -190,6 +190,8 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
 
     ours = own_kernel(device_type, compute, op) if own.serves(device_type) else ""
+    if op in IN_PLACE and rule is not Rule.BANNED:
+        rule = Rule.PROMOTE  # no rule may cast the tensor that is written
     if rule is Rule.LOWER:
         if policy.compute == "fp8" and op in FP8_OPS:
             why = "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there"
@@ -236,10 +238,10 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         why = "backward keeps its indices in 16 or 32 bits, not 64"
         return planned(WIDEST, WIDEST, "short_indices", why, names)
 
-    if op in WRITES_NUMBER:
+    if rule is Rule.PROMOTE and op in WRITES_NUMBER:
         return planned(FIRST, FIRST, "number", "", tuple(name for name in names if name.endswith(".Scalar")))
 
-    if rule is Rule.PROMOTE or op in IN_PLACE:
+    if rule is Rule.PROMOTE:
         widest = FIRST if op in IN_PLACE else WIDEST
         rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))
         return planned(
