@@ -40,15 +40,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 class _Widened(torch.autograd.Function):
     """A cast whose gradient may have another layout than the tensor, which that of `Tensor.to` must not."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.dtype = tensor.dtype
         return tensor.float()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
