@@ -27,19 +27,29 @@ _UNARY = """acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqr
     linalg_vector_norm linalg_matrix_norm cov corrcoef pdist linalg_svdvals linalg_svd svd qr linalg_qr
     pinverse linalg_pinv fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn
     fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn linalg_cond
-    geqrf"""
+    geqrf special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx
+    special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+    special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 linalg_vander"""
+_POLYNOMIALS = """chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w"""
 _SQUARE = """trace cholesky cholesky_inverse inverse linalg_cholesky linalg_cholesky_ex linalg_det linalg_eig
     linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lu
-    linalg_lu_factor linalg_matrix_exp linalg_slogdet logdet _lu_with_info matrix_exp det slogdet"""
+    linalg_ldl_factor_ex linalg_lu_factor linalg_lu_factor_ex linalg_matrix_exp linalg_slogdet logdet
+    _lu_with_info matrix_exp det slogdet"""
 _BINARY = """logaddexp logaddexp2 add sub rsub atan2 mul div maximum minimum dist cosine_similarity kl_div
 l1_loss
     mse_loss huber_loss smooth_l1_loss soft_margin_loss poisson_nll_loss binary_cross_entropy
-    binary_cross_entropy_with_logits float_power hinge_embedding_loss"""
+    binary_cross_entropy_with_logits float_power hinge_embedding_loss complex heaviside heaviside_ isclose"""
 
 _ROWS: dict[str, str] = {
     **{op: "x" for op in _UNARY.split()},
     **{op: "m" for op in _SQUARE.split()},
     **{op: "x, y" for op in _BINARY.split()},
+    **{f"special_{op}": "x, i(3, 4)" for op in _POLYNOMIALS.split()},
+    "special_zeta": "x + 1, y",
     # matrix products
     "addbmm": "t(3, 3), b, c",
     "addmm": "t(3, 3), x, t(4, 3)",
@@ -56,6 +66,14 @@ _ROWS: dict[str, str] = {
     "matmul": "x, m",
     "mm": "x, m",
     "mv": "x, v",
+    "_sparse_mm": "x.to_sparse(), m",
+    "_sparse_mm.reduce": "x.to_sparse_csr(), m, 'sum'",
+    "_sparse_addmm": "t(3, 4), x.to_sparse(), m",
+    "_sparse_softmax": "x.to_sparse(), 1, None",
+    "_sparse_log_softmax": "x.to_sparse(), 1, None",
+    "hspmm": "x.to_sparse(), m",
+    "sspaddmm": "x.to_sparse(), x.to_sparse(), m",
+    "sparse_sampled_addmm": "x.to_sparse_csr(), t(3, 2), t(2, 4)",
     # convolutions
     "_convolution": "img, t(4, 4, 3, 3), v, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, False, False, True, True",
     "_convolution.deprecated": "img, t(4, 4, 3, 3), v, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, False, False, True",
@@ -141,6 +159,11 @@ _ROWS: dict[str, str] = {
     "adaptive_avg_pool1d": "seq, [2]",
     "adaptive_avg_pool2d": "img, [2, 2]",
     "adaptive_avg_pool3d": "vol, [2, 2, 2]",
+    "histogram.bin_ct": "v, 2",
+    "histogram.bins_tensor": "v, f(3).sort()[0]",
+    "_histogramdd_bin_edges": "x, [2, 2, 2, 2]",
+    "_histogramdd_from_bin_cts": "x, [2, 2, 2, 2]",
+    "_histogramdd_from_bin_tensors": "x, [f(2).sort()[0]] * 4",
     "trapezoid": "x, y",
     "cumulative_trapezoid": "x, y",
     # interpolation
@@ -167,6 +190,29 @@ _ROWS: dict[str, str] = {
     "where": "i(3, 4) > 0, x, y",
     "index_copy": "x, 0, i(1), t(1, 4)",
     "index_put": "x, [i(1)], t(1, 4)",
+    "masked_fill.Scalar": "x, i(3, 4) > 0, 0.5",
+    "masked_fill_.Scalar": "x, i(3, 4) > 0, 0.5",
+    "masked_scatter": "x, i(3, 4) > 0, y",
+    "meshgrid.indexing": "[v, t(3)], indexing='ij'",
+    "put": "x, i(2), t(2)",
+    "scatter.src": "x, 0, i(1, 4), t(1, 4)",
+    "scatter.value": "x, 0, i(1, 4), 0.5",
+    # in place
+    "addbmm_": "t(3, 3), b, c",
+    "addmm_": "t(3, 3), x, t(4, 3)",
+    "addmv_": "t(3), x, v",
+    "addr_": "x, t(3), v",
+    "baddbmm_": "t(2, 3, 3), b, c",
+    "index_add_": "x, 0, i(1), t(1, 4)",
+    "index_copy_": "x, 0, i(1), t(1, 4)",
+    "index_put_": "x, [i(1)], t(1, 4)",
+    "index_reduce_": "x, 0, i(1), t(1, 4), 'amax'",
+    "lerp_": "x, y, 0.5",
+    "masked_scatter_": "x, i(3, 4) > 0, y",
+    "put_": "x, i(2), t(2)",
+    "scatter_.src": "x, 0, i(1, 4), t(1, 4)",
+    "scatter_add_": "x, 0, i(1, 4), t(1, 4)",
+    "scatter_reduce_.two": "x, 0, i(1, 4), t(1, 4), 'sum'",
     "max_pool1d": "seq, [2]",
     "max_pool2d": "img, [2, 2]",
     "max_pool3d": "vol, [2, 2, 2]",
@@ -197,6 +243,9 @@ _ROWS: dict[str, str] = {
     "inner": "x, y",
     "tensordot": "x, y, [1], [1]",
     "scatter_add": "x, 0, i(1, 4), t(1, 4)",
+    "scatter_reduce.two": "x, 0, i(1, 4), t(1, 4), 'sum'",
+    "index_add": "x, 0, i(1), t(1, 4)",
+    "index_reduce": "x, 0, i(1), t(1, 4), 'amax'",
     # linear algebra
     "cholesky_solve": "t(4, 2), m",
     "linalg_householder_product": "t(4, 3), t(3)",
@@ -207,6 +256,8 @@ _ROWS: dict[str, str] = {
     "linalg_matrix_power": "m, 2",
     "linalg_matrix_rank": "m, 0.1",
     "linalg_solve": "m, t(4, 2)",
+    "linalg_solve_ex": "m, t(4, 2)",
+    "linalg_ldl_solve": "m, torch.arange(1, 5, dtype=torch.int32, device=device), t(4, 2)",
     "linalg_solve_triangular": "m, t(4, 2), upper=True",
     "linalg_tensorinv": "t(2, 3, 6), 2",
     "linalg_tensorsolve": "t(2, 3, 6), t(2, 3)",
@@ -298,10 +349,8 @@ NOT_FAKEABLE = {
     "linalg_lstsq": "its output's size depends on values",
     "istft": "reads the window",
     "geqrf": "looks for a CUDA kernel",
-    "cov": "compares values",
-    "corrcoef": "compares values",
-    "fake_quantize_per_tensor_affine": "looks for a CUDA kernel",
-    "fake_quantize_per_channel_affine": "looks for a CUDA kernel",
+    **{name: "looks for CUDA" for name in _ROWS if "sparse" in name or "histogram" in name or "spmm" in name},
+    "sspaddmm": "looks for CUDA",
 }
 
 
@@ -338,6 +387,7 @@ def outcome(name: str, dtype: torch.dtype, device: str, other: torch.dtype | Non
         digest = hashlib.sha256()
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
+                tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
                 bits = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
                 digest.update(bits.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         text += " " + digest.hexdigest()[:12]

@@ -22,6 +22,12 @@ from mezzo.pytorch.region import dispatch, identity
 from mezzo.pytorch.region.dispatch import plan
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
+# Each says once that it is a prototype.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning"),
+]
+
 # In a CUDA build the list has kernels of libraries that a CPU build lacks.
 CUDA_BUILD_ONLY = {"_cudnn_rnn", "miopen_convolution", "miopen_convolution_transpose"}
 MIXES = {"cpu": ["fp32", "low", "fp32 with low", "low with fp32"], "cuda": ["low", "fp32 with low"]}
@@ -274,7 +280,7 @@ ALONE_CASES = {
         "seen(); dispatch.rule_alone(policy('bf16'), 'cpu')\n"
         "calls = []\n"
         "kernel = dispatch._kernels['cpu', 'cat'].actions\n"
-        "for code, (dtype, action) in list(kernel.items()):\n"
+        "for code, (dtype, *_) in list(kernel.items()):\n"
         "    kernel[code] = dtype, lambda *a, **k: calls.append(1)\n"
         "with mezzo.autocast('bf16', 'cpu'): torch.cat([x, x])\n"
         "assert calls == []\n"

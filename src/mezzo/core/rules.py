@@ -214,7 +214,8 @@ _ROWS: list[OpRule] = [
         "reductions",
         Rule.FP32,
         "squares, products or running sums on the way: each step needs FP32's digits and range",
-        """cdist corrcoef cov cumprod cumsum cumulative_trapezoid dist frobenius_norm linalg_matrix_norm
+        """cdist corrcoef cov cumprod cumsum cumulative_trapezoid dist frobenius_norm histogram
+        _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors linalg_matrix_norm
         linalg_norm linalg_vector_norm nanmean nanquantile norm nuclear_norm pdist prod quantile renorm std
         std_mean trace trapezoid var var_mean""",
     ),
@@ -249,9 +250,22 @@ _ROWS: list[OpRule] = [
         Rule.PROMOTE,
         "copies or selects values: exact in whichever format arrives",
         """adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d cat fractional_max_pool2d
-        fractional_max_pool3d index_copy index_put max_pool1d max_pool2d max_pool3d max_unpool2d max_unpool3d
-        reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
-        replication_pad3d stack where""",
+        fractional_max_pool3d index_copy index_put masked_scatter max_pool1d max_pool2d max_pool3d max_unpool2d
+        max_unpool3d meshgrid put reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+        replication_pad2d replication_pad3d scatter stack where""",
+    ),
+    *_family(
+        "copies",
+        Rule.PROMOTE,
+        "the destination keeps its format, and what is written into it is rounded to that",
+        """addbmm_ addmm_ addmv_ addr_ baddbmm_ heaviside_ index_add_ index_copy_ index_put_ index_reduce_ lerp_
+        masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_""",
+    ),
+    *_family(
+        "copies",
+        Rule.PROMOTE,
+        "in whichever format arrives; a number that this format lacks, such as -1e9 in fp16, asks for FP32",
+        "masked_fill masked_fill_",
     ),
     *_family(
         "residual stream",
@@ -269,13 +283,33 @@ _ROWS: list[OpRule] = [
         "element-wise, several inputs",
         Rule.PROMOTE,
         "inputs may differ in format: the widest of them loses nothing",
-        "addcdiv addcmul atan2 div lerp maximum minimum mul",
+        "addcdiv addcmul atan2 div heaviside isclose lerp maximum minimum mul",
     ),
     *_family(
         "element-wise, several inputs",
         Rule.PROMOTE,
         "sums of products outside the matrix units: the widest input's format, as on PyTorch's list",
-        "bilinear cross dot inner linalg_cross scatter_add tensordot vdot",
+        "bilinear cross dot index_add index_reduce inner linalg_cross scatter_add scatter_reduce tensordot vdot",
+    ),
+    *_family(
+        "matrix products",
+        Rule.FP32,
+        "gathers by index, which no matrix unit speeds up; few sparse kernels take sixteen bits",
+        "_sparse_addmm _sparse_log_softmax _sparse_mm _sparse_softmax hspmm sparse_sampled_addmm sspaddmm",
+    ),
+    *_family(
+        "exponentials and powers",
+        Rule.FP32,
+        "series and recurrences of many terms, for which there are no 16-bit kernels",
+        """special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+        special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+        special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he
+        special_i1 special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+        special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+        special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
+        special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+        special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta""",
     ),
     *_family(
         "linear algebra",
@@ -283,17 +317,18 @@ _ROWS: list[OpRule] = [
         "factorisations cancel at every step, and no library has them in sixteen bits",
         """cholesky cholesky_inverse cholesky_solve det geqrf inverse linalg_cholesky linalg_cholesky_ex
         linalg_cond linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-        linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_lstsq linalg_lu
-        linalg_lu_factor linalg_lu_solve linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv
-        linalg_qr linalg_slogdet linalg_solve linalg_solve_triangular linalg_svd linalg_svdvals
-        linalg_tensorinv linalg_tensorsolve logdet lu_solve _lu_with_info matrix_exp orgqr ormqr pinverse qr
+        linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex
+        linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve
+        linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve
+        linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve
+        linalg_vander logdet lu_solve _lu_with_info matrix_exp orgqr ormqr pinverse qr
         slogdet svd triangular_solve""",
     ),
     *_family(
         "Fourier and complex",
         Rule.FP32,
         "butterflies add and cancel over many stages, and a complex number has no bf16 form at all",
-        """fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
+        """complex fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft
         fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn istft polar stft
         view_as_complex""",
     ),
@@ -365,6 +400,14 @@ NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ
 OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
     "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
 ) | _grid("cuda", "cross_entropy_loss instance_norm layer_norm rms_norm")
+
+# Ops that write into their first tensor, whose format therefore stays; the table's only ones.
+IN_PLACE: frozenset[str] = frozenset(
+    op for op, row in RULES.items() if op.endswith("_") and not op.startswith("_")
+)
+
+# Ops that write a number, which may be beyond the range of 16-bit inputs.
+WRITES_NUMBER: frozenset[str] = frozenset({"masked_fill", "masked_fill_"})
 
 # Recurrent ops, whole layers and single cells: what they carry from step to step is the policy's `hidden`.
 RECURRENT_CELLS: frozenset[str] = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})

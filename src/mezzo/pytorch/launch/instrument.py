@@ -47,6 +47,7 @@ class Instrument:
         self._imports = imports
         self._patches = Patches()
         self._steps: Any = None
+        self._end_loan: Any = lambda: None
         self.watch: Any = None
         self.storage: Any = None
         self.preparation: Any = None
@@ -61,6 +62,7 @@ class Instrument:
         """Undo all of it."""
         if self._steps is not None:
             self._steps.undo()
+        self._end_loan()
         self._patches.undo()
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
@@ -70,7 +72,7 @@ class Instrument:
         from mezzo.pytorch.launch.storage import Storage
         from mezzo.pytorch.launch.veto import Veto
         from mezzo.pytorch.launch.watch import StepWatch
-        from mezzo.pytorch.region import checkpoint
+        from mezzo.pytorch.region import checkpoint, fallback
 
         session, patches = self._session, self._patches
         veto = Veto(session)
@@ -93,6 +95,7 @@ class Instrument:
         foreign.watch_torch(session, patches)
         own_use.watch(session, patches, self._imports)
         if session.policy.compute != "fp32":
+            self._end_loan = fallback.lend_kernels()
             checkpoint.install()  # before the script's first: it may checkpoint the call that makes the first region
         if session.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
             from mezzo.pytorch.tf32 import switch_off_tf32

@@ -27,6 +27,7 @@ def summary(session: Session) -> str:
     if session.left_alone is None:
         if session.device_type:
             lines.append(_calls(session))
+            lines += _fallbacks()
         skipped = sum(update.skipped for update in journal.updates)
         if journal.updates or journal.losses:
             steps = _count(len(journal.updates), "optimizer step")
@@ -80,6 +81,13 @@ def _calls(session: Session) -> str:
         return f"{calls} of {names}, all in FP32"
     stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
     return f"{calls} of {names} in {session.policy.compute} on {session.device_type}{stored}"
+
+
+def _fallbacks() -> list[str]:
+    from mezzo.pytorch.region.fallback import CALLS
+
+    ops = ", ".join(f"{op} ({_count(calls, 'call')})" for op, calls in CALLS.most_common())
+    return [f"in FP32, because PyTorch has no 16-bit kernel for their inputs: {ops}"] if ops else []
 
 
 def _ops(session: Session) -> str:

@@ -10,11 +10,13 @@ worth a pair of saved-tensor hooks, the 16-bit tensor itself is kept (`mezzo.pyt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
@@ -23,10 +25,11 @@ from mezzo.pytorch.kernels import own
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.short_indices import keeping_short_indices
+from mezzo.pytorch.region.fallback import noted, widen
 from mezzo.pytorch.region.plan import OpPlan, carries_fp32, overload_named
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
-__all__ = ["Action", "action"]
+__all__ = ["Action", "action", "for_other_layouts"]
 
 Action = Callable[..., Any]
 
@@ -34,7 +37,7 @@ Action = Callable[..., Any]
 # so. (Others take the argument too, but `_safe_softmax` in fp16, for one, can't run backward then.)
 _DTYPE_SETTABLE = frozenset(
     name.partition(".")[0] for name, category in TORCH_TABLE["cuda"].items() if category == "fp32_dtype"
-)
+) - {"linalg_matrix_norm"}  # its nuclear norm refuses 16-bit inputs, whatever it is to give
 
 # Ops that `torch` binds with the very arguments of the overload: the binding parses them faster than `torch.ops`.
 # (Where there is nothing to parse but one tensor that goes for every op.)
@@ -79,11 +82,40 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
         return found
     if op_plan.how == "short_indices":
         return keeping_short_indices(op_plan.op, _fastest(overload))
+    if op_plan.how == "number":
+        return _writing_number(op_plan, overload)
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     if op_plan.rule == "lower":
         return _cast_to(overload, device_type, compute)
     return _fastest(overload)
+
+
+def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
+    """The action of one overload where an input is sparse, nested, negated or oneDNN's; None: as with dense ones.
+
+    PyTorch has few 16-bit kernels for such tensors, and not all can be cast. So what has 16 bits is widened, the rest
+    stays, and the result is FP32, or for `internal_fp32` the first input's format. Nested tensors have 16-bit kernels:
+    they run as they come if nothing is in FP32.
+    """
+    overload = overload_named(name)
+    if op_plan.how in ("banned", "number"):
+        return None
+    if op_plan.rule == "promote":
+        return _promoted(overload, device_type)
+    if op_plan.rule == "internal_fp32":
+        return noted(op_plan.op, _rounded(op_plan.op, overload, device_type))
+
+    lowers = op_plan.how != "fp32"
+
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if lowers and any(t.is_nested for t in tensors) and not any(t.dtype is _FP32 for t in tensors):
+            return overload(*args, **kwargs)
+        wide_args, wide_kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        return overload(*wide_args, **wide_kwargs)
+
+    return noted(op_plan.op, widened) if lowers else widened
 
 
 def _fastest(overload: torch._ops.OpOverload) -> Action:
@@ -275,18 +307,34 @@ def _own(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, com
 
 
 def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    op = _fastest(overload)
+    op, in_place = _fastest(overload), overload._schema.is_mutable
     if _takes_one_tensor(overload):
         return op
 
     def promoted(*args: Any, **kwargs: Any) -> Any:
-        widest = _widest(_tensors(args, kwargs, device_type))
-        if widest is None:
+        tensors = _tensors(args, kwargs, device_type)
+        widest = args[0].dtype if in_place and tensors else _widest(tensors)
+        if widest is None or widest is _FP64:
             return op(*args, **kwargs)
         cast = [_cast(value, widest, device_type) for value in args]
         return op(*cast, **{key: _cast(value, widest, device_type) for key, value in kwargs.items()})
 
     return promoted
+
+
+def _writing_number(op_plan: OpPlan, overload: torch._ops.OpOverload) -> Action:
+    op = _fastest(overload)
+    widened = noted(op_plan.op, lambda x, mask, value: op(x.float(), mask, value))
+
+    def writing(x: Tensor, mask: Tensor, value: Any) -> Any:
+        largest = torch.finfo(x.dtype).max if x.dtype in _HALVES else math.inf
+        if not largest < abs(value) < math.inf:
+            return op(x, mask, value)
+        if overload._schema.is_mutable:
+            return op(x, mask, math.copysign(largest, value))
+        return widened(x, mask, value)
+
+    return writing
 
 
 def _narrowed(result: Any, dtype: torch.dtype) -> Any:

@@ -15,9 +15,6 @@ where the device has the format.
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +24,8 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.region import identity, recompute
-from mezzo.pytorch.region.actions import Action, action
+from mezzo.pytorch.region.actions import Action, action, for_other_layouts
+from mezzo.pytorch.region.fallback import OTHER_LAYOUTS, quietly
 from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, has_kernel
 from mezzo.pytorch.tf32 import leaves_autocast_off
@@ -49,11 +47,12 @@ _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass
 class _Kernel:
-    """The kernel of one overload on one kind of device: what each label makes it do, under which autocast dtype."""
+    """The kernel of one overload on one kind of device: under each label autocast's dtype there, what it does with
+    dense tensors, and what it does with those of another layout."""
 
     overload: str
     device_type: str
-    actions: dict[int, tuple[torch.dtype, Action]] = field(default_factory=dict)
+    actions: dict[int, tuple[torch.dtype, Action, Action]] = field(default_factory=dict)
 
 
 def registered(device_type: str | None = None) -> tuple[str, ...]:
@@ -75,7 +74,8 @@ def install(code: int, device_type: str, policy: Policy) -> None:
                 found = action(op_plan, name, device_type, policy)
                 if op_plan.op in policy.recomputed:
                     found = recompute.remembering(found)
-                _kernel(name, device_type).actions[code] = compute, found
+                other = for_other_layouts(op_plan, name, device_type) or found
+                _kernel(name, device_type).actions[code] = compute, found, other
 
 
 def rule_alone(policy: Policy, device_type: str) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def rule_alone(policy: Policy, device_type: str) -> tuple[str, ...]:
                 namespace, _, op = overload_named(name).name().partition("::")
                 if namespace not in libraries:
                     libraries[namespace] = torch.library.Library(namespace, "IMPL")
-                with _quietly():
+                with quietly():
                     libraries[namespace].impl(
                         op, torch.library.fallthrough_kernel, AUTOCAST_KEYS[device_type]
                     )
@@ -159,6 +159,8 @@ def _register(kernel: _Kernel) -> None:
         if found is not None and _get_dtype(device_type) is found[0]:
             _exclude(key, True)  # as a guard object does, for a quarter of its cost
             try:
+                if keyset.raw_repr() & OTHER_LAYOUTS:
+                    return found[2](*args, **kwargs)
                 return found[1](*args, **kwargs)
             finally:
                 _exclude(key, False)
@@ -175,16 +177,8 @@ def _register(kernel: _Kernel) -> None:
     namespace, _, op = overload.name().partition("::")
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    with _quietly():
+    with quietly():
         _libraries[namespace].impl(op, run, key_name, with_keyset=True)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """The dispatcher says once that a kernel of its own is replaced; that is the purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
 
 
 def _number_places(overload: torch._ops.OpOverload) -> tuple[int, ...]:

@@ -19,12 +19,14 @@ from mezzo.core.compute import FP8_OPS
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
 from mezzo.core.rules import (
+    IN_PLACE,
     KEEPS_INDICES,
     OWN_GIVES_FP32,
     RECURRENT,
     RECURRENT_CELLS,
     RULES,
     SUMS_IN_SIXTEEN_BITS,
+    WRITES_NUMBER,
     Rule,
     native_evidence,
     own_kernel,
@@ -64,7 +66,7 @@ _ALWAYS_FP64 = frozenset({"float_power"})
 # Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the
 # other way round. (embedding and rsub have one floating tensor where it matters.)
 _PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
-_DO_NOT_PROMOTE = frozenset({"lerp"})
+_DO_NOT_PROMOTE = frozenset({"heaviside", "heaviside_", "lerp", "lerp_"})
 
 WIDEST = "widest input"
 FIRST = "first input's"
@@ -85,8 +87,9 @@ class OpPlan:
             reads in 16 bits), ``recurrent`` (Mezzo's kernels for recurrent layers), ``fp8`` and ``tf32`` (factors as
             `mezzo.core.compute` has them), ``rounded`` (the FP32 kernel between casts: 16 bits in and out),
             ``emulated`` (stored in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but
-            backward sums in FP32), ``short_indices`` (as it is, but backward keeps shorter indices), ``banned``,
-            ``absent`` (this build has no such op on the device).
+            backward sums in FP32), ``short_indices`` (as it is, but backward keeps shorter indices), ``number``
+            (as it is; FP32 for a number beyond the format), ``banned``, ``absent`` (this build has no such op on the
+            device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
@@ -187,6 +190,8 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
 
     ours = own_kernel(device_type, compute, op) if own.serves(device_type) else ""
+    if op in IN_PLACE and rule is not Rule.BANNED:
+        rule = Rule.PROMOTE  # no rule may cast the tensor that is written
     if rule is Rule.LOWER:
         if policy.compute == "fp8" and op in FP8_OPS:
             why = "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there"
@@ -233,10 +238,14 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         why = "backward keeps its indices in 16 or 32 bits, not 64"
         return planned(WIDEST, WIDEST, "short_indices", why, names)
 
+    if rule is Rule.PROMOTE and op in WRITES_NUMBER:
+        return planned(FIRST, FIRST, "number", "", tuple(name for name in names if name.endswith(".Scalar")))
+
     if rule is Rule.PROMOTE:
+        widest = FIRST if op in IN_PLACE else WIDEST
         rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))
         return planned(
-            WIDEST, WIDEST, "promote" if rest else "pytorch", "" if rest else "it does so by itself", rest
+            widest, widest, "promote" if rest else "pytorch", "" if rest else "it does so by itself", rest
         )
 
     return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
@@ -282,7 +291,7 @@ def own_table(device_type: str) -> Mapping[str, str]:
 
 @functools.cache
 def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
-    """The overloads that a rule can serve: functional ones (no `out=`, nothing in place) that take tensors.
+    """The overloads that a rule can serve: functional ones (no `out=`; in place only `IN_PLACE`) that take tensors.
 
     Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return;
     those called `vec` only reckon sizes and call the op's own; quantised ones take scaled integers or FP8.
@@ -299,17 +308,17 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
                 "the region is entered."
             )
         return ()
-    return tuple(_functional_overloads(packet, device_type))
+    return tuple(_served_overloads(packet, device_type, name in IN_PLACE))
 
 
-def _functional_overloads(packet: torch._ops.OpOverloadPacket, device_type: str) -> Iterator[str]:
+def _served_overloads(packet: torch._ops.OpOverloadPacket, device_type: str, in_place: bool) -> Iterator[str]:
     for overload in (getattr(packet, name) for name in packet.overloads()):
         schema = overload._schema
         types = [str(argument.type) for argument in schema.arguments]
         returns = [str(value.type) for value in schema.returns]
         dtypes = [a for a in schema.arguments if a.name in ("dtype", "out_dtype")]
         if (
-            schema.is_mutable
+            schema.is_mutable is not in_place
             or any("Optional" not in str(argument.type) for argument in dtypes)
             or schema.overload_name in ("vec", "quantized")
             or not any("Tensor" in kind for kind in types)
@@ -330,7 +339,7 @@ def _implemented(name: str, device_type: str) -> bool:
     return any(
         torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
         for key in (
-            "CPU",
+            *("CPU", "SparseCPU", "SparseCsrCPU"),
             "CompositeImplicitAutograd",
             "CompositeExplicitAutograd",
             "CompositeExplicitAutogradNonFunctional",

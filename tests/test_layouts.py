@@ -1,0 +1,311 @@
+"""Tensors that are not plain strided ones: each op of the table with each layout and kind of tensor that reaches it.
+
+The table is made, not written: a case is an op's sample in which one argument, or all, have another layout. What is
+expected is computed: where plain FP32 raises there is no case; where `torch.autocast` works, `mezzo.autocast` must; and
+with the kernels that `mezzo run` lends, it must wherever FP32 works. `LIMITS` says what still does not, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import autocast_samples as samples
+import mezzo
+from mezzo.core.errors import BannedOpError
+
+# Prototypes and deprecated ops each say that they are.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Plain(Tensor):
+    """A subclass that changes nothing."""
+
+
+def nested(x: Tensor, layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor(list(x.unbind(0)), layout=layout)
+
+
+def blocks(x: Tensor) -> tuple[int, int]:
+    return (1, 2) if x.shape[-1] % 2 == 0 else (1, 1)
+
+
+# One argument at a time has the layout, and all of them.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr(blocks(x)),
+    "bsc": lambda x: x.to_sparse_bsc(blocks(x)),
+    "nested": lambda x: nested(x, torch.strided),
+    "jagged": lambda x: nested(x, torch.jagged),
+    "mkldnn": Tensor.to_mkldnn,
+}
+SPARSE = ("coo", "csr", "csc", "bsr", "bsc")
+# All of them are of the kind.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": lambda x: x.as_subclass(Plain),
+    "negative view": lambda x: torch._neg_view(-x),
+    "with gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 0.01, 0, torch.qint8),
+}
+
+NO_FP16_ONEDNN = "oneDNN has no fp16 on a CPU without fp16 instructions"
+ONEDNN_CAST = (
+    "PyTorch's own autocast can't cast a oneDNN tensor, in a run either: it has no kernel to wrap for a cast"
+)
+SPARSE_CAST = (
+    "PyTorch's own cast of a sparse tensor that needs a gradient takes no dense gradient; nothing to wrap"
+)
+NESTED_CAST = "PyTorch's own cast of a nested tensor takes no gradient with gaps, as attention's is"
+
+# Ops that read oneDNN memory as if it were dense, in FP32 without Mezzo: random numbers, or the process ends.
+UNSOUND = {
+    "batch_norm",
+    *("index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "index_reduce"),
+    *(
+        "index_reduce_",
+        "put",
+        "put_",
+        "masked_scatter",
+        "masked_scatter_",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+    ),
+    *("scatter_add_", "scatter_reduce", "scatter_reduce_"),
+}
+
+# What raises in a run although FP32 works (torch.autocast raises, too): part of the error -> why.
+LIMITS: dict[str, str] = {
+    "could not create": NO_FP16_ONEDNN,
+    "fp16 path needs": NO_FP16_ONEDNN,
+    "empty_strided": ONEDNN_CAST,
+    "should be the same or input should be a MKLDNN": ONEDNN_CAST,
+    "support converting to a different layout": SPARSE_CAST,
+    "must be contiguous to get buffer": NESTED_CAST,
+    "addmm_out_sparse_csr_impl_mkl": "conv_tbc of a CSR weight multiplies in place, which has no kernel to wrap",
+    "addmv_out_sparse_csr_impl_mkl": "addmv_ of a CSR matrix, in place: the kernel writes into its argument",
+}
+
+
+@functools.cache
+def parts(name: str) -> tuple[Any, list[Any], dict[str, Any]]:
+    """An op's function, and its sample's arguments in FP32."""
+    run = samples.call(name, torch.float32)
+    cells = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__)))
+    return cells["function"], list(cells["args"]), cells["kwargs"]
+
+
+def places(args: list[Any]) -> list[tuple[int, ...]]:
+    """Where the floating tensors stand."""
+    found: list[tuple[int, ...]] = []
+    for i, value in enumerate(args):
+        for j, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, Tensor) and item.is_floating_point():
+                found.append((i, j) if isinstance(value, list) else (i,))
+    return found
+
+
+def attempt(
+    name: str,
+    convert: Callable[[Tensor], Tensor],
+    where: tuple[tuple[int, ...], ...],
+    rounded: torch.dtype | None,
+    inputs: torch.dtype,
+    region: AbstractContextManager[Any],
+    backward: bool,
+) -> list[Tensor]:
+    """The results of one call and, with `backward`, the gradients of its inputs.
+
+    Args:
+        where: the arguments to convert.
+        rounded: the inputs' values are rounded to this format first.
+        inputs: the inputs' format.
+    """
+    function, args, kwargs = parts(name)
+    call: list[Any] = [list(value) if isinstance(value, list) else value for value in args]
+    leaves: list[Tensor] = []
+    for place in places(args):
+        value = args[place[0]] if len(place) == 1 else args[place[0]][place[1]]
+        value = (value.to(rounded) if rounded else value.clone()).to(inputs)
+        value = convert(value) if place in where else value
+        leaves.append(value.detach().requires_grad_(backward))
+        given = leaves[-1] * 1 if backward and name.partition(".")[0].endswith("_") else leaves[-1]
+        if len(place) == 1:
+            call[place[0]] = given
+        else:
+            call[place[0]][place[1]] = given
+    torch.manual_seed(0)
+    with region, nullcontext() if backward else torch.no_grad():
+        out = function(*call, **kwargs)
+    results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+    if not backward:
+        return results
+    targets = [value for value in results if value.requires_grad]
+    if not targets:
+        raise NotImplementedError("no gradient in FP32")
+    ones = [torch.ones_like(value) for value in targets]
+    return results + [
+        g for g in torch.autograd.grad(targets, leaves, ones, allow_unused=True) if g is not None
+    ]
+
+
+def dense(value: Tensor) -> Tensor:
+    """A result's values, to be compared."""
+    value = value.detach()
+    if value.is_quantized:
+        value = value.dequantize()
+    if value.is_nested:
+        value = torch.cat([part.reshape(-1) for part in value.unbind()])
+    elif value.layout is not torch.strided:
+        value = value.to_dense()
+    value = value.as_subclass(Tensor).resolve_neg().resolve_conj()
+    return (torch.view_as_real(value) if value.is_complex() else value).double()
+
+
+def difference(got: list[Tensor], expected: list[Tensor], eps: float) -> str:
+    """How far results are apart, if further than rounding explains."""
+    if len(got) != len(expected):
+        return f"{len(got)} results, not {len(expected)}"
+    for i, (a, b) in enumerate(zip(got, expected)):
+        x, y = dense(a), dense(b)
+        if x.shape != y.shape:
+            return f"shape {tuple(x.shape)}, not {tuple(y.shape)}"
+        known = torch.isfinite(x) & torch.isfinite(y)
+        error, size = (x - y)[known].norm(), y[known].norm()
+        if error > 32 * eps * max(1.0, size):
+            return f"result {i} is off by {error / max(1.0, size) / eps:.0f} eps"
+    return ""
+
+
+@functools.cache
+def cases(kind: str) -> list[tuple[str, tuple[tuple[int, ...], ...], bool]]:
+    """Op, converted arguments, whether with gradients: where FP32 works without Mezzo."""
+    found = []
+    for name in samples.SAMPLES:
+        if kind in LAYOUTS and name in samples.LAPACK:
+            continue
+        if kind == "mkldnn" and name.partition(".")[0] in UNSOUND:
+            continue
+        every = tuple(places(parts(name)[1]))
+        single = [(place,) for place in every] if kind in LAYOUTS else []
+        for where in dict.fromkeys([*single, every]):
+            works = []
+            for backward in (False, True):
+                try:
+                    attempt(
+                        name, (LAYOUTS | KINDS)[kind], where, None, torch.float32, nullcontext(), backward
+                    )
+                except Exception:
+                    break
+                works.append((name, where, backward))
+            found += works[-1:]
+    return found
+
+
+def outcomes(kind: str, spec: str) -> list[tuple[str, str, bool]]:
+    """Each case that reaches Mezzo: what it is, Mezzo's error or difference, whether torch.autocast works."""
+    dtype, convert, found = FORMATS[spec], (LAYOUTS | KINDS)[kind], []
+    eps = torch.finfo(dtype).eps
+    for (name, where, backward), low in itertools.product(cases(kind), (False, True)):
+        inputs = dtype if low else torch.float32
+        arguments = (name, convert, where, dtype if low else None)
+        told = f"{name} {where} {'16 bits' if low else 'FP32'} {'backward' if backward else 'forward'}"
+        theirs: list[Tensor] | None = None
+        with suppress(Exception):
+            theirs = attempt(*arguments, inputs, torch.autocast("cpu", dtype), backward)
+        try:
+            ours = attempt(*arguments, inputs, mezzo.autocast(spec, "cpu"), backward)
+        except BannedOpError:
+            continue
+        except Exception as error:
+            found.append((told, str(error).partition("\n")[0], theirs is not None))
+            continue
+        if name in samples.LAPACK:
+            found.append((told, "", theirs is not None))
+            continue
+        exact = attempt(*arguments, torch.float32, nullcontext(), backward)
+        off = difference(ours, exact, eps)
+        if off and theirs is not None and not difference(ours, theirs, eps):
+            off = ""
+        found.append((told, off, theirs is not None))
+    return found
+
+
+def unexplained(found: list[tuple[str, str, bool]]) -> list[tuple[str, str]]:
+    """The failures that `LIMITS` does not name."""
+    return [(told, error) for told, error, _ in found if error and not any(part in error for part in LIMITS)]
+
+
+@pytest.fixture
+def lent():
+    from mezzo.pytorch.region import fallback
+
+    end = fallback.lend_kernels()
+    yield
+    end()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("kind", [*LAYOUTS, *KINDS])
+def test_where_torch_autocast_works_a_region_does(kind: str, spec: str) -> None:
+    found = outcomes(kind, spec)
+    assert len(found) > 10
+    assert [(told, error) for told, error, torchs in found if error and torchs] == []
+    if kind not in SPARSE:  # a run lends those kernels of their own
+        assert unexplained(found) == []
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("kind", SPARSE)
+def test_where_fp32_works_a_run_does(kind: str, spec: str, lent: None) -> None:
+    assert unexplained(outcomes(kind, spec)) == []
+
+
+# Policy -> format of what `index_add_` returns: no rule may replace the tensor that is written.
+@pytest.mark.parametrize("rule", ["promote", "fp32", "lower"])
+def test_a_write_keeps_its_tensor_under_each_rule(rule: str) -> None:
+    for destination, source in itertools.permutations([torch.float32, torch.bfloat16]):
+        out, x = torch.zeros(3, 4, dtype=destination), torch.ones(2, 4, dtype=source)
+        with mezzo.autocast(f"bf16,op.index_add_={rule}", "cpu"):
+            assert out.index_add_(0, torch.tensor([0, 2]), x) is out
+        assert out.dtype is destination
+        assert out.sum().item() == 8
+
+
+# Format, number, what masked_fill gives, and masked_fill_ in place.
+NUMBERS = [
+    (torch.float16, -1e9, (torch.float32, -1e9), -65504.0),
+    (torch.float16, 70000, (torch.float32, 70000.0), 65504.0),
+    (torch.float16, -65504.0, (torch.float16, -65504.0), -65504.0),
+    (torch.float16, float("-inf"), (torch.float16, float("-inf")), float("-inf")),
+    (torch.bfloat16, -1e9, (torch.bfloat16, -998244352.0), -998244352.0),
+    (torch.bfloat16, -3.4e38, (torch.float32, -3.3999999521443642e38), -3.3895313892515355e38),
+    (torch.float32, -1e9, (torch.float32, -1e9), -1e9),
+]
+
+
+@pytest.mark.parametrize(("dtype", "number", "expected", "in_place"), NUMBERS)
+def test_a_number_beyond_the_format(
+    dtype: torch.dtype, number: float, expected: Any, in_place: float
+) -> None:
+    x, mask = torch.ones(2, dtype=dtype), torch.tensor([True, False])
+    with mezzo.autocast("bf16", "cpu"):
+        out = x.masked_fill(mask, number)
+        assert (out.dtype, out[0].item(), out[1].item()) == (*expected, 1.0)
+        assert x.masked_fill_(mask, number) is x
+        assert x.tolist() == [in_place, 1.0]
