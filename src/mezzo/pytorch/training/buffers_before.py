@@ -2,6 +2,10 @@
 
 A module may write into its buffer or put another tensor in its place, and both are undone. One at a time, or as a
 group: all of one dtype and device in one flat tensor, in a handful of launches and without a wait.
+
+Graphs that are still to be run backward may have saved a buffer. Values are written back without raising its version
+counter. BatchNorm's backward in training mode does not use the saved running statistics. A buffer of another module
+may be a factor in the graph, so where a graph holds it, the module gets a new tensor and the graph keeps the old one.
 """
 
 from __future__ import annotations
@@ -9,11 +13,17 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from operator import is_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from mezzo.pytorch.unseen import unseen
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
 
 SMALL = 2**16
 """Bytes up to which a buffer that holds still keeps its copy."""
@@ -42,6 +52,10 @@ class Place:
     def now(self) -> Tensor | None:
         """The tensor that hangs there."""
         return self.holder.get(self.name)
+
+    def is_used_by_a_graph(self, tensor: Tensor) -> bool:
+        """Whether a graph may hold this tensor of it and use its values in backward."""
+        return self.norm is None and tensor._use_count() > 1  # type: ignore[attr-defined]
 
     def trains(self) -> bool:
         """Whether a forward pass may change it; a normalisation layer says so itself."""
@@ -88,8 +102,12 @@ class Kept:
                 layer.reset_running_stats()
             return
         if self.tensor is not None and self.copy is not None:
+            if self.place.is_used_by_a_graph(self.tensor):
+                self.place.holder[self.place.name] = self.copy.clone()
+                return
             if not overlaps(self.tensor):  # which nothing can have written into
-                self.tensor.copy_(self.copy)
+                with unseen((self.tensor,)):
+                    self.tensor.copy_(self.copy)
         elif self.tensor is not None and _version(self.tensor) != self.version:
             return  # written into, and too large to have been kept
         if self.place.now() is not self.tensor:
@@ -102,12 +120,25 @@ class Group:
     Args:
         places: where they hang.
         tensors: that are there.
+        older: an earlier copy of the same buffers. Where a value was finite then and no longer is, it is taken from
+            there: the overflow of a step that is still to come has made it so.
     """
 
-    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
+    def __init__(self, places: list[Place], tensors: list[Tensor], older: Group | None = None) -> None:
         self.places = places
         self.tensors = tensors
         self.before = _flat(tensors)
+        if older is not None and self.before.is_floating_point() and older.has_same(tensors):
+            self.before = _healed(self.before, older.before)
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype]:
+        """What the buffers of a group have in common."""
+        return self.before.device, self.before.dtype
+
+    def has_same(self, tensors: list[Tensor]) -> bool:
+        """Whether it is a copy of exactly these tensors."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def parts(self) -> list[Tensor]:
         """The copies, in their buffers' shapes."""
@@ -115,27 +146,129 @@ class Group:
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Undo the step where `found_inf` is not 0."""
-        if any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors)):
+        if self._replaced() or (
+            found_inf is True and any(map(Place.is_used_by_a_graph, self.places, self.tensors))
+        ):
             for place, tensor, part in zip(self.places, self.tensors, self.parts()):
                 _put_one(place, tensor, part, found_inf)
             return
         before = self.before
         if isinstance(found_inf, Tensor):
             before = torch.where(_flag(found_inf, before), before, _flat(self.tensors))
-        torch._foreach_copy_(self.tensors, _parts(before, self.tensors))
+        self._write(before)
 
     def mend(self, found_inf: Tensor | bool) -> None:
-        """Undo it where besides something is no longer finite that was."""
-        if any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors)):
-            spoiled = [place.now() for place in self.places]
-            if bool(found_inf) and any(spoiled_by(part, now) for part, now in zip(self.parts(), spoiled)):
-                self.put_back(True)
+        """Undo it where besides a value is no longer finite that was."""
+        if not self.before.is_floating_point():
+            return
+        if self._replaced():
+            if bool(found_inf):
+                for place, tensor, part in zip(self.places, self.tensors, self.parts()):
+                    if spoiled_by(part, place.now()):
+                        _put_one(place, tensor, part, True)
             return
         now = _flat(self.tensors)
-        lost = (self.before.isfinite() & ~now.isfinite()).any()
+        mended = _healed(now, self.before)
         if isinstance(found_inf, Tensor):
-            lost = lost & _flag(found_inf, self.before)
-        torch._foreach_copy_(self.tensors, _parts(torch.where(lost, self.before, now), self.tensors))
+            mended = torch.where(_flag(found_inf, now), mended, now)
+        self._write(mended)
+
+    def put_forward(self, since: Group, skipped: Tensor | bool) -> None:
+        """Write this copy, where nothing has moved since another one and the step was not skipped."""
+        if self._replaced():
+            return
+        now = _flat(self.tensors)
+        still = (now == since.before).all()
+        if isinstance(skipped, Tensor):
+            still = still & ~_flag(skipped, now)
+        self._write(torch.where(still, self.before, now))
+
+    def take_unless_moved(self, older: Group) -> None:
+        """Become the older copy, where nothing has moved since this one."""
+        if not self._replaced():
+            still = (_flat(self.tensors) == self.before).all()
+            self.before = torch.where(still, older.before, self.before)
+
+    def _replaced(self) -> bool:
+        """Whether another tensor hangs somewhere by now."""
+        return any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors))
+
+    def _write(self, values: Tensor) -> None:
+        with unseen(self.tensors):
+            torch._foreach_copy_(self.tensors, _parts(values, self.tensors))
+
+
+@dataclass(eq=False)
+class Copies:
+    """A model's moving buffers at one moment.
+
+    Args:
+        groups: the plain ones.
+        alone: the others, and those that may turn out to hold still.
+        histories: of its fp8 scales.
+    """
+
+    groups: list[Group]
+    alone: list[Kept]
+    histories: HistoriesBefore | None
+
+    def put_back(self, found_inf: Tensor | bool) -> None:
+        """Make the buffers what they were, where `found_inf` is not 0."""
+        if found_inf is False:
+            return
+        if self.alone and bool(found_inf):
+            for kept in changed_of(self.alone):
+                kept.put_back()
+        for group in self.groups:
+            group.put_back(found_inf)
+        if self.histories is not None:
+            self.histories.put_back(found_inf)
+
+    def mend(self, found_inf: Tensor | bool) -> None:
+        """The same, only where something is no longer finite that was."""
+        for group in self.groups:
+            group.mend(found_inf)
+        mend_one_by_one(self.alone, found_inf)
+
+    def put_forward(self, since: Copies, skipped: Tensor | bool) -> None:
+        """Write these copies after all, where nothing has moved since others were taken."""
+        if self.alone and not bool(skipped) and not changed_of(since.alone):
+            for kept in changed_of(self.alone):
+                kept.put_back()
+        for group, other in self._pairs(since):
+            group.put_forward(other, skipped)
+
+    def take_unless_moved(self, older: Copies) -> None:
+        """Become the older copies, where nothing has moved since these."""
+        if self.alone and not changed_of(self.alone):
+            self.alone = older.alone
+        for group, other in self._pairs(older):
+            group.take_unless_moved(other)
+
+    def _pairs(self, other: Copies) -> list[tuple[Group, Group]]:
+        kinds = {group.kind: group for group in other.groups}
+        pairs = [(group, kinds[group.kind]) for group in self.groups if group.kind in kinds]
+        return [(group, match) for group, match in pairs if match.has_same(group.tensors)]
+
+    def named(self) -> dict[str, Tensor]:
+        """Name of a buffer -> its copy."""
+        found = {kept.place.path: kept.copy for kept in self.alone if kept.copy is not None}
+        for group in self.groups:
+            found.update((place.path, part) for place, part in zip(group.places, group.parts()))
+        return found
+
+
+def mend_one_by_one(kept: list[Kept], found_inf: Tensor | bool) -> None:
+    """Put back those that are no longer finite and were, where `found_inf` is not 0."""
+    if kept and bool(found_inf):
+        for each in kept:
+            if each.copy is not None and spoiled_by(each.copy, each.place.now()):
+                each.put_back()
+
+
+def _healed(values: Tensor, before: Tensor) -> Tensor:
+    """The values, but for those that are not finite and were before."""
+    return torch.where(before.isfinite() & ~values.isfinite(), before, values)
 
 
 class Still:
@@ -217,13 +350,18 @@ def _put_one(place: Place, tensor: Tensor, before: Tensor, found_inf: Tensor | b
         if now is not None and alike:
             mended = torch.where(_flag(found_inf, before), before, now)
             if now is tensor:
-                tensor.copy_(mended)
+                with unseen((tensor,)):
+                    tensor.copy_(mended)
             else:  # never written into: it may be a view of something of the user's
                 place.holder[place.name] = mended
             return
         if not bool(found_inf):
             return
-    tensor.copy_(before)
+    if place.is_used_by_a_graph(tensor):
+        place.holder[place.name] = before.clone()
+        return
+    with unseen((tensor,)):
+        tensor.copy_(before)
     place.holder[place.name] = tensor
 
 
