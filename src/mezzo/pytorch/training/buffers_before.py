@@ -94,6 +94,13 @@ class Kept:
         now = self.place.now()
         return now is not self.tensor or (now is not None and _version(now) != self.version)
 
+    def moved(self) -> bool:
+        """Whether its values are others than in the copy."""
+        now = self.place.now()
+        if now is None or self.copy is None:
+            return now is not self.tensor
+        return not _alike(now, self.copy) or bool((_bits(now) != _bits(self.copy)).any())
+
     def put_back(self) -> None:
         """Make it what it was."""
         layer = None if self.place.norm is None else self.place.norm()
@@ -173,21 +180,20 @@ class Group:
             mended = torch.where(_flag(found_inf, now), mended, now)
         self._write(mended)
 
-    def put_forward(self, since: Group, skipped: Tensor | bool) -> None:
-        """Write this copy, where nothing has moved since another one and the step was not skipped."""
-        if self._replaced():
-            return
-        now = _flat(self.tensors)
-        still = (now == since.before).all()
-        if isinstance(skipped, Tensor):
-            still = still & ~_flag(skipped, now)
-        self._write(torch.where(still, self.before, now))
+    def moved(self) -> Tensor:
+        """Whether a value is another than in the copy."""
+        now = [place.now() for place in self.places]
+        if all(each is not None and _alike(each, tensor) for each, tensor in zip(now, self.tensors)):
+            return (_flat(now) != self.before).any()  # type: ignore[arg-type]
+        return torch.ones((), dtype=torch.bool, device=self.before.device)
 
-    def take_unless_moved(self, older: Group) -> None:
-        """Become the older copy, where nothing has moved since this one."""
-        if not self._replaced():
-            still = (_flat(self.tensors) == self.before).all()
-            self.before = torch.where(still, older.before, self.before)
+    def put_back_unless(self, moved: Tensor) -> None:
+        """Make the buffers what they were, where the flag is not set."""
+        if self._replaced():
+            if not bool(moved):
+                self.put_back(True)
+        else:
+            self._write(torch.where(moved, _flat(self.tensors), self.before))
 
     def _replaced(self) -> bool:
         """Whether another tensor hangs somewhere by now."""
@@ -231,24 +237,27 @@ class Copies:
         mend_one_by_one(self.alone, found_inf)
 
     def put_forward(self, since: Copies, skipped: Tensor | bool) -> None:
-        """Write these copies after all, where nothing has moved since others were taken."""
-        if self.alone and not bool(skipped) and not changed_of(since.alone):
-            for kept in changed_of(self.alone):
+        """Write these copies unless the step was skipped or something has moved since others were taken."""
+        if self.alone and not bool(skipped) and not any(kept.moved() for kept in since.alone):
+            for kept in self.alone:
                 kept.put_back()
-        for group, other in self._pairs(since):
-            group.put_forward(other, skipped)
+        earlier = {group.kind: group for group in since.groups}
+        for group in self.groups:
+            if group.kind in earlier:
+                moved = earlier[group.kind].moved()
+                group.put_back_unless(moved | _flag(skipped, moved) if isinstance(skipped, Tensor) else moved)
 
     def take_unless_moved(self, older: Copies) -> None:
         """Become the older copies, where nothing has moved since these."""
-        if self.alone and not changed_of(self.alone):
+        if not any(kept.moved() for kept in self.alone):
             self.alone = older.alone
-        for group, other in self._pairs(older):
-            group.take_unless_moved(other)
-
-    def _pairs(self, other: Copies) -> list[tuple[Group, Group]]:
-        kinds = {group.kind: group for group in other.groups}
-        pairs = [(group, kinds[group.kind]) for group in self.groups if group.kind in kinds]
-        return [(group, match) for group, match in pairs if match.has_same(group.tensors)]
+        earlier = {group.kind: group for group in older.groups}
+        for place, group in enumerate(self.groups):
+            match = earlier.get(group.kind, group)
+            if match.has_same(group.tensors):
+                group.before = torch.where(group.moved(), group.before, match.before)
+            elif not bool(group.moved()):
+                self.groups[place] = match
 
     def named(self) -> dict[str, Tensor]:
         """Name of a buffer -> its copy."""

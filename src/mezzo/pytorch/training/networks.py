@@ -41,7 +41,8 @@ class Networks:
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, RunningStatistics] = weakref.WeakKeyDictionary()
         self._order = itertools.count()
-        self._passes: list[frozenset[int]] = []
+        # The leaves that each backward of this turn reached -> those whose gradients it is still part of.
+        self._passes: dict[frozenset[int], frozenset[int]] = {}
         self._turn = 0
 
     def of(self, model: nn.Module) -> RunningStatistics:
@@ -71,13 +72,12 @@ class Networks:
         if len(self._of) < 2:
             return
         reached = frozenset(map(id, leaves))
-        if reached not in self._passes:
-            self._passes.append(reached)
+        empty = frozenset(id(leaf) for leaf in leaves if leaf.grad is None)
+        self._passes = {each: receiving - empty for each, receiving in self._passes.items()}
+        self._passes[reached] = reached
         for statistics in self._of.values():
-            if statistics.spans_turns:
-                its = [leaf for leaf in leaves if id(leaf) in statistics.parameters]
-                if its and all(leaf.grad is None for leaf in its):
-                    statistics.begin_anew()
+            if statistics.spans_turns and frozenset() < reached & statistics.parameters <= empty:
+                statistics.begin_anew()
 
     def step_ended(
         self,
@@ -100,7 +100,7 @@ class Networks:
         if not self._of:
             return
         turn, self._turn = self._turn, self._turn + 1
-        told, self._passes = self._passes, []
+        told, self._passes = self._passes, {}
         mine = {id(parameter) for parameter in parameters}
         everyone: set[int] | None = None
         with_mine: list[frozenset[int]] | None = None
@@ -113,7 +113,8 @@ class Networks:
                 statistics.restore(found_inf, keep=keep)
             elif found_inf is not False:
                 if with_mine is None:
-                    with_mine = [each for each in (*told, *passes()) if not mine.isdisjoint(each)]
+                    told.update((each, each) for each in passes())
+                    with_mine = [each for each, receiving in told.items() if not mine.isdisjoint(receiving)]
                 reached = any(not each.isdisjoint(statistics.parameters) for each in with_mine)
                 if statistics.turn == turn and (reached or statistics.is_frozen):
                     statistics.undo(found_inf)
