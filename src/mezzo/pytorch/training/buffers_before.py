@@ -127,25 +127,22 @@ class Group:
     Args:
         places: where they hang.
         tensors: that are there.
-        older: an earlier copy of the same buffers. Where a value was finite then and no longer is, it is taken from
-            there: the overflow of a step that is still to come has made it so.
+        older: an earlier copy, from which a value is taken that was finite and no longer is: a step that is still to
+            come has overflowed.
     """
 
     def __init__(self, places: list[Place], tensors: list[Tensor], older: Group | None = None) -> None:
         self.places = places
         self.tensors = tensors
         self.before = _flat(tensors)
-        if older is not None and self.before.is_floating_point() and older.has_same(tensors):
-            self.before = _healed(self.before, older.before)
+        if older is not None and older.before.shape == self.before.shape and self.before.is_floating_point():
+            lost = older.before.isfinite() & ~self.before.isfinite()
+            self.before = torch.where(lost, older.before, self.before)
 
     @property
     def kind(self) -> tuple[torch.device, torch.dtype]:
         """What the buffers of a group have in common."""
         return self.before.device, self.before.dtype
-
-    def has_same(self, tensors: list[Tensor]) -> bool:
-        """Whether it is a copy of exactly these tensors."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def parts(self) -> list[Tensor]:
         """The copies, in their buffers' shapes."""
@@ -153,55 +150,30 @@ class Group:
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Undo the step where `found_inf` is not 0."""
-        if self._replaced() or (
-            found_inf is True and any(map(Place.is_used_by_a_graph, self.places, self.tensors))
-        ):
+        replaced = any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors))
+        if replaced or (found_inf is True and any(map(Place.is_used_by_a_graph, self.places, self.tensors))):
             for place, tensor, part in zip(self.places, self.tensors, self.parts()):
                 _put_one(place, tensor, part, found_inf)
             return
         before = self.before
         if isinstance(found_inf, Tensor):
             before = torch.where(_flag(found_inf, before), before, _flat(self.tensors))
-        self._write(before)
-
-    def mend(self, found_inf: Tensor | bool) -> None:
-        """Undo it where besides a value is no longer finite that was."""
-        if not self.before.is_floating_point():
-            return
-        if self._replaced():
-            if bool(found_inf):
-                for place, tensor, part in zip(self.places, self.tensors, self.parts()):
-                    if spoiled_by(part, place.now()):
-                        _put_one(place, tensor, part, True)
-            return
-        now = _flat(self.tensors)
-        mended = _healed(now, self.before)
-        if isinstance(found_inf, Tensor):
-            mended = torch.where(_flag(found_inf, now), mended, now)
-        self._write(mended)
-
-    def moved(self) -> Tensor:
-        """Whether a value is another than in the copy."""
-        now = [place.now() for place in self.places]
-        if all(each is not None and _alike(each, tensor) for each, tensor in zip(now, self.tensors)):
-            return (_flat(now) != self.before).any()  # type: ignore[arg-type]
-        return torch.ones((), dtype=torch.bool, device=self.before.device)
-
-    def put_back_unless(self, moved: Tensor) -> None:
-        """Make the buffers what they were, where the flag is not set."""
-        if self._replaced():
-            if not bool(moved):
-                self.put_back(True)
-        else:
-            self._write(torch.where(moved, _flat(self.tensors), self.before))
-
-    def _replaced(self) -> bool:
-        """Whether another tensor hangs somewhere by now."""
-        return any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors))
-
-    def _write(self, values: Tensor) -> None:
         with unseen(self.tensors):
-            torch._foreach_copy_(self.tensors, _parts(values, self.tensors))
+            torch._foreach_copy_(self.tensors, _parts(before, self.tensors))
+
+    def mend(self) -> None:
+        """Undo it for each buffer that is no longer finite and was."""
+        for place, tensor, part in zip(self.places, self.tensors, self.parts()):
+            if spoiled_by(part, place.now()):
+                _put_one(place, tensor, part, True)
+
+    def moved(self) -> bool:
+        """Whether a finite value is another than in the copy. Waits for the device."""
+        now = [place.now() for place in self.places]
+        if not all(each is not None and _alike(each, tensor) for each, tensor in zip(now, self.tensors)):
+            return True
+        values = _flat(now)  # type: ignore[arg-type]
+        return bool(((values != self.before) & values.isfinite()).any())
 
 
 @dataclass(eq=False)
@@ -220,8 +192,6 @@ class Copies:
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Make the buffers what they were, where `found_inf` is not 0."""
-        if found_inf is False:
-            return
         if self.alone and bool(found_inf):
             for kept in changed_of(self.alone):
                 kept.put_back()
@@ -230,34 +200,9 @@ class Copies:
         if self.histories is not None:
             self.histories.put_back(found_inf)
 
-    def mend(self, found_inf: Tensor | bool) -> None:
-        """The same, only where something is no longer finite that was."""
-        for group in self.groups:
-            group.mend(found_inf)
-        mend_one_by_one(self.alone, found_inf)
-
-    def put_forward(self, since: Copies, skipped: Tensor | bool) -> None:
-        """Write these copies unless the step was skipped or something has moved since others were taken."""
-        if self.alone and not bool(skipped) and not any(kept.moved() for kept in since.alone):
-            for kept in self.alone:
-                kept.put_back()
-        earlier = {group.kind: group for group in since.groups}
-        for group in self.groups:
-            if group.kind in earlier:
-                moved = earlier[group.kind].moved()
-                group.put_back_unless(moved | _flag(skipped, moved) if isinstance(skipped, Tensor) else moved)
-
-    def take_unless_moved(self, older: Copies) -> None:
-        """Become the older copies, where nothing has moved since these."""
-        if not any(kept.moved() for kept in self.alone):
-            self.alone = older.alone
-        earlier = {group.kind: group for group in older.groups}
-        for place, group in enumerate(self.groups):
-            match = earlier.get(group.kind, group)
-            if match.has_same(group.tensors):
-                group.before = torch.where(group.moved(), group.before, match.before)
-            elif not bool(group.moved()):
-                self.groups[place] = match
+    def moved(self) -> bool:
+        """Whether a buffer has another value than it had. Waits for the device."""
+        return any(kept.moved() for kept in self.alone) or any(group.moved() for group in self.groups)
 
     def named(self) -> dict[str, Tensor]:
         """Name of a buffer -> its copy."""
@@ -265,19 +210,6 @@ class Copies:
         for group in self.groups:
             found.update((place.path, part) for place, part in zip(group.places, group.parts()))
         return found
-
-
-def mend_one_by_one(kept: list[Kept], found_inf: Tensor | bool) -> None:
-    """Put back those that are no longer finite and were, where `found_inf` is not 0."""
-    if kept and bool(found_inf):
-        for each in kept:
-            if each.copy is not None and spoiled_by(each.copy, each.place.now()):
-                each.put_back()
-
-
-def _healed(values: Tensor, before: Tensor) -> Tensor:
-    """The values, but for those that are not finite and were before."""
-    return torch.where(before.isfinite() & ~values.isfinite(), before, values)
 
 
 class Still:

@@ -314,8 +314,9 @@ class MixedPrecision:
 
         Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
         afterwards. Inside a window `.grad` holds scaled gradients, in FP32. The host waits for the device only
-        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for
-        a `scheduler` or `ema`. If backward raises, the window is dropped with its gradients.
+        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, for a
+        `scheduler` or `ema`, or if another network is trained as well. If backward raises, the window is dropped
+        with its gradients.
 
         Args:
             loss: one element, on the graph; not scaled, not divided.
@@ -385,7 +386,7 @@ class MixedPrecision:
 
     def _end_window(self, loss: Tensor | None, outcome: Outcome | None = None) -> StepResult:
         window, self._window = self._window, Window(self.accumulate)
-        follows = self.scheduler is not None or self._average is not None
+        follows = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
             try:
                 self._gradients.give()

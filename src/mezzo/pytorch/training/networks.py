@@ -52,6 +52,11 @@ class Networks:
             statistics = self._of[model] = RunningStatistics(model)
         return statistics
 
+    @property
+    def several(self) -> bool:
+        """Whether more than one network has copies: the host must know then whether a step was skipped."""
+        return sum(statistics.remembers for statistics in self._of.values()) > 1
+
     def call(self, model: nn.Module) -> None:
         """A network is about to be called in training mode."""
         statistics = self.of(model)
@@ -88,13 +93,13 @@ class Networks:
         passes: Callable[[], Iterable[frozenset[int]]] = tuple,
         alone: bool = False,
     ) -> None:
-        """An optimizer has stepped, or was not let.
+        """An optimizer has stepped, or its step was skipped.
 
         Args:
             parameters: the optimizer's.
-            found_inf: whether its step was skipped; a 0-dim tensor where only the device knows.
+            found_inf: whether it was skipped; a 0-dim tensor only where one network is trained.
             owned: gives the ids of the parameters of all optimizers.
-            passes: gives the ids of the leaves of backward passes that `backward` was not told of.
+            passes: gives the ids of the leaves of each backward that was not announced to `backward`.
             alone: whether there is no other optimizer.
         """
         if not self._of:
@@ -111,12 +116,12 @@ class Networks:
                 everyone = owned() if everyone is None else everyone
             if its_own or (everyone is not None and everyone.isdisjoint(statistics.parameters)):
                 statistics.restore(found_inf, keep=keep)
-            elif found_inf is not False:
+            elif bool(found_inf):
                 if with_mine is None:
                     told.update((each, each) for each in passes())
                     with_mine = [each for each, receiving in told.items() if not mine.isdisjoint(receiving)]
                 reached = any(not each.isdisjoint(statistics.parameters) for each in with_mine)
                 if statistics.turn == turn and (reached or statistics.is_frozen):
-                    statistics.undo(found_inf)
+                    statistics.undo()
                 else:
-                    statistics.mend(found_inf)
+                    statistics.mend()

@@ -34,8 +34,8 @@ from mezzo.pytorch.training.buffers_before import (
     Still,
     changed_of,
     is_plain,
-    mend_one_by_one,
     overlaps,
+    spoiled_by,
 )
 
 LEARNED_AFTER = 2
@@ -139,8 +139,7 @@ class RunningStatistics:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """What was called before the newest copies is no part of the step, unless nothing was called since."""
-        if self._first is not None and self._last is not None and self.spans_turns:
-            self._last.take_unless_moved(self._first)
+        if self.spans_turns and self._last is not None and self._last.moved():
             self._first = self._last
 
     @torch.no_grad()
@@ -154,12 +153,12 @@ class RunningStatistics:
         """
         first, self._first = self._first, None
         undone, self._undone = self._undone, None
-        if undone is not None and found_inf is not True:
-            undone[0].put_forward(undone[1], found_inf)
-        if first is None:
-            self.mend(found_inf)
-        else:
+        if undone is not None and not bool(found_inf) and not undone[1].moved():
+            undone[0].put_back(True)
+        if first is not None:
             self._end(first, found_inf)
+        elif self._last is not None and bool(found_inf):
+            self.mend()
         if not keep:
             self._last = None
 
@@ -179,25 +178,28 @@ class RunningStatistics:
         self._look = True
 
     @torch.no_grad()
-    def undo(self, found_inf: Tensor | bool) -> None:
-        """Put the newest copies back where `found_inf` is not 0, for the skipped step of another network.
+    def undo(self) -> None:
+        """Put the newest copies back, for the skipped step of another network.
 
         The step of this one is not over. If it is taken, and nothing has moved since, this is taken back.
         """
-        if self._last is not None and found_inf is not False:
+        if self._last is not None:
             self._undone = self._copied(), self._last
-            self._last.put_back(found_inf)
-            mend_one_by_one(self._still.touched(), found_inf)
+            self._last.put_back(True)
+            self.mend()
 
     @torch.no_grad()
-    def mend(self, found_inf: Tensor | bool) -> None:
-        """Put the copies back, and keep them, where `found_inf` is not 0 and a buffer is no longer finite that was.
+    def mend(self) -> None:
+        """Put the copies of those buffers back that are no longer finite and were, and keep the copies.
 
         For the step of another network: its overflow may have spoiled the statistics of this one.
         """
-        if self._last is not None and found_inf is not False:
-            self._last.mend(found_inf)
-            mend_one_by_one(self._still.touched(), found_inf)
+        if self._last is not None:
+            for group in self._last.groups:
+                group.mend()
+            for kept in (*self._last.alone, *self._still.touched()):
+                if kept.copy is not None and spoiled_by(kept.copy, kept.place.now()):
+                    kept.put_back()
 
     def forget(self) -> None:
         """Drop the copies."""
