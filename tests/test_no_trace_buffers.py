@@ -113,8 +113,8 @@ def test_what_the_other_network_did_itself_meanwhile_stays() -> None:
         making.step(judged(judge, making, lambda: maker(noise)))
     making.step(judged(judge, making, lambda: maker(noise)))
     assert judging.step(judged(judge, judging, lambda: maker(noise).detach())).moved
-    bad = judged(judge, making, lambda: maker(noise)) * INF
     after = {name: buffer.clone() for name, buffer in judge.named_buffers()}
+    bad = judged(judge, making, lambda: maker(noise)) * INF
     assert making.step(bad).skipped
     assert same(dict(judge.named_buffers()), after)
 

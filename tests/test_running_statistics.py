@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bad_steps import INF, is_finite, same
 from mezzo.pytorch.training.buffers_before import SMALL
 from mezzo.pytorch.training.running_statistics import RunningStatistics
-from moving_buffers import Averages, in_place, replaced, zeros
+from moving_buffers import Averages, in_place, replaced, through_data, written_then_replaced, zeros
 
 
 class Ops(TorchDispatchMode):
@@ -157,9 +157,8 @@ def test_what_was_infinite_before_is_not_spoiled() -> None:
     statistics.remember()
     model(torch.randn(8, 4))
     after = model.mean.clone()
-    for found_inf in (True, torch.ones(())):
-        statistics.mend(found_inf)
-        assert torch.equal(model.mean, after)
+    statistics.mend()
+    assert torch.equal(model.mean, after)
 
 
 def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> None:
@@ -171,13 +170,11 @@ def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> N
         statistics.remember()
         model(torch.randn(8, 4))
         good = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        statistics.mend(True)
-        statistics.mend(torch.ones(()))
+        statistics.mend()
         assert same(dict(model.named_buffers()), good)
         model(torch.full((8, 4), INF))
-        statistics.mend(torch.zeros(()))
         assert not is_finite(model[0].mean)
-        statistics.mend(torch.ones(()))
+        statistics.mend()
         assert is_finite([model[0].mean, model[1].mean])
 
 
@@ -219,3 +216,50 @@ def test_it_holds_no_model_alive() -> None:
     del model
     assert alive() is None
     statistics.restore(True)
+
+
+class Factor(nn.Module):
+    """Its buffer is a factor: backward uses the value that forward saw."""
+
+    def __init__(self, write: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self._write = write
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self._write(self, x.detach())
+        return x * self.mean
+
+
+@pytest.mark.parametrize("write", [in_place, replaced, written_then_replaced, through_data])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_graph_that_is_alive_goes_on_with_the_values_that_it_saw(steps: int, write: Any) -> None:
+    model = Factor(write)
+    statistics = RunningStatistics(model)
+    steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
+    before = model.mean.clone()
+    statistics.remember()
+    x = torch.randn(8, 4, requires_grad=True)
+    out, seen = model(x), model.mean.clone()
+    statistics.restore(True)
+    out.sum().backward()
+    assert torch.equal(model.mean, before)
+    assert not torch.equal(seen, before)
+    assert x.grad is not None
+    assert torch.equal(x.grad, seen.expand(8, 4))
+
+
+@pytest.mark.parametrize("found_inf", [True, torch.ones(())])
+def test_a_graph_through_a_normalisation_does_not_see_that_its_statistics_went_back(found_inf: Any) -> None:
+    model = nn.BatchNorm1d(4)
+    buffer = model.running_mean
+    statistics = RunningStatistics(model)
+    statistics.remember()
+    out = model(torch.randn(8, 4))
+    statistics.restore(found_inf)
+    out.sum().backward()
+    assert model.running_mean is buffer
+    assert is_finite([model.weight.grad])
+    assert buffer is not None
+    assert buffer.eq(0).all()

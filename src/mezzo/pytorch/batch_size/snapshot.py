@@ -73,6 +73,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
+        self._version = -1 if tensor.is_inference() else tensor._version
         self._like = torch.empty_like(tensor, device="meta", requires_grad=False)
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._bytes = np.array(flat.numpy())
@@ -80,6 +81,8 @@ class _Kept:
     def put_back(self) -> Tensor:
         """The same tensor, with the values that it had."""
         self._tensor.detach().copy_(self._values())
+        if self._version >= 0:  # graphs that saved it then may still run backward
+            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
         return self._tensor
 
     def anew(self) -> Tensor:

@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 from mezzo.pytorch.launch.losses import WORTH_TELLING, fp32_logits
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Attempts, Found, Veto
+from mezzo.pytorch.training import backward as walks
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.companions import Companions
@@ -38,12 +39,14 @@ _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
+leaves_of = quiet(walks.leaves_of)
 
 
 def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
     """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
 
     companions = session.companions
+    reaching = quiet(session.networks.backward)
 
     @functools.wraps(original)
     def backward(
@@ -75,6 +78,7 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
                 original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
 
         leaves = leaves_of(roots)
+        reaching(leaves)
         owned = veto.owned()
         if all(id(leaf) in owned for leaf in leaves):
             scale = session.scale.scale
@@ -197,28 +201,6 @@ def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[
             attempts.found.append(found)
         veto.remember(leaves, found)
         run()
-
-
-@quiet
-def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
-    leaves: list[Tensor] = []
-    stack: list[Any] = []
-    for root in roots:
-        if isinstance(root, GradientEdge):
-            stack.append(root.node)
-        elif isinstance(root, Tensor) and root.requires_grad:
-            stack.append(torch.autograd.graph.get_gradient_edge(root).node)
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return leaves
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function

@@ -25,7 +25,6 @@ from mezzo.pytorch.launch.veto import Veto
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.launch.watch import StepWatch
-    from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 Step = Callable[..., Any]
 
@@ -52,7 +51,6 @@ class Steps:
         self._inside: set[int] = set()
         self._first_updates = 0
         self._wrapped: list[tuple[Any, Any]] = []
-        self.statistics: weakref.WeakKeyDictionary[Any, RunningStatistics] = weakref.WeakKeyDictionary()
         # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
         # what it starts from is remembered at the end of the step before.
         self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -63,6 +61,7 @@ class Steps:
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
             original(optimizer)
+            self._session.networks.optimizer_made(self._veto.owned())
             self._session.optimizers.add(optimizer)
             self._session.optimizers_made += 1
             kind: Any = type(optimizer)
@@ -207,10 +206,15 @@ class Steps:
         seen = session.companions.update_ended(
             scripts, index=index, number=number, skipped=not moved, loss_scale=scale
         )
-        for module, statistics in self.statistics.items():
-            statistics.restore(not moved)
-            if module in self.traced and session.scaling:
-                statistics.remember()
+        session.networks.step_ended(
+            (p for group in optimizer.param_groups for p in group["params"]),
+            not moved,
+            self._veto.owned,
+            alone=len(session.optimizers) == 1,
+        )
+        if session.scaling:
+            for module in self.traced:
+                session.networks.call(module)
         # Looking costs time as well: no timing may use such a step.
         observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)

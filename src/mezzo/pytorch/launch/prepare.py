@@ -20,7 +20,6 @@ from mezzo.pytorch.region import dispatch
 from mezzo.pytorch.region.fp8_layers import described, introduce
 from mezzo.pytorch.region.modules import apply_module_overrides, fitting, no_such_module
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
-from mezzo.pytorch.training.running_statistics import RunningStatistics
 from mezzo.pytorch.wrappers import unwrapped
 
 if TYPE_CHECKING:
@@ -74,11 +73,7 @@ class Preparation:
     @quiet
     def remember_statistics(self, module: nn.Module) -> None:
         """Keep the running statistics as they are before the step, for the case that it is vetoed."""
-        statistics = self._steps.statistics.get(module)
-        if statistics is None:
-            statistics = self._steps.statistics[module] = RunningStatistics(module)
-        if not statistics.remembers:
-            statistics.remember()
+        self._session.networks.call(module)
 
     @quiet
     def _first_call(self, module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from mezzo.core.errors import MezzoError
 from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
 from mezzo.core.policy import Policy
 from mezzo.pytorch.launch.companions import Companions
+from mezzo.pytorch.training.networks import Networks
 from mezzo.scripts.journal import Journal
 from mezzo.scripts.request import RunRequest
 
@@ -40,6 +41,7 @@ class Session:
         lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
         stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
         companions: who looks at the training steps.
+        networks: the running statistics of the models called, and what a skipped step puts back.
         wrappers: id of a parameter -> (weakly) the data parallelism that adds its gradients over a process group.
     """
 
@@ -63,6 +65,7 @@ class Session:
     reruns: int = 0
     compiled: bool = False
     companions: Companions = field(init=False)
+    networks: Networks = field(default_factory=Networks)
     wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _whose: int | None = None  # the optimizer whose steps the scale counts "in a row" now
     _in_a_row: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others

@@ -19,6 +19,7 @@ from mezzo.pytorch.monitor.own_state import put_back
 from mezzo.pytorch.monitor.sent import Sent
 from mezzo.pytorch.monitor.tensor_facts import finite, mapped, tensors
 from mezzo.pytorch.monitor.user_line import Line
+from mezzo.pytorch.unseen import unseen
 
 OF_CALL = "mezzo_call"
 """Key in the metadata of a node of the graph from which on towards the leaves it belongs to a call."""
@@ -118,7 +119,7 @@ class KeptCall:
     def put_back(self) -> None:
         """Let random numbers and what the call changes of its model be as they were when it began."""
         self.random.put_back()
-        with torch.no_grad():
+        with torch.no_grad(), unseen(buffer for buffer, _ in self.buffers):
             for buffer, copy in self.buffers:
                 buffer.copy_(copy)
         for module, name, was, copy in self.attributes:

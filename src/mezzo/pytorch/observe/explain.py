@@ -25,6 +25,7 @@ from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.fp8_layers import described, with_heads
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.region.plan import plan
+from mezzo.pytorch.unseen import unseen
 from mezzo.pytorch.weights.stored import stored
 
 __all__ = ["Explanation", "explain"]
@@ -195,7 +196,7 @@ def _restored(model: torch.nn.Module) -> Iterator[None]:
         for module, buffers in owned:
             module._buffers.clear()
             module._buffers.update(buffers)
-        with torch.no_grad():
+        with torch.no_grad(), unseen(buffer for buffer, _ in values):
             for buffer, value in values:
                 buffer.copy_(value)
 

@@ -38,7 +38,7 @@ class ClosureRunner:
         self._optimizer = optimizer
         self._evaluate = evaluate
         self._back_off = back_off
-        self._params: list[tuple[Tensor, Tensor]] | None = None
+        self._params: list[tuple[Tensor, Tensor, int]] | None = None
         self._state: dict[Tensor, Any] = {}
 
     def __call__(self) -> Any:
@@ -55,15 +55,17 @@ class ClosureRunner:
     def restore(self) -> None:
         """Put parameters and optimizer state back to what they were before the step."""
         with torch.no_grad():
-            for param, saved in self._params or ():
+            for param, saved, version in self._params or ():
                 param.copy_(saved)
+                # Other graphs that saved it before the step may still run backward.
+                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
         state = self._optimizer.state
         state.clear()
         state.update(self._state)
 
     def _remember(self) -> None:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        self._params = [(param, param.detach().clone()) for param in params]
+        self._params = [(param, param.detach().clone(), param._version) for param in params]
         # Tensors at the top are updated in place, those in LBFGS's history are only appended and dropped.
         self._state = {
             param: {name: _copied(value) for name, value in entries.items()}

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.pytorch.unseen import unseen
+
 
 class KeptState:
     """A module's buffers and the random generators as they are now, to be put back as often as need be.
@@ -33,7 +35,8 @@ class KeptState:
     def put_back(self) -> None:
         """Everything as it was."""
         for owner, name, buffer, value in self._buffers:
-            buffer.copy_(value)  # always: a batch normalisation moves no version counter
+            with unseen((buffer,)):
+                buffer.copy_(value)  # always: a batch normalisation moves no version counter
             if owner._buffers.get(name) is not buffer:
                 owner._buffers[name] = buffer
         random.setstate(self._python)

@@ -9,9 +9,11 @@ cost nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -79,3 +81,24 @@ def has_reentrant_checkpoint(loss: Tensor) -> bool:
         seen.add(node)
         stack.extend(following for following, _ in node.next_functions)
     return False
+
+
+def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
+    """Every leaf tensor that a backward from these tensors or edges reaches, once each."""
+    leaves: list[Tensor] = []
+    stack: list[Any] = []
+    for root in roots:
+        if isinstance(root, GradientEdge):
+            stack.append(root.node)
+        elif isinstance(root, Tensor) and root.requires_grad:
+            stack.append(torch.autograd.graph.get_gradient_edge(root).node)
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves

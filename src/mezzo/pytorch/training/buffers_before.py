@@ -2,6 +2,10 @@
 
 A module may write into its buffer or put another tensor in its place, and both are undone. One at a time, or as a
 group: all of one dtype and device in one flat tensor, in a handful of launches and without a wait.
+
+Graphs that are still to be run backward may have saved a buffer. Values are written back without raising its version
+counter. BatchNorm's backward in training mode does not use the saved running statistics. A buffer of another module
+may be a factor in the graph, so where a graph holds it, the module gets a new tensor and the graph keeps the old one.
 """
 
 from __future__ import annotations
@@ -9,11 +13,17 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from operator import is_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from mezzo.pytorch.unseen import unseen
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
 
 SMALL = 2**16
 """Bytes up to which a buffer that holds still keeps its copy."""
@@ -42,6 +52,10 @@ class Place:
     def now(self) -> Tensor | None:
         """The tensor that hangs there."""
         return self.holder.get(self.name)
+
+    def is_used_by_a_graph(self, tensor: Tensor) -> bool:
+        """Whether a graph may hold this tensor of it and use its values in backward."""
+        return self.norm is None and tensor._use_count() > 1  # type: ignore[attr-defined]
 
     def trains(self) -> bool:
         """Whether a forward pass may change it; a normalisation layer says so itself."""
@@ -80,6 +94,13 @@ class Kept:
         now = self.place.now()
         return now is not self.tensor or (now is not None and _version(now) != self.version)
 
+    def moved(self) -> bool:
+        """Whether its values are others than in the copy."""
+        now = self.place.now()
+        if now is None or self.copy is None:
+            return now is not self.tensor
+        return not _alike(now, self.copy) or bool((_bits(now) != _bits(self.copy)).any())
+
     def put_back(self) -> None:
         """Make it what it was."""
         layer = None if self.place.norm is None else self.place.norm()
@@ -88,8 +109,12 @@ class Kept:
                 layer.reset_running_stats()
             return
         if self.tensor is not None and self.copy is not None:
+            if self.place.is_used_by_a_graph(self.tensor):
+                self.place.holder[self.place.name] = self.copy.clone()
+                return
             if not overlaps(self.tensor):  # which nothing can have written into
-                self.tensor.copy_(self.copy)
+                with unseen((self.tensor,)):
+                    self.tensor.copy_(self.copy)
         elif self.tensor is not None and _version(self.tensor) != self.version:
             return  # written into, and too large to have been kept
         if self.place.now() is not self.tensor:
@@ -102,12 +127,22 @@ class Group:
     Args:
         places: where they hang.
         tensors: that are there.
+        older: an earlier copy, from which a value is taken that was finite and no longer is: a step that is still to
+            come has overflowed.
     """
 
-    def __init__(self, places: list[Place], tensors: list[Tensor]) -> None:
+    def __init__(self, places: list[Place], tensors: list[Tensor], older: Group | None = None) -> None:
         self.places = places
         self.tensors = tensors
         self.before = _flat(tensors)
+        if older is not None and older.before.shape == self.before.shape and self.before.is_floating_point():
+            lost = older.before.isfinite() & ~self.before.isfinite()
+            self.before = torch.where(lost, older.before, self.before)
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype]:
+        """What the buffers of a group have in common."""
+        return self.before.device, self.before.dtype
 
     def parts(self) -> list[Tensor]:
         """The copies, in their buffers' shapes."""
@@ -115,27 +150,66 @@ class Group:
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Undo the step where `found_inf` is not 0."""
-        if any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors)):
+        replaced = any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors))
+        if replaced or (found_inf is True and any(map(Place.is_used_by_a_graph, self.places, self.tensors))):
             for place, tensor, part in zip(self.places, self.tensors, self.parts()):
                 _put_one(place, tensor, part, found_inf)
             return
         before = self.before
         if isinstance(found_inf, Tensor):
             before = torch.where(_flag(found_inf, before), before, _flat(self.tensors))
-        torch._foreach_copy_(self.tensors, _parts(before, self.tensors))
+        with unseen(self.tensors):
+            torch._foreach_copy_(self.tensors, _parts(before, self.tensors))
 
-    def mend(self, found_inf: Tensor | bool) -> None:
-        """Undo it where besides something is no longer finite that was."""
-        if any(place.now() is not tensor for place, tensor in zip(self.places, self.tensors)):
-            spoiled = [place.now() for place in self.places]
-            if bool(found_inf) and any(spoiled_by(part, now) for part, now in zip(self.parts(), spoiled)):
-                self.put_back(True)
-            return
-        now = _flat(self.tensors)
-        lost = (self.before.isfinite() & ~now.isfinite()).any()
-        if isinstance(found_inf, Tensor):
-            lost = lost & _flag(found_inf, self.before)
-        torch._foreach_copy_(self.tensors, _parts(torch.where(lost, self.before, now), self.tensors))
+    def mend(self) -> None:
+        """Undo it for each buffer that is no longer finite and was."""
+        for place, tensor, part in zip(self.places, self.tensors, self.parts()):
+            if spoiled_by(part, place.now()):
+                _put_one(place, tensor, part, True)
+
+    def moved(self) -> bool:
+        """Whether a finite value is another than in the copy. Waits for the device."""
+        now = [place.now() for place in self.places]
+        if not all(each is not None and _alike(each, tensor) for each, tensor in zip(now, self.tensors)):
+            return True
+        values = _flat(now)  # type: ignore[arg-type]
+        return bool(((values != self.before) & values.isfinite()).any())
+
+
+@dataclass(eq=False)
+class Copies:
+    """A model's moving buffers at one moment.
+
+    Args:
+        groups: the plain ones.
+        alone: the others, and those that may turn out to hold still.
+        histories: of its fp8 scales.
+    """
+
+    groups: list[Group]
+    alone: list[Kept]
+    histories: HistoriesBefore | None
+
+    def put_back(self, found_inf: Tensor | bool) -> None:
+        """Make the buffers what they were, where `found_inf` is not 0."""
+        if self.alone and bool(found_inf):
+            for kept in changed_of(self.alone):
+                kept.put_back()
+        for group in self.groups:
+            group.put_back(found_inf)
+        if self.histories is not None:
+            self.histories.put_back(found_inf)
+
+    def moved(self) -> bool:
+        """Whether a buffer has another value than it had. Waits for the device."""
+        return any(kept.moved() for kept in self.alone) or any(group.moved() for group in self.groups)
+
+    def named(self) -> dict[str, Tensor]:
+        """Name of a buffer -> its copy."""
+        found = {kept.place.path: kept.copy for kept in self.alone if kept.copy is not None}
+        for group in self.groups:
+            found.update((place.path, part) for place, part in zip(group.places, group.parts()))
+        return found
 
 
 class Still:
@@ -217,13 +291,18 @@ def _put_one(place: Place, tensor: Tensor, before: Tensor, found_inf: Tensor | b
         if now is not None and alike:
             mended = torch.where(_flag(found_inf, before), before, now)
             if now is tensor:
-                tensor.copy_(mended)
+                with unseen((tensor,)):
+                    tensor.copy_(mended)
             else:  # never written into: it may be a view of something of the user's
                 place.holder[place.name] = mended
             return
         if not bool(found_inf):
             return
-    tensor.copy_(before)
+    if place.is_used_by_a_graph(tensor):
+        place.holder[place.name] = before.clone()
+        return
+    with unseen((tensor,)):
+        tensor.copy_(before)
     place.holder[place.name] = tensor
 
 

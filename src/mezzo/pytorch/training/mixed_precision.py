@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet, finalize, ref
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +39,21 @@ from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
 from mezzo.pytorch.training import checks, turns, weight_modes
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
+from mezzo.pytorch.training.backward import leaves_of
 from mezzo.pytorch.training.in_force import InForce
 from mezzo.pytorch.training.journal import Journal
+from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observing import Observing, observers_for
 from mezzo.pytorch.training.optimizer_backward import OptimizerBackward
 from mezzo.pytorch.training.release import GradientRelease
 from mezzo.pytorch.training.result import StepResult
-from mezzo.pytorch.training.running_statistics import RunningStatistics
 from mezzo.pytorch.training.shown_masters import showing_masters
 from mezzo.pytorch.training.turns import InPlace, OnePass, Outcome, Released, Turn
 from mezzo.pytorch.training.window import Window
 
 # Who owns which parameters: two would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
+_NETWORKS = Networks()
 
 
 class MixedPrecision:
@@ -168,13 +170,8 @@ class MixedPrecision:
         self._journal = Journal(records)
         self._findings: deque[Finding] = deque(maxlen=100)
         self._window = Window(accumulate)
-        me = ref(self)
-        self._statistics = RunningStatistics(
-            model,
-            lambda: [
-                (mp.model, mp._journal.updates) for mp in _ALIVE if mp is not me() and mp.model is not model
-            ],
-        )
+        self._statistics = _NETWORKS.of(model)
+        self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
         self._in_force = InForce(model, asked, device_type, scale, why)
         try:
             self._train(optimizer, self._in_force.policy, release_gradients)
@@ -284,11 +281,17 @@ class MixedPrecision:
         like.
         """
         force = self._in_force
-        if force.trial is not None or (force.machine is not None and self._statistics.watches):
+        if force.trial is not None or (force.machine is not None and self._watches_buffers):
             return self._watched_region()
         if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
             return self._watched_region()
         return force.region()
+
+    @property
+    def _watches_buffers(self) -> bool:
+        if self._statistics.watches or torch.compiler.is_dynamo_compiling():
+            return self._statistics.watches
+        return any(mp._statistics.watches for mp in _ALIVE)
 
     @contextmanager
     def _watched_region(self) -> Iterator[Region]:
@@ -296,8 +299,9 @@ class MixedPrecision:
         training = self.model.training and torch.is_grad_enabled()
         if training and self._in_force.trial is not None:
             self._in_force.trial.start()
-        if training and not self._statistics.remembers and self._in_force.scaling is not None:
-            self._statistics.remember()
+        if training and self._in_force.scaling is not None:
+            for model in {mp.model for mp in _ALIVE}:  # calls of the other networks may be part of this step
+                _NETWORKS.call(model)
         watched: AbstractContextManager[Any] = nullcontext()
         if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
             watched = self._observing.live()
@@ -310,8 +314,9 @@ class MixedPrecision:
 
         Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
         afterwards. Inside a window `.grad` holds scaled gradients, in FP32. The host waits for the device only
-        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, or for
-        a `scheduler` or `ema`. If backward raises, the window is dropped with its gradients.
+        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, for a
+        `scheduler` or `ema`, or if another network is trained as well. If backward raises, the window is dropped
+        with its gradients.
 
         Args:
             loss: one element, on the graph; not scaled, not divided.
@@ -330,6 +335,11 @@ class MixedPrecision:
         window = self._window
         scaling = self._in_force.scaling
         window.begin(loss, None if scaling is None else scaling.scale)
+        if window.seen == 0:
+            self._losses.clear()
+            self._statistics.begin_anew()
+        if scaling is not None and len(_ALIVE) > 1:
+            self._losses.append(loss)
         outcome: Outcome | None = None
         if self._observing:
             self._observing.backward_begins(loss, window.seed_factor)
@@ -376,7 +386,7 @@ class MixedPrecision:
 
     def _end_window(self, loss: Tensor | None, outcome: Outcome | None = None) -> StepResult:
         window, self._window = self._window, Window(self.accumulate)
-        follows = self.scheduler is not None or self._average is not None
+        follows = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
             try:
                 self._gradients.give()
@@ -398,12 +408,14 @@ class MixedPrecision:
             if finding is not None:
                 self._findings.append(finding)
         self._clear_gradients()
-        if self._statistics.remembers:
-            self._statistics.restore(skipped)
-        if skipped is not False:
-            for mp in _ALIVE:
-                if mp is not self and mp._statistics.remembers:
-                    mp._statistics.mend(skipped)
+        _NETWORKS.step_ended(
+            gradients.parameters(self.optimizer),
+            skipped,
+            lambda: {id(p) for mp in _ALIVE for p in gradients.parameters(mp.optimizer)},
+            passes=lambda: [frozenset(map(id, leaves_of([loss]))) for loss in self._losses],
+            alone=len(_ALIVE) == 1,
+        )
+        self._losses.clear()
         if skipped is False:
             if self._average is not None:
                 with showing_masters(self.model, [mp.optimizer for mp in _ALIVE]):
@@ -476,6 +488,7 @@ class MixedPrecision:
         the next. `mezzo.master_state_dict` gives the model in FP32.
         """
         _ALIVE.discard(self)
+        self._statistics.forget()
         self._journal.flush()
         self._stop_observing()
         self._in_force.end()

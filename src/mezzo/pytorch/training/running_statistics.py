@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.training.buffers_before import (
+    Copies,
     Group,
     Kept,
     Place,
@@ -37,9 +37,6 @@ from mezzo.pytorch.training.buffers_before import (
     overlaps,
     spoiled_by,
 )
-
-if TYPE_CHECKING:
-    from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
 
 LEARNED_AFTER = 2
 """Steps in which every buffer is copied, and compared afterwards."""
@@ -56,29 +53,31 @@ class RunningStatistics:
         for buffer, old in zip(model.buffers(), before):            # restore(found_inf)
             buffer.copy_(torch.where(found_inf != 0, old, buffer))
 
+    `Networks` decides when each is called where several networks are trained.
+
     Args:
         model: held weakly. Its buffers are looked for at the first `remember`, in the learning steps, and after each
             skip.
-        others: the other networks in training, each with a number that changes with its updates: a generator's loss
-            comes through the discriminator, whose statistics are then part of the generator's step.
+
+    Attributes:
+        parameters: the ids of the model's parameters.
+        turn: of `Networks`, in which the newest copies were taken.
+        order: of the oldest copies among those of all networks.
     """
 
-    def __init__(
-        self, model: nn.Module, others: Callable[[], Iterable[tuple[nn.Module, int]]] = tuple
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._others = others
-        self._of_others: weakref.WeakKeyDictionary[nn.Module, RunningStatistics] = weakref.WeakKeyDictionary()
-        self._lent: list[tuple[RunningStatistics, int]] = []
         self._moving: list[Place] = []
         self._learning: list[Place] = []
         self._still = Still()
         self._known: set[tuple[int, str]] = set()
-        self._groups: list[Group] = []
-        self._alone: list[Kept] = []
-        self._histories: HistoriesBefore | None = None
-        self._began = False
+        self._first: Copies | None = None  # of the first forward pass of the step
+        self._last: Copies | None = None  # of the newest turn; may outlive the step
+        self._undone: tuple[Copies, Copies] | None = None
         self._look = True
+        self.parameters: frozenset[int] = frozenset()
+        self.turn = -1
+        self.order = 0
         # Plain bools, for a compiler may read `watches`.
         self._has_norm = any(isinstance(module, _NormBase) for module in model.modules())
         self._has_buffers = self._has_norm or any(module._buffers for module in model.modules())
@@ -92,141 +91,136 @@ class RunningStatistics:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._has_norm
-        if self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules:
-            return True
-        return any(statistics._has_buffers for statistics in self._neighbours())
+        return self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules
 
     @property
     def remembers(self) -> bool:
         """Whether a step has begun, whose buffers can be put back."""
-        return self._began
+        return self._first is not None
+
+    @property
+    def spans_turns(self) -> bool:
+        """Whether other steps have ended since this one began, and the model was called again."""
+        return self._first is not self._last and self._first is not None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter of the model requires a gradient."""
+        model = self._model()
+        return model is not None and not any(p.requires_grad for p in model.parameters())
 
     @torch.no_grad()
     def remember(self) -> None:
-        """A step begins: copy what it may change."""
-        self._began = True
+        """Copy what a step may change. Called again before `restore`, a step of another network has ended."""
         if self._look:
             self._find()
-        self._alone = [Kept.of(place) for place in self._learning]
+        if self._first is None:
+            self._still.refresh()
+        self._last = self._copied()
+        self._first = self._first or self._last
+
+    def _copied(self) -> Copies:
         grouped: dict[tuple[torch.device, torch.dtype], tuple[list[Place], list[Tensor]]] = {}
+        alone = [Kept.of(place) for place in self._learning]
         for place in self._moving:
             if not place.trains():
                 continue
             tensor = place.now()
             if tensor is None or not is_plain(tensor) or (place.norm is None and overlaps(tensor)):
-                self._alone.append(Kept.of(place))
+                alone.append(Kept.of(place))
                 continue
             places, tensors = grouped.setdefault((tensor.device, tensor.dtype), ([], []))
             places.append(place)
             tensors.append(tensor)
-        self._groups = [Group(places, tensors) for places, tensors in grouped.values()]
-        self._still.refresh()
-        self._histories = self._histories_now()
-        neighbours = self._neighbours()
-        for statistics in neighbours:
-            statistics.remember()
-        self._lent = list(neighbours.items())
+        older = {} if self._last is None else {group.kind: group for group in self._last.groups}
+        groups = [Group(*each, older.get(kind)) for kind, each in grouped.items()]
+        return Copies(groups, alone, self._histories_now())
 
     @torch.no_grad()
-    def restore(self, found_inf: Tensor | bool) -> None:
+    def begin_anew(self) -> None:
+        """What was called before the newest copies is no part of the step, unless nothing was called since."""
+        if self.spans_turns and self._last is not None and self._last.moved():
+            self._first = self._last
+
+    @torch.no_grad()
+    def restore(self, found_inf: Tensor | bool, *, keep: bool = False) -> None:
         """The step is over: put the copies back where `found_inf` is not 0, and drop them.
 
         Args:
             found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor. That is waited for in
                 the learning steps, and where a buffer that held still has moved.
+            keep: keep the newest copies for `mend`.
         """
-        if not self._began:
-            return
-        groups, alone, histories = self._groups, self._alone, self._histories
-        lent, self._lent = self._lent, []
-        self.forget()
-        self._give_back(lent, found_inf)
+        first, self._first = self._first, None
+        undone, self._undone = self._undone, None
+        if undone is not None and not bool(found_inf) and not undone[1].moved():
+            undone[0].put_back(True)
+        if first is not None:
+            self._end(first, found_inf)
+        elif self._last is not None and bool(found_inf):
+            self.mend()
+        if not keep:
+            self._last = None
+
+    def _end(self, first: Copies, found_inf: Tensor | bool) -> None:
         late = self._still.touched()
-        if isinstance(found_inf, Tensor) and (alone or late):
+        if isinstance(found_inf, Tensor) and (first.alone or late):
             found_inf = bool(found_inf)
-        if alone:
-            changed = changed_of(alone)
-            self._learn(alone, changed)
+        if first.alone:
+            self._learn(first.alone, changed_of(first.alone))
         if late:
             self._moving.extend(kept.place for kept in self._still.take(late))
         if found_inf is False:
             return
-        for kept in alone:
-            if kept in changed:
-                kept.put_back()
         for kept in late:
             kept.put_back()
-        for group in groups:
-            group.put_back(found_inf)
-        if histories is not None:
-            histories.put_back(found_inf)
+        first.put_back(found_inf)
         self._look = True
 
     @torch.no_grad()
-    def mend(self, found_inf: Tensor | bool) -> None:
-        """Put the copies back, and keep them, where `found_inf` is not 0 and a buffer is no longer finite that was.
+    def undo(self) -> None:
+        """Put the newest copies back, for the skipped step of another network.
 
-        For the step of another network: its loss came through this one, whose statistics its overflow may have spoiled.
+        The step of this one is not over. If it is taken, and nothing has moved since, this is taken back.
         """
-        if found_inf is False:
-            return
-        for group in self._groups:
-            group.mend(found_inf)
-        one_by_one = [*self._alone, *self._still.touched()]
-        if one_by_one and bool(found_inf):
-            for kept in one_by_one:
+        if self._last is not None:
+            self._undone = self._copied(), self._last
+            self._last.put_back(True)
+            self.mend()
+
+    @torch.no_grad()
+    def mend(self) -> None:
+        """Put the copies of those buffers back that are no longer finite and were, and keep the copies.
+
+        For the step of another network: its overflow may have spoiled the statistics of this one.
+        """
+        if self._last is not None:
+            for group in self._last.groups:
+                group.mend()
+            for kept in (*self._last.alone, *self._still.touched()):
                 if kept.copy is not None and spoiled_by(kept.copy, kept.place.now()):
                     kept.put_back()
 
-    def _neighbours(self) -> dict[RunningStatistics, int]:
-        """A view of our own of each other network: its own copies may be of another moment."""
-        found: dict[RunningStatistics, int] = {}
-        for model, updates in self._others():
-            statistics = self._of_others.get(model)
-            if statistics is None:
-                statistics = self._of_others[model] = RunningStatistics(model)
-            found[statistics] = updates
-        return found
-
-    def _give_back(self, lent: list[tuple[RunningStatistics, int]], found_inf: Tensor | bool) -> None:
-        """Undo what the step did to the other networks; of one that took a step of its own meanwhile, the damage."""
-        now = self._neighbours() if lent and found_inf is not False else {}
-        for statistics, updates in lent:
-            if now.get(statistics, updates) == updates:
-                statistics.restore(found_inf)
-            else:
-                statistics.mend(found_inf)
-                statistics.forget()
-
     def forget(self) -> None:
         """Drop the copies."""
-        for statistics, _ in self._lent:
-            statistics.forget()
-        self._lent = []
-        self._groups, self._alone, self._histories, self._began = [], [], None, False
+        self._first = self._last = self._undone = None
 
     def state(self) -> dict[str, Tensor]:
         """The copies: name of a buffer -> its values before the step."""
-        kept = {each.place.path: each.copy.clone() for each in self._alone if each.copy is not None}
-        for group in self._groups:
-            kept.update(
-                (place.path, part.clone()) for place, part in zip(group.places, group.parts(), strict=True)
-            )
-        return kept
+        named = {} if self._first is None else self._first.named()
+        return {name: copy.clone() for name, copy in named.items()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor] | list[Tensor]) -> None:
         """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
         self._look = True
         self._learning += [kept.place for kept in self._still.take()]
+        self.forget()
         self.remember()
-        if not isinstance(state, dict):
-            self.forget()
-            return
-        copies = {each.place.path: each.copy for each in self._alone if each.copy is not None}
-        for group in self._groups:
-            copies.update((place.path, part) for place, part in zip(group.places, group.parts()))
-        if any(path not in copies or copies[path].shape != saved.shape for path, saved in state.items()):
+        copies = {} if self._first is None else self._first.named()
+        if not isinstance(state, dict) or any(
+            path not in copies or copies[path].shape != saved.shape for path, saved in state.items()
+        ):
             self.forget()
             return
         for path, saved in state.items():
@@ -238,6 +232,7 @@ class RunningStatistics:
         model = self._model()
         if model is None:
             return
+        self.parameters = frozenset(map(id, model.parameters()))
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if (id(module._buffers), name) in self._known or (buffer is not None and buffer.is_meta):
@@ -251,17 +246,16 @@ class RunningStatistics:
 
     def _learn(self, compared: list[Kept], changed: set[Kept]) -> None:
         """Settle which buffers move, once they have been compared often enough."""
-        moved = {kept.place: kept in changed for kept in compared}
-        for place in self._learning:
-            place.steps += 1
-            place.moved |= moved.get(place, False)
+        for kept in compared:
+            kept.place.steps += 1
+            kept.place.moved |= kept in changed
         settled = [place for place in self._learning if place.steps >= LEARNED_AFTER]
         self._learning = [place for place in self._learning if place.steps < LEARNED_AFTER]
         self._moving += [place for place in settled if place.moved]
         self._still.add([place for place in settled if not place.moved])
         self._look = True
 
-    def _histories_now(self) -> HistoriesBefore | None:
+    def _histories_now(self) -> Any:
         """The fp8 histories, if a layer has been multiplied in fp8 at all: else their code is not even loaded."""
         if "mezzo.pytorch.kernels.fp8.history" not in sys.modules:
             return None

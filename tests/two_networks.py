@@ -1,0 +1,331 @@
+"""Two networks, each with an optimizer: every order of their forward passes, backward passes and steps.
+
+An order is a function of a `Training`. It calls networks, and says of each call to which update its trace belongs. A
+run has bad updates, whose batch overflows, and is compared with the run in which these updates are left out: there the
+batch is good, the optimizer of a bad update is not called, and a call that belongs to one leaves no trace because the
+buffers are saved before it and written back right after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+import mezzo
+from bad_steps import INF
+
+Make = Callable[[], nn.Module]
+LAST: dict[str, Any] = {}
+"""What the last training left, for who runs it as a script."""
+
+
+class Training:
+    """Networks "a" and "b" (a GAN's generator and discriminator), and what one run does with them.
+
+    Args:
+        make: a layer with buffers, from [16, 4] to [16, 4].
+        separate: a `MixedPrecision` for each; else the optimizers are the script's own.
+        left_out: leave bad updates out.
+        windows: losses between two steps, by network.
+    """
+
+    def __init__(self, make: Make, *, separate: bool, left_out: bool, windows: dict[str, int]) -> None:
+        torch.manual_seed(3)
+        self.networks = nn.ModuleDict(
+            {name: nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4)) for name in "ab"}
+        )
+        self.networks["frozen"] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+        self.left_out = left_out
+        self.separate = separate
+        self.bad = ""
+        self.moved: list[bool] = []
+        self.expected: list[bool] = []
+        self._seed = 0
+        self._windows = windows
+        self._optimizers = {name: torch.optim.SGD(self.networks[name].parameters(), lr=0.05) for name in "ab"}
+        self._mps: dict[str, Any] = {}
+        if separate:
+            for name, optimizer in self._optimizers.items():
+                self._mps[name] = mezzo.MixedPrecision(
+                    self.networks[name],
+                    optimizer,
+                    "fp16",
+                    loss_scale=128,
+                    trace=False,
+                    accumulate=windows.get(name, 1),
+                )
+
+    def batch(self) -> Tensor:
+        self._seed += 1
+        return torch.randn(16, 4, generator=torch.Generator().manual_seed(self._seed))
+
+    def spoiled(self, x: Tensor, by: str) -> Tensor:
+        """The same, or infinite where this update is bad."""
+        return x * INF if by in self.bad and not self.left_out else x
+
+    def call(self, name: str, x: Tensor, *, of: str = "", region: str = "") -> Tensor:
+        """Call a network.
+
+        Args:
+            name: the network.
+            x: its input.
+            of: the update to which the trace of the call belongs; by default it stays whatever is skipped.
+            region: whose region it is called in, by default that of the update.
+        """
+        with self._no_trace(name, of), self.region(region or of or name):
+            out: Tensor = self.networks[name](x).float()
+        return out
+
+    @contextmanager
+    def _no_trace(self, name: str, of: str) -> Iterator[None]:
+        holders = [module._buffers for module in self.networks[name].modules()]
+        before = [
+            {key: (b, None if b is None or is_lazy(b) else b.clone()) for key, b in h.items()}
+            for h in holders
+        ]
+        yield
+        if not (self.left_out and of and of in self.bad):
+            return
+        for holder, kept in zip(holders, before):
+            for key, (buffer, values) in kept.items():
+                if (
+                    values is not None
+                    and holder[key] is buffer
+                    and not torch._debug_has_internal_overlap(buffer)
+                ):
+                    buffer.data.copy_(values)  # `.data`: graphs that saved it do not see it
+                elif holder[key] is not buffer:
+                    holder[key] = values
+
+    def region(self, name: str) -> AbstractContextManager[Any]:
+        return self._mps[name].autocast() if self.separate else nullcontext()
+
+    def clear(self, name: str) -> None:
+        if not self.separate:
+            self._optimizers[name].zero_grad()
+
+    def backward(self, name: str, loss: Tensor, **keywords: Any) -> None:
+        """Backward without a step."""
+        if self.left_out and name in self.bad:
+            return
+        if self.separate:
+            assert not self._mps[name].step(loss).updated
+        else:
+            loss.backward(**keywords)
+
+    def step(self, name: str) -> None:
+        """The optimizer's step."""
+        self.expected.append(name not in self.bad)
+        if not (self.left_out and name in self.bad):
+            self._optimizers[name].step()
+
+    def update(self, name: str, loss: Tensor, *, retain_graph: bool = False, clear: bool = True) -> None:
+        """Backward and step."""
+        if not self.separate:
+            if clear:
+                self.clear(name)
+            self.backward(name, loss, retain_graph=retain_graph)
+            self.step(name)
+            return
+        self.expected.append(name not in self.bad)
+        if not (self.left_out and name in self.bad):
+            self.moved.append(self._mps[name].step(loss, retain_graph=retain_graph).moved)
+
+    def state(self) -> dict[str, Any]:
+        """Parameters and buffers of all networks."""
+        found: dict[str, Any] = dict(self.networks.named_parameters())
+        for path, module in self.networks.named_modules():
+            found.update((f"{path}.{name}", buffer) for name, buffer in module._buffers.items())
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def kept_over_the_step(t: Training) -> None:
+    """The order of PyTorch's DCGAN tutorial: one `fake` for both, whose graph lives on over the step of "b"."""
+    fake = t.call("a", t.batch(), of="a")
+    real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
+    t.update("b", loss_of(real) + loss_of(t.call("b", fake.detach(), of="b") - 1))
+    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
+
+
+def generator_first(t: Training) -> None:
+    fake = t.call("a", t.batch(), of="a")
+    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
+    real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
+    t.update("b", loss_of(real) + loss_of(t.call("b", fake.detach(), of="b") - 1))
+
+
+def retained(t: Training) -> None:
+    """Nothing is detached: the loss of "b" runs through "a", whose graph is used once more."""
+    fake = t.call("a", t.batch(), of="a")
+    real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
+    t.update("b", loss_of(real) + loss_of(t.call("b", fake, of="b") - 1), retain_graph=True)
+    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
+
+
+def auxiliary(t: Training) -> None:
+    """A loss of "a" of its own, computed before the step of "b"."""
+    fake = t.call("a", t.batch(), of="a")
+    own = loss_of(t.spoiled(fake, "a"))
+    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
+    t.update("a", own + loss_of(t.call("b", fake, of="a")))
+
+
+def penalty(t: Training) -> None:
+    """WGAN-GP, with normalisations that see the whole batch."""
+    fake, real = t.call("a", t.batch(), of="a"), t.batch()
+    between = (0.5 * fake.detach() + 0.5 * real).requires_grad_()
+    judged = t.call("b", between, of="b")
+    (slope,) = torch.autograd.grad(judged.sum(), between, create_graph=True)
+    score = t.call("b", t.spoiled(real, "b"), of="b").mean() - t.call("b", fake.detach(), of="b").mean()
+    t.update("b", (slope.norm(dim=1) - 1).square().mean() - score)
+    t.update("a", -t.call("b", t.spoiled(fake, "a"), of="a").mean())
+
+
+def critics(t: Training) -> None:
+    """Three updates of "b" for one of "a". Calls of "a" for the updates of "b" stay: they are finite."""
+    for _ in range(3):
+        fake = t.call("a", t.batch(), region="b").detach()
+        real = t.call("b", t.spoiled(t.batch(), "b"), of="b")
+        t.update("b", loss_of(real) + loss_of(t.call("b", fake, of="b") - 1))
+    fake = t.call("a", t.batch(), of="a")
+    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")))
+
+
+def critics_without_gradients(t: Training) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            fake = t.call("a", t.batch(), region="a")
+        t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b") + 0 * fake, of="b")))
+    t.update("a", loss_of(t.call("b", t.spoiled(t.call("a", t.batch(), of="a"), "a"), of="a")))
+
+
+def frozen_judge(t: Training) -> None:
+    """The discriminator takes no gradients while the generator is trained."""
+    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
+    t.networks["b"].requires_grad_(False)
+    t.update("a", loss_of(t.call("b", t.spoiled(t.call("a", t.batch(), of="a"), "a"), of="a")))
+    t.networks["b"].requires_grad_(True)
+
+
+def infinite_fake(t: Training) -> None:
+    """The fake itself is infinite, kept over the step of "b", whose loss it does not reach."""
+    fake = t.call("a", t.spoiled(t.batch(), "a"), of="a")
+    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
+    t.update("a", loss_of(t.call("b", fake, of="a")))
+
+
+def unrelated(t: Training) -> None:
+    """Both losses are there before the first step."""
+    a = loss_of(t.call("a", t.spoiled(t.batch(), "a"), of="a"))
+    b = loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b"))
+    t.update("a", a)
+    t.update("b", b)
+
+
+def unrelated_the_other_way(t: Training) -> None:
+    a = loss_of(t.call("a", t.spoiled(t.batch(), "a"), of="a"))
+    b = loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b"))
+    t.update("b", b)
+    t.update("a", a)
+
+
+def accumulating(t: Training) -> None:
+    """Two losses for a step of "a", with a step of "b" between; the second may overflow.
+
+    What the first loss did to "b" belongs to the step of "b", which is the next one.
+    """
+    t.clear("a")
+    t.backward("a", loss_of(t.call("b", t.call("a", t.batch(), of="a"), of="b", region="a")))
+    t.update("b", loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")))
+    fake = t.call("a", t.batch(), of="a")
+    t.update("a", loss_of(t.call("b", t.spoiled(fake, "a"), of="a")), clear=False)
+
+
+def both_backward(t: Training, first: str = "a") -> None:
+    for name in "ab":
+        t.clear(name)
+    losses = {name: loss_of(t.call(name, t.spoiled(t.batch(), name), of=name)) for name in "ab"}
+    for name, loss in losses.items():
+        t.backward(name, loss)
+    for name in (first, "b" if first == "a" else "a"):
+        t.step(name)
+
+
+def both_backward_the_other_way(t: Training) -> None:
+    both_backward(t, "b")
+
+
+def one_loss(t: Training, first: str = "a") -> None:
+    """One backward for the losses of both."""
+    for name in "ab":
+        t.clear(name)
+    outs = [t.call(name, t.batch(), of=name) for name in "ab"]
+    sum(loss_of(t.spoiled(out, name)) for name, out in zip("ab", outs)).backward()  # type: ignore[union-attr]
+    for name in (first, "b" if first == "a" else "a"):
+        t.step(name)
+
+
+def one_loss_the_other_way(t: Training) -> None:
+    one_loss(t, "b")
+
+
+def backwards_before_steps(t: Training) -> None:
+    """All three calls of "b" are of one turn, which its own step ends."""
+    for name in "ab":
+        t.clear(name)
+    fake = t.call("a", t.batch(), of="a")
+    b = loss_of(t.call("b", t.spoiled(t.batch(), "b"), of="b")) + loss_of(
+        t.call("b", fake.detach(), of="b") - 1
+    )
+    a = loss_of(t.call("b", fake, of="b")) + loss_of(t.spoiled(fake, "a"))
+    t.backward("b", b)
+    t.backward("a", a, inputs=list(t.networks["a"].parameters()))
+    t.step("b")
+    t.step("a")
+
+
+def frozen(t: Training) -> None:
+    """A network without an optimizer, whose statistics move."""
+    t.update("a", loss_of(t.call("frozen", t.spoiled(t.call("a", t.batch(), of="a"), "a"), of="a")))
+    t.update("b", loss_of(t.call("frozen", t.spoiled(t.call("b", t.batch(), of="b"), "b"), of="b")))
+
+
+Order = Callable[[Training], None]
+ORDERS: dict[str, Order] = {
+    order.__name__: order
+    for order in (
+        kept_over_the_step, generator_first, retained, auxiliary, penalty, critics, critics_without_gradients,
+        frozen_judge, infinite_fake, unrelated, unrelated_the_other_way, accumulating,
+    )
+}  # fmt: skip
+# Here a backward, or a network, is nobody's.
+OF_A_SCRIPT: dict[str, Order] = {
+    order.__name__: order
+    for order in (
+        both_backward, both_backward_the_other_way, one_loss, one_loss_the_other_way, backwards_before_steps, frozen,
+    )
+}  # fmt: skip
+WINDOWS = {"accumulating": {"a": 2}}
+
+
+def train(
+    name: str, bad: str, make: Make, *, separate: bool, left_out: bool, updates: str = "gbgbbg"
+) -> Training:
+    """Run an order; in the rounds marked b the updates named in `bad` are."""
+    training = Training(make, separate=separate, left_out=left_out, windows=WINDOWS.get(name, {}))
+    for event in updates:
+        training.bad = bad if event == "b" else ""
+        {**ORDERS, **OF_A_SCRIPT}[name](training)
+    for mp in training._mps.values():
+        mp.close()
+    LAST.update(state=training.state(), expected=training.expected)
+    return training
