@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 
@@ -24,3 +25,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw = random.Random(seed)
         files = {item.path: draw.random() for item in items}
         items.sort(key=lambda item: (files[item.path], draw.random()))
+
+
+# A parent that ignores signals (nohup, a job in the background of a script) hands that on, and no test may depend on
+# it. A child process gets the default action of a signal that has a handler here.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, lambda *_: None),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
