@@ -1,6 +1,7 @@
 """The number formats that mixed precision chooses from, and any number's bits in each of them.
 
   mezzo formats                     the table: range and precision of every format
+  mezzo formats fp16 bfloat16       all about these formats
   mezzo formats show -4.2e9 1/3     what becomes of these numbers in every format
 
 A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +23,7 @@ from rich.text import Text
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.fate import Fate, fate
-from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number
+from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, Number, named
 from mezzo.core.numerals import parse, written
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
@@ -38,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse knows -4.2 for a number, but takes -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    parser.add_argument("words", nargs="*", metavar="show NUMBER", help="numbers to show in every format")
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME | show NUMBER", help="formats, or numbers to show in each"
+    )
     parser.add_argument(
         "--overflow", default="infinity", help=f"for what is beyond a format: {', '.join(OVERFLOW)}"
     )
@@ -51,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
     if words and words[0] != "show":
-        if words[0][-1:].isdigit():
-            raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
-        raise unknown_name("word", words[0], ["show"])
+        return _show_formats([_format(word) for word in words], as_json=arguments.json)
     if words and not words[1:]:
         raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
     fates = {
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = (
             {"numbers": [_number_json(*item) for item in fates.items()]}
             if fates
-            else {"formats": _table_json()}
+            else {"formats": _table_json(FORMATS.values())}
         )
         print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
         return 0
@@ -72,6 +74,38 @@ def run(arguments: argparse.Namespace) -> int:
         _print_table(console)
     for index, (word, found) in enumerate(fates.items()):
         _print_number(console, word, found, first=index == 0)
+    return 0
+
+
+def _format(word: str) -> Format:
+    """The format that a word names.
+
+    Raises:
+        UsageError: it is a number. UnknownNameError: it is neither.
+    """
+    if word.lower() in (*FORMATS, *ALIASES):
+        return named(word.lower())
+    try:
+        parse(word)
+    except UsageError:
+        pass
+    else:
+        raise UsageError(f"to see what becomes of a number write: mezzo formats show {word}")
+    raise unknown_name("format", word, [*FORMATS, *ALIASES], where="mezzo formats NAME, or show NUMBER: ")
+
+
+def _show_formats(formats: list[Format], *, as_json: bool) -> int:
+    """Print everything about each format."""
+    rows = _table_json(formats)
+    if as_json:
+        print(json.dumps({"schema": 1, "formats": rows}, indent=2, allow_nan=False))
+        return 0
+    for form, row in zip(formats, rows):
+        others = [alias for alias, name in ALIASES.items() if name == form.name]
+        print(
+            "\n".join(f"{key:<20}{value}" for key, value in {**row, "other names": ", ".join(others)}.items())
+        )
+        print()
     return 0
 
 
@@ -133,7 +167,7 @@ def _bits(one: Fate, console: Console) -> Text:
     return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
 
 
-def _table_json() -> list[dict[str, Any]]:
+def _table_json(formats: Iterable[Format]) -> list[dict[str, Any]]:
     names = (
         *(
             "bits",
@@ -152,7 +186,7 @@ def _table_json() -> list[dict[str, Any]]:
     return [
         {"name": form.name, "title": form.title, "source": form.source}
         | {name: _strict(getattr(form, name)) for name in names}
-        for form in FORMATS.values()
+        for form in formats
     ]
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import webbrowser
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
-from mezzo.report import build_any
+from mezzo.report import build_and_check
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{here[0] if here else 'mezzo-run'}.{found}"
         )
     try:
-        page = build_any(arguments.place)
+        page, faults = build_and_check(arguments.place)
     except OSError as error:
         mend = ". Check its permissions" if isinstance(error, PermissionError) else ""
         raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{mend}") from error
+    for fault in faults:
+        print(f"mezzo report: {fault}", file=sys.stderr)
     print(json.dumps({"schema": 1, "report": str(page)}) if arguments.json else page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         raise UsageError(f"no browser was found to open {page} with: open it by hand")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.report.page import render
 from mezzo.report.reading import read
-from mezzo.report.run import read_run
+from mezzo.report.run import Run, read_run
 from mezzo.report.run_page import render_runs
 
 __all__ = ["build", "build_any", "build_run"]
@@ -29,8 +30,18 @@ def build(directory: str | os.PathLike[str]) -> Path:
         UsageError: there is no `verdict.json` in the folder, or it is not one that this version reads.
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
+    return _build(directory)[0]
+
+
+def _build(directory: str | os.PathLike[str]) -> tuple[Path, Sequence[Run]]:
     folder = _named(directory)
-    return _write(folder / "report.html", render(read(folder)))
+    found = read(folder)
+    try:
+        return _write(folder / "report.html", render(found)), found.runs
+    except RecursionError as error:
+        raise UsageError(
+            f"{folder / 'verdict.json'}: nested too deeply. Run `mezzo compare` again."
+        ) from error
 
 
 def build_run(records: str | os.PathLike[str]) -> Path:
@@ -44,6 +55,10 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         UsageError: there are no records, or no line in them is one.
         OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
     """
+    return _build_run(records)[0]
+
+
+def _build_run(records: str | os.PathLike[str]) -> tuple[Path, Sequence[Run]]:
     place = _named(records)
     if place.is_dir():
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
@@ -71,7 +86,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             "mezzo.keras.PrecisionMonitor wrote."
         )
     name = place.resolve().name if place.is_dir() else place.stem
-    return _write(target, render_runs(runs, name))
+    return _write(target, render_runs(runs, name)), runs
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
@@ -81,7 +96,14 @@ def build_any(place: str | os.PathLike[str]) -> Path:
         UsageError: there is neither a verdict nor a record.
         OSError: as for both.
     """
-    return build(place) if (_named(place) / "verdict.json").exists() else build_run(place)
+    return build_and_check(place)[0]
+
+
+def build_and_check(place: str | os.PathLike[str]) -> tuple[Path, list[str]]:
+    """The page of `build_any`, and a line for each run whose records are cut off or damaged."""
+    made = _build if (_named(place) / "verdict.json").exists() else _build_run
+    page, runs = made(place)
+    return page, [f"{run.name}: {run.fault}" for run in runs if run.fault]
 
 
 def _named(place: str | os.PathLike[str]) -> Path:
