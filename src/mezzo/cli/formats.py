@@ -91,7 +91,7 @@ def _format(word: str) -> Format:
         pass
     else:
         raise UsageError(f"to see what becomes of a number write: mezzo formats show {word}")
-    raise unknown_name("format", word, [*FORMATS, *ALIASES], where="mezzo formats NAME, or show NUMBER: ")
+    raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
 
 
 def _show_formats(formats: list[Format], *, as_json: bool) -> int:
