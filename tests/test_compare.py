@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.core.whole_file import write_whole
 from mezzo.scripts.request import RunRequest
 from mezzo.verify import folder as folder_module
 from mezzo.verify.children import run_child
 from mezzo.verify.compare import compare, schedule
-from mezzo.verify.folder import strict, write_whole
+from mezzo.verify.folder import strict
 from mezzo.verify.metric import Metric
 from mezzo.verify.progress import Bar, Lines, Silent, watcher
 from mezzo.verify.request import Request, candidates

@@ -82,7 +82,6 @@ WRONG = [
     None,
     16,
     1.5,
-    ["bf16"],
     b"bf16",
     float,
 ]
@@ -102,13 +101,9 @@ def test_a_format_by_its_names(name: str, capsys: pytest.CaptureFixture[str]) ->
     form = named(name)
     assert main(["formats", name]) == 0
     said = capsys.readouterr().out
-    for word in (
-        form.name,
-        form.title,
-        form.source,
-        *(alias for alias, of in ALIASES.items() if of == form.name),
-    ):
-        assert word in said
+    assert form.name in said
+    assert f"1/{form.nexp}/{form.nmant}" in said
+    assert form.name == "binary256" or "binary256" not in said
     assert main(["formats", name.upper(), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["formats"]
     assert (row["name"], row["nmant"]) == (form.name, form.nmant)
@@ -133,7 +128,7 @@ def test_several_formats(capsys: pytest.CaptureFixture[str]) -> None:
         ("sho", ["show NUMBER"]),
         ("3.5", ["mezzo formats show 3.5"]),
         ("1e3", ["mezzo formats show 1e3"]),
-        ("inf", ["mezzo formats show inf"]),
+        ("1/3", ["mezzo formats show 1/3"]),
         ("0x1.8p3", ["mezzo formats show 0x1.8p3"]),
     ],
 )

@@ -1,7 +1,7 @@
 """The number formats that mixed precision chooses from, and any number's bits in each of them.
 
   mezzo formats                     the table: range and precision of every format
-  mezzo formats fp16 bfloat16       all about these formats
+  mezzo formats fp16 bfloat16       the table of these
   mezzo formats show -4.2e9 1/3     what becomes of these numbers in every format
 
 A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -54,8 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
+    asked = list(FORMATS.values())
     if words and words[0] != "show":
-        return _show_formats([_format(word) for word in words], as_json=arguments.json)
+        asked, words = [_format(word) for word in words], []
     if words and not words[1:]:
         raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
     fates = {
@@ -65,54 +65,29 @@ def run(arguments: argparse.Namespace) -> int:
         shown = (
             {"numbers": [_number_json(*item) for item in fates.items()]}
             if fates
-            else {"formats": _table_json(FORMATS.values())}
+            else {"formats": _table_json(asked)}
         )
         print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
         return 0
     console = Console(highlight=False)
     if not fates:
-        _print_table(console)
+        _print_table(console, asked)
     for index, (word, found) in enumerate(fates.items()):
         _print_number(console, word, found, first=index == 0)
     return 0
 
 
 def _format(word: str) -> Format:
-    """The format that a word names.
-
-    Raises:
-        UsageError: it is a number. UnknownNameError: it is neither.
-    """
+    """The format that a word names; raises an error that says how to show a number."""
     if word.lower() in (*FORMATS, *ALIASES):
         return named(word.lower())
-    try:
-        parse(word)
-    except UsageError:
-        pass
-    else:
+    if word[-1:].isdigit() and not word[:1].isalpha():
         raise UsageError(f"to see what becomes of a number write: mezzo formats show {word}")
     raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
 
 
-def _show_formats(formats: list[Format], *, as_json: bool) -> int:
-    """Print everything about each format."""
-    rows = _table_json(formats)
-    if as_json:
-        print(json.dumps({"schema": 1, "formats": rows}, indent=2, allow_nan=False))
-        return 0
-    for form, row in zip(formats, rows):
-        others = [alias for alias, name in ALIASES.items() if name == form.name]
-        print(
-            "\n".join(f"{key:<20}{value}" for key, value in {**row, "other names": ", ".join(others)}.items())
-        )
-        print()
-    return 0
-
-
-def _print_table(console: Console) -> None:
-    rows = [
-        (form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in FORMATS.values()
-    ]
+def _print_table(console: Console, formats: list[Format]) -> None:
+    rows = [(form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in formats]
     heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
     if console.width >= 79:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -122,7 +97,7 @@ def _print_table(console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     else:
-        for row, form in zip(rows, FORMATS.values()):
+        for row, form in zip(rows, formats):
             console.print(Text(form.name, style="bold"))
             for head, cell in zip(heads[1:], row[1:]):
                 console.print(f"  {head:<16}{cell}", soft_wrap=True)
@@ -167,7 +142,7 @@ def _bits(one: Fate, console: Console) -> Text:
     return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
 
 
-def _table_json(formats: Iterable[Format]) -> list[dict[str, Any]]:
+def _table_json(formats: list[Format]) -> list[dict[str, Any]]:
     names = (
         *(
             "bits",

@@ -194,21 +194,16 @@ FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _T
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "float64": "fp64",
-        "double": "fp64",
-        "binary64": "fp64",
         "float32": "fp32",
-        "single": "fp32",
-        "binary32": "fp32",
         "float16": "fp16",
         "half": "fp16",
-        "binary16": "fp16",
         "bfloat16": "bf16",
         "float8_e4m3fn": "e4m3fn",
         "e4m3": "e4m3fn",
         "float8_e5m2": "e5m2",
     }
 )
-"""Other names of the formats: those of torch's dtypes and IEEE 754's."""
+"""Other names of the formats, those of torch's dtypes among them."""
 
 OVERFLOW: Mapping[str, str] = MappingProxyType(
     {
@@ -234,20 +229,13 @@ _Tensor = TypeVar("_Tensor", bound=_TensorLike)
 
 
 def dtype_name(value: object) -> str:
-    """The format's name for a `torch.dtype`; any other value as text. (This module cannot import torch.)
-
-    >>> dtype_name("bf16")
-    'bf16'
-    """
+    """The format's name for a `torch.dtype`; any other value as text. (This module cannot import torch.)"""
     text = str(value)
     return ALIASES.get(text.removeprefix("torch."), text) if text.startswith("torch.") else text
 
 
 def named(format: str | Format) -> Format:
     """The format of that name, of that alias or of a `torch.dtype`; a `Format` is handed back as it is.
-
-    >>> named("bfloat16").name
-    'bf16'
 
     Raises:
         UnknownNameError: no such format; the message names the nearest.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
 from mezzo.report.page import render
 from mezzo.report.reading import read
-from mezzo.report.run import Run, read_run
+from mezzo.report.run import read_run
 from mezzo.report.run_page import render_runs
 
 __all__ = ["build", "build_any", "build_run"]
@@ -30,18 +29,8 @@ def build(directory: str | os.PathLike[str]) -> Path:
         UsageError: there is no `verdict.json` in the folder, or it is not one that this version reads.
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
-    return _build(directory)[0]
-
-
-def _build(directory: str | os.PathLike[str]) -> tuple[Path, Sequence[Run]]:
     folder = _named(directory)
-    found = read(folder)
-    try:
-        return _write(folder / "report.html", render(found)), found.runs
-    except RecursionError as error:
-        raise UsageError(
-            f"{folder / 'verdict.json'}: nested too deeply. Run `mezzo compare` again."
-        ) from error
+    return write_whole(folder / "report.html", render(read(folder)))
 
 
 def build_run(records: str | os.PathLike[str]) -> Path:
@@ -55,10 +44,6 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         UsageError: there are no records, or no line in them is one.
         OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
     """
-    return _build_run(records)[0]
-
-
-def _build_run(records: str | os.PathLike[str]) -> tuple[Path, Sequence[Run]]:
     place = _named(records)
     if place.is_dir():
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
@@ -86,7 +71,7 @@ def _build_run(records: str | os.PathLike[str]) -> tuple[Path, Sequence[Run]]:
             "mezzo.keras.PrecisionMonitor wrote."
         )
     name = place.resolve().name if place.is_dir() else place.stem
-    return _write(target, render_runs(runs, name)), runs
+    return write_whole(target, render_runs(runs, name))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
@@ -96,14 +81,7 @@ def build_any(place: str | os.PathLike[str]) -> Path:
         UsageError: there is neither a verdict nor a record.
         OSError: as for both.
     """
-    return build_and_check(place)[0]
-
-
-def build_and_check(place: str | os.PathLike[str]) -> tuple[Path, list[str]]:
-    """The page of `build_any`, and a line for each run whose records are cut off or damaged."""
-    made = _build if (_named(place) / "verdict.json").exists() else _build_run
-    page, runs = made(place)
-    return page, [f"{run.name}: {run.fault}" for run in runs if run.fault]
+    return build(place) if (_named(place) / "verdict.json").exists() else build_run(place)
 
 
 def _named(place: str | os.PathLike[str]) -> Path:
@@ -113,23 +91,3 @@ def _named(place: str | os.PathLike[str]) -> Path:
             '"": no folder or file is named. Name one with run records, "." for the current folder.'
         )
     return Path(place)
-
-
-def _write(target: Path, text: str) -> Path:
-    """Put a file in its place, whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's 0600 would keep a colleague or a web server out
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return target
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

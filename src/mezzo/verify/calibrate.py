@@ -21,11 +21,12 @@ from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
 from mezzo.core.scale_numbers import power_text
+from mezzo.core.whole_file import write_whole
 from mezzo.scripts.request import RunRequest
 from mezzo.scripts.script import locate
 from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import forget_run, locked, write_whole
+from mezzo.verify.folder import forget_run, locked
 from mezzo.verify.progress import Silent, Watcher
 from mezzo.verify.trial import Check, check_of
 

@@ -9,12 +9,12 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
 from mezzo.verify.children import ATTEMPT
 from mezzo.verify.request import BASELINE, FILE, Request, differences, read_request
 
@@ -101,27 +101,6 @@ def locked(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)  # a forked worker may still have the file open
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, and a failure leaves the old one.
-
-    Raises:
-        OSError: it can't be written; nothing is left behind.
-    """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's 0600 would keep a colleague out
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def forget_run(folder: Path, name: str) -> None:

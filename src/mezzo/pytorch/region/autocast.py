@@ -106,11 +106,7 @@ def autocast(
     if torch.compiler.is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
         return cast("Region", _traced(policy, device_type, enabled, cache_enabled))
     key = (policy, device_type, enabled, cache_enabled, _assumed_native())
-    try:
-        found = _regions.get(key)
-    except TypeError:  # unhashable, so not a precision
-        policy_of(policy)
-        raise
+    found = _regions.get(key)
     if found is None:
         found = Region(policy, device_type, enabled, cache_enabled)
         if _is_lasting(policy):

@@ -12,9 +12,10 @@ from typing import Any
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.tuning import Tuned, tune
+from mezzo.core.whole_file import write_whole
 from mezzo.verify.children import LAUNCH, terminated_like_an_interrupt
 from mezzo.verify.compare import compare
-from mezzo.verify.folder import locked, strict, write_whole
+from mezzo.verify.folder import locked, strict
 from mezzo.verify.progress import Silent, Watcher
 from mezzo.verify.tune.calibration import RESULTS, calibrate
 from mezzo.verify.tune.request import TuneRequest
