@@ -109,7 +109,7 @@ class Parent:
         return found
 
     def no_one_is_left(self) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 10
         while self.alive:
             assert time.monotonic() < until, self.alive
             time.sleep(0.02)

@@ -12,7 +12,8 @@ import torch
 import mezzo
 from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import ALIASES, FORMATS, named
+from mezzo.core.format_names import ALIASES
+from mezzo.core.formats import FORMATS, named
 from mezzo.pytorch.dtypes import DTYPES
 
 

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.fate import Fate, fate
-from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Format, Number, named
+from mezzo.core.format_names import ALIASES
+from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number, named
 from mezzo.core.numerals import parse, written
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     words: list[str] = arguments.words
     asked = list(FORMATS.values())
     if words and words[0] != "show":
-        asked, words = [_format(word) for word in words], []
+        asked, words = [_format(word, words) for word in words], []
     if words and not words[1:]:
         raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
     fates = {
@@ -77,12 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _format(word: str) -> Format:
+def _format(word: str, words: list[str]) -> Format:
     """The format that a word names; raises an error that says how to show a number."""
     if word.lower() in (*FORMATS, *ALIASES):
         return named(word.lower())
     if word[-1:].isdigit() and not word[:1].isalpha():
-        raise UsageError(f"to see what becomes of a number write: mezzo formats show {word}")
+        raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
     raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
 
 

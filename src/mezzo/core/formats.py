@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 import numpy as np
 
 from mezzo.core.errors import unknown_name
+from mezzo.core.format_names import format_name
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -191,20 +192,6 @@ _TABLE = (
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
 """Every format Mezzo knows, by name; the order is that of `mezzo formats`."""
 
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "float64": "fp64",
-        "float32": "fp32",
-        "float16": "fp16",
-        "half": "fp16",
-        "bfloat16": "bf16",
-        "float8_e4m3fn": "e4m3fn",
-        "e4m3": "e4m3fn",
-        "float8_e5m2": "e5m2",
-    }
-)
-"""Other names of the formats, those of torch's dtypes among them."""
-
 OVERFLOW: Mapping[str, str] = MappingProxyType(
     {
         "infinity": "beyond max: infinity, or NaN where there is none (IEEE 754, and OFP8 non-saturating)",
@@ -228,12 +215,6 @@ class _TensorLike(Protocol):
 _Tensor = TypeVar("_Tensor", bound=_TensorLike)
 
 
-def dtype_name(value: object) -> str:
-    """The format's name for a `torch.dtype`; any other value as text. (This module cannot import torch.)"""
-    text = str(value)
-    return ALIASES.get(text.removeprefix("torch."), text) if text.startswith("torch.") else text
-
-
 def named(format: str | Format) -> Format:
     """The format of that name, of that alias or of a `torch.dtype`; a `Format` is handed back as it is.
 
@@ -242,8 +223,7 @@ def named(format: str | Format) -> Format:
     """
     if isinstance(format, Format):
         return format
-    name = dtype_name(format)
-    name = ALIASES.get(name, name)
+    name = format_name(format)
     if name not in FORMATS:
         raise unknown_name("format", name, FORMATS)
     return FORMATS[name]

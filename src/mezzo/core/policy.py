@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.formats import dtype_name
+from mezzo.core.format_names import dtype_name
 from mezzo.core.fp8 import Fp8Scaling
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters

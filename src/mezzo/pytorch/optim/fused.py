@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import dtype_name
+from mezzo.core.format_names import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.states import StateSpec
 from mezzo.pytorch.optim import checks, holders, state_dicts, storage

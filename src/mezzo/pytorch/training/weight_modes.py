@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.compute import activations_of
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
-from mezzo.core.formats import dtype_name
+from mezzo.core.format_names import dtype_name
 from mezzo.core.masters import STATE_FORMATS
 from mezzo.core.policy import Policy
 from mezzo.pytorch import auto
