@@ -40,7 +40,7 @@ def main() -> int:
     if "refuse" in does:
         print(f"mezzo: {does['refuse']}")
         return 2
-    k = request["seed_offset"]
+    k = request["seed_offset"] or 0
     writer = records.RecordWriter(path)
     machine = {"cpu": "a fake one", "torch": "0", **does.get("machine", {})}
     writer.write(
