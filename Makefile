@@ -9,6 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 demo: .venv/demo.stamp
 	$(BIN)/mezzo compare --demo digits --out mezzo-compare-digits
 
+# `make test PYTEST_FLAGS="--random-order 7"` shuffles files, and the tests of each file.
 test: lint types layers fast frameworks heavy reproduce
 
 lint: .venv/test.stamp
@@ -24,16 +25,16 @@ layers: .venv/test.stamp
 OTHERS := tests/on_keras tests/on_tensorflow
 
 fast: .venv/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(OTHERS:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 heavy: .venv/test.stamp
-	$(BIN)/pytest -q -m heavy $(OTHERS:%=--ignore=%)
+	$(BIN)/pytest -q -m heavy $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 # A process has one Keras backend, that of its first import; and TensorFlow stays out of the processes of PyTorch's tests.
 frameworks: .venv/test.stamp
 	for backend in tensorflow jax torch; do echo "Keras on $$backend"; \
-		KERAS_BACKEND=$$backend $(BIN)/pytest -q -n 2 tests/on_keras || exit 1; done
-	$(BIN)/pytest -q -n 2 tests/on_tensorflow
+		KERAS_BACKEND=$$backend $(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) tests/on_keras || exit 1; done
+	$(BIN)/pytest -q -n 2 $(PYTEST_FLAGS) tests/on_tensorflow
 
 # The original paper's experiments, small: fails when one no longer shows what it did (src/mezzo/reproduce/expected.toml).
 reproduce: .venv/test.stamp

@@ -7,5 +7,32 @@ result of a test may. Tests of other machines set the variable themselves; `test
 from __future__ import annotations
 
 import os
+import random
+import signal
+
+import pytest
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-order", metavar="SEED", help="shuffle files, and the tests of each file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle by file, so that fixtures of a module are set up once; the same seed gives the same order."""
+    if (seed := config.getoption("--random-order")) is not None:
+        draw = random.Random(seed)
+        files = {item.path: draw.random() for item in items}
+        items.sort(key=lambda item: (files[item.path], draw.random()))
+
+
+# A parent that ignores signals (nohup, a job in the background of a script) hands that on, and no test may depend on
+# it. A child process gets the default action of a signal that has a handler here.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, lambda *_: None),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -51,22 +54,28 @@ def peak_of(step: Step, size: int) -> int:
     return watch.stop().peak_bytes
 
 
+@pytest.fixture(scope="module")
+def found_alone() -> Any:
+    """START-MULTIPLE -> what a process of its own found."""
+    child = Path(__file__).parent / "children" / "batch_sizes.py"
+    return json.loads(subprocess.run([sys.executable, str(child)], check=True, capture_output=True).stdout)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("multiple", [1, 16])
 @pytest.mark.parametrize("start", [16, 512])
-def test_what_is_found_fits_and_the_next_multiple_does_not(multiple: int, start: int) -> None:
-    limit = bytes_alive() + 500_000
-    model, optimizer, step = small()
-    found = mezzo.find_batch_size(
-        step, start, limit=limit, multiple_of=multiple, rounds=1, model=model, optimizer=optimizer
-    )
-    assert found.largest % multiple == 0
-    assert peak_of(step, found.largest) <= limit < peak_of(step, found.largest + multiple)
-    for trial in found.trials:
-        assert (trial.seconds is not None) is trial.fits
-        assert trial.peak_bytes == peak_of(step, trial.size)
-    assert found.limit == limit
-    assert found.device == "cpu"
+def test_what_is_found_fits_and_the_next_multiple_does_not(
+    found_alone: Any, multiple: int, start: int
+) -> None:
+    found = found_alone[f"{start}-{multiple}"]
+    largest, limit, peaks = found["largest"], found["limit"], found["peaks"]
+    assert largest % multiple == 0
+    assert peaks[str(largest)] <= limit < peaks[str(largest + multiple)]
+    for size, peak, fits, timed in found["trials"]:
+        assert timed is fits
+        assert peak == peaks[str(size)]
+    assert limit == found["asked"]
+    assert found["device"] == "cpu"
 
 
 def test_nothing_fits_says_what_it_took() -> None:

@@ -105,3 +105,75 @@ def test_what_is_no_record_is_status_2(tmp_path: Path, capsys: pytest.CaptureFix
         assert words in told.err
         assert told.out == ""
     assert not (tmp_path / "ok.html").exists()
+
+
+# Text of verdict.json -> a word of the error.
+UNREADABLE = {
+    "a deep list": (b"[" * 100_000, "recursion"),
+    "a deep object": (b'{"a":' * 100_000, "recursion"),
+    "cut off": (b'{"schema": 1, "candidates": {"bf16"', "not a readable"),
+    "empty": (b"", "not a readable"),
+    "not UTF-8": (b'\xff\xfe{"schema": 1}', "utf-8"),
+    "too many digits": (b'{"schema": 1' + b"0" * 5000 + b"}", "digits"),
+    "a number": (b"1e999", "candidates"),
+    "null": (b"null", "candidates"),
+    "candidates of a wrong type": (b'{"candidates": [1]}', "candidates"),
+    "a schema of a wrong type": (b'{"candidates": {}, "schema": [1]}', "schema"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_verdict_that_cannot_be_read(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, says = UNREADABLE[what]
+    folder = comparisons.one_seed(tmp_path / "c")
+    (folder / "verdict.json").write_bytes(text)
+    assert main(["report", str(folder)]) == 2
+    told = capsys.readouterr().err
+    for word in (str(folder / "verdict.json"), says, "mezzo compare"):
+        assert word in told
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("depth", range(100, 1000, 60))
+def test_a_candidate_of_any_depth_is_drawn_or_refused(
+    depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = comparisons.one_seed(tmp_path / "c")
+    deep = '{"a":' * depth + "1" + "}" * depth
+    (folder / "verdict.json").write_text(f'{{"candidates": {{"bf16": {deep}}}, "machine": {deep}}}')
+    if main(["report", str(folder)]):
+        assert str(folder / "verdict.json") in capsys.readouterr().err
+
+
+# What is done to a run's records -> what is said of the run.
+FAULTY = {
+    "cut off": (lambda text: text[: len(text) // 2 // 7 * 7], "cut short"),
+    "without an end": (lambda text: "".join(text.splitlines(keepends=True)[:-1]), "cut short"),
+    "null": (lambda text: "null\n" + text, "bf16-0.jsonl:1"),
+    "null fields": (lambda text: text.replace('"index": 3', '"index": null', 1), "bf16-0.jsonl:5"),
+    "a huge number": (
+        lambda text: text.replace('"loss": ', '"loss": 1' + "0" * 400 + ', "more": ', 1),
+        "bf16-0.jsonl:2",
+    ),
+    "deeply nested": (lambda text: text + "[" * 100_000 + "\n", "not a run record"),
+    "empty": (lambda text: "", "cut short"),
+}
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("what", FAULTY)
+def test_records_that_are_cut_off_or_damaged_are_reported(
+    what: str, single: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, says = FAULTY[what]
+    folder = comparisons.one_seed(tmp_path / "c")
+    path = folder / "runs" / "bf16-0.jsonl"
+    path.write_text(damage(path.read_text()))
+    if single and what == "empty":
+        return  # which holds no record at all: an error
+    assert main(["report", str(path if single else folder)]) == 0
+    told = capsys.readouterr()
+    assert "bf16-0" in told.err
+    assert says in told.err
+    assert "fp32-0" not in told.err
+    assert Path(told.out.strip()).exists()

@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
+from mezzo.core.whole_file import write_whole
+from mezzo.scripts.request import RunRequest
 from mezzo.verify import folder as folder_module
 from mezzo.verify.children import run_child
 from mezzo.verify.compare import compare, schedule
-from mezzo.verify.folder import strict, write_whole
+from mezzo.verify.folder import strict
 from mezzo.verify.metric import Metric
 from mezzo.verify.progress import Bar, Lines, Silent, watcher
 from mezzo.verify.request import Request, candidates
@@ -446,6 +448,10 @@ def test_strict_json_has_no_nan() -> None:
     assert strict({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
 
 
+def asked(folder: Path) -> RunRequest:
+    return RunRequest("nothing.py", records=folder / "run.jsonl")
+
+
 def test_a_childs_grandchildren_go_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     code = (
@@ -459,7 +465,7 @@ def test_a_childs_grandchildren_go_with_it(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_child((sys.executable, "-c", code), tmp_path / "log", tmp_path / "none", interrupt)
+        run_child((sys.executable, "-c", code), asked(tmp_path), interrupt)
     until = time.monotonic() + 20
     while not _zombie_or_gone(int(pids.read_text())):
         assert time.monotonic() < until
@@ -478,9 +484,8 @@ def test_a_child_has_no_input_and_both_streams_in_order(tmp_path: Path) -> None:
     code = (
         "import sys; print('out'); print('err', file=sys.stderr); print(repr(sys.stdin.read())); sys.exit(5)"
     )
-    log = tmp_path / "log"
-    assert run_child((sys.executable, "-c", code), log, tmp_path / "none") == 5
-    assert log.read_text().splitlines() == ["out", "err", "''"]
+    assert run_child((sys.executable, "-c", code), asked(tmp_path)) == 5
+    assert (tmp_path / "run.log").read_text().splitlines() == ["out", "err", "''"]
 
 
 def test_lines_for_pipes(case: Case, tmp_path: Path) -> None:

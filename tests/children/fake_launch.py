@@ -10,6 +10,8 @@ The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> b
     hang true     sleep for a minute instead     unmoved true  no update moves
     machine {}    what to say of the machine
     refuse "why"  end as the real one does for a request that can't be run
+    pace 0.01     sleep so long before each loss, and for half a minute where the parent is gone
+    child true    start a process that sleeps for a minute
     mistake "why" end as it does for a policy that only the script's model shows to be wrong
 """
 
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,7 +40,7 @@ def main() -> int:
     if "refuse" in does:
         print(f"mezzo: {does['refuse']}")
         return 2
-    k = request["seed_offset"]
+    k = request["seed_offset"] or 0
     writer = records.RecordWriter(path)
     machine = {"cpu": "a fake one", "torch": "0", **does.get("machine", {})}
     writer.write(
@@ -48,7 +51,11 @@ def main() -> int:
     noise = random.Random(f"{k} {request['nudge']} {request['policy']}")
     level = 0.03 * random.Random(k).gauss(0, 1)
     at = 0.0
+    parent = os.getppid()
+    if does.get("child"):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     for i in range(does.get("losses", 40)):
+        time.sleep(does.get("pace", 0.0) if os.getppid() == parent else 30)
         loss = 1 + 1.5 * math.exp(-i / 4) + level + 1e-4 * noise.gauss(0, 1) + does.get("shift", 0.0)
         at += does.get("seconds", 0.01) * (1 + 0.02 * noise.gauss(0, 1))
         writer.write(records.LossRecord(i, float("nan") if i == does.get("nan") else float(loss), at))

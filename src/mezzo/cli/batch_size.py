@@ -39,12 +39,12 @@ from mezzo.cli.numbers import whole
 from mezzo.core.batch_result import HEADS, BatchSizeResult, columns
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.verify.batch_size.progress import watcher
 from mezzo.verify.batch_size.request import BatchSizeRequest, precisions_of
 from mezzo.verify.batch_size.search import FILE, search_script
 from mezzo.verify.batch_size.vary import Vary
-from mezzo.verify.folder import write_whole
 from mezzo.verify.progress import Silent, Watcher
 
 PASSES_ON = True

@@ -1,6 +1,7 @@
 """The number formats that mixed precision chooses from, and any number's bits in each of them.
 
   mezzo formats                     the table: range and precision of every format
+  mezzo formats fp16 bfloat16       the table of these
   mezzo formats show -4.2e9 1/3     what becomes of these numbers in every format
 
 A number is a decimal (-4.2e9, 1e-400), a hexadecimal float (0x1.8p3), a fraction (1/3), a power (2^-24),
@@ -21,7 +22,8 @@ from rich.text import Text
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.fate import Fate, fate
-from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number
+from mezzo.core.format_names import ALIASES
+from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number, named
 from mezzo.core.numerals import parse, written
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
@@ -38,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     # argparse knows -4.2 for a number, but takes -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
-    parser.add_argument("words", nargs="*", metavar="show NUMBER", help="numbers to show in every format")
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME | show NUMBER", help="formats, or numbers to show in each"
+    )
     parser.add_argument(
         "--overflow", default="infinity", help=f"for what is beyond a format: {', '.join(OVERFLOW)}"
     )
@@ -50,10 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
+    asked = list(FORMATS.values())
     if words and words[0] != "show":
-        if words[0][-1:].isdigit():
-            raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
-        raise unknown_name("word", words[0], ["show"])
+        asked, words = [_format(word, words) for word in words], []
     if words and not words[1:]:
         raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
     fates = {
@@ -63,22 +66,29 @@ def run(arguments: argparse.Namespace) -> int:
         shown = (
             {"numbers": [_number_json(*item) for item in fates.items()]}
             if fates
-            else {"formats": _table_json()}
+            else {"formats": _table_json(asked)}
         )
         print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
         return 0
     console = Console(highlight=False)
     if not fates:
-        _print_table(console)
+        _print_table(console, asked)
     for index, (word, found) in enumerate(fates.items()):
         _print_number(console, word, found, first=index == 0)
     return 0
 
 
-def _print_table(console: Console) -> None:
-    rows = [
-        (form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in FORMATS.values()
-    ]
+def _format(word: str, words: list[str]) -> Format:
+    """The format that a word names; raises an error that says how to show a number."""
+    if word.lower() in (*FORMATS, *ALIASES):
+        return named(word.lower())
+    if word[-1:].isdigit() and not word[:1].isalpha():
+        raise UsageError(f"to see what becomes of a number write: mezzo formats show {' '.join(words)}")
+    raise unknown_name("word", word, [*FORMATS, *ALIASES, "show"], where="give NAME, or show NUMBER: ")
+
+
+def _print_table(console: Console, formats: list[Format]) -> None:
+    rows = [(form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in formats]
     heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
     if console.width >= 79:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -88,7 +98,7 @@ def _print_table(console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     else:
-        for row, form in zip(rows, FORMATS.values()):
+        for row, form in zip(rows, formats):
             console.print(Text(form.name, style="bold"))
             for head, cell in zip(heads[1:], row[1:]):
                 console.print(f"  {head:<16}{cell}", soft_wrap=True)
@@ -133,7 +143,7 @@ def _bits(one: Fate, console: Console) -> Text:
     return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
 
 
-def _table_json() -> list[dict[str, Any]]:
+def _table_json(formats: list[Format]) -> list[dict[str, Any]]:
     names = (
         *(
             "bits",
@@ -152,7 +162,7 @@ def _table_json() -> list[dict[str, Any]]:
     return [
         {"name": form.name, "title": form.title, "source": form.source}
         | {name: _strict(getattr(form, name)) for name in names}
-        for form in FORMATS.values()
+        for form in formats
     ]
 
 

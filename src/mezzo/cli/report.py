@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import webbrowser
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.report import build_any
+from mezzo.report.run import read_run
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,16 @@ def run(arguments: argparse.Namespace) -> int:
             "give DIR, a folder with run records, or a .jsonl file. For instance: mezzo report "
             f"{here[0] if here else 'mezzo-run'}.{found}"
         )
+    place = Path(arguments.place)
     try:
         page = build_any(arguments.place)
+        for file in sorted([*place.glob("*.jsonl"), *place.glob("runs/*.jsonl")]) or [place]:
+            if fault := read_run(file).fault:
+                print(f"mezzo report: {file.stem}: {fault}", file=sys.stderr)
+    except RecursionError as error:
+        raise UsageError(
+            f"{place / 'verdict.json'}: nested too deeply. Run `mezzo compare` again."
+        ) from error
     except OSError as error:
         mend = ". Check its permissions" if isinstance(error, PermissionError) else ""
         raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{mend}") from error

@@ -22,6 +22,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,7 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (folder or _unused(_FOLDER)).absolute()  # the script may change the working directory
     rank = _rank()
     said = _about(folder)
-    status = run_request(replace(request, records=_prepared(folder, rank)))
+    with ExitStack() as lock:
+        status = run_request(replace(request, records=_prepared(folder, rank, lock)))
     if rank == 0:
         if said and not arguments.quiet:
             print(f"mezzo: {said}", file=sys.stderr)
@@ -206,12 +208,14 @@ def _about(folder: Path) -> str:
     return ""
 
 
-def _prepared(folder: Path, rank: int) -> Path:
-    """The file for this process's records, in a folder that is ours.
+def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
+    """The file for this process's records, in a folder that is ours. The first rank locks it until `lock` ends.
 
     Raises:
-        UsageError: the folder holds something else, or can't be made.
+        UsageError: the folder holds something else, is in use by another process, or can't be made.
     """
+    from mezzo.verify.folder import locked
+
     try:
         if folder.exists() and not (folder / _RECORDS).exists():
             strangers = sorted(
@@ -221,6 +225,8 @@ def _prepared(folder: Path, rank: int) -> Path:
                 raise UsageError(
                     f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
                 )
+        if rank == 0:
+            lock.enter_context(locked(folder))
         (folder / "runs").mkdir(parents=True, exist_ok=True)
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # it would tell of other records

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 import numpy as np
 
 from mezzo.core.errors import unknown_name
+from mezzo.core.format_names import format_name
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -215,16 +216,17 @@ _Tensor = TypeVar("_Tensor", bound=_TensorLike)
 
 
 def named(format: str | Format) -> Format:
-    """The format of that name; a `Format` is handed back as it is.
+    """The format of that name, of that alias or of a `torch.dtype`; a `Format` is handed back as it is.
 
     Raises:
         UnknownNameError: no such format; the message names the nearest.
     """
     if isinstance(format, Format):
         return format
-    if format not in FORMATS:
-        raise unknown_name("format", str(format), FORMATS)
-    return FORMATS[format]
+    name = format_name(format)
+    if name not in FORMATS:
+        raise unknown_name("format", name, FORMATS)
+    return FORMATS[name]
 
 
 def overflow_named(overflow: str) -> str:

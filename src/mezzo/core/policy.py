@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from mezzo.core.compute import COMPUTE, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.format_names import dtype_name
 from mezzo.core.fp8 import Fp8Scaling
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
@@ -283,8 +284,9 @@ class Policy:
         return hashlib.sha256(f"{self.name} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
 
-def policy(spec: str | os.PathLike[str] | Policy) -> Policy:
-    """A policy from a preset's name, a short string, the path of a TOML file (ending in `.toml`), or itself.
+def policy(spec: object) -> Policy:
+    """A policy from a preset's name, a short string, the path of a TOML file (ending in `.toml`), a `torch.dtype`, or
+    itself.
 
     >>> policy("params=fp32,compute=bf16,output=fp32") == policy("bf16") == PRESETS["bf16"]
     True
@@ -294,9 +296,14 @@ def policy(spec: str | os.PathLike[str] | Policy) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
-    if isinstance(spec, os.PathLike) or spec.endswith(".toml"):
+    if isinstance(spec, os.PathLike) or (isinstance(spec, str) and spec.endswith(".toml")):
         return Policy.from_toml(spec)
-    return _parsed(spec)
+    if not isinstance(spec, str) and dtype_name(spec) not in PRESETS:
+        raise UsageError(
+            f"{spec!r} is not a precision. Use one of {', '.join(PRESETS)}, torch.float32, torch.bfloat16, "
+            "torch.float16, a policy such as 'bf16,op.softmax=fp32', or the path of a .toml file."
+        )
+    return _parsed(dtype_name(spec))
 
 
 @lru_cache(maxsize=256)  # a region may be entered with the same string at every step
@@ -323,7 +330,7 @@ def _checked(entry: Entry) -> Entry:
     Raises:
         UsageError: it says what it can't; the message begins with `entry.where`.
     """
-    key, name, value, where = entry
+    key, name, value, where = entry = entry._replace(value=dtype_name(entry.value))
     if key == "op":
         rules = [rule.value for rule in Rule]
         if value in COMPUTE and value not in rules:

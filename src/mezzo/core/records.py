@@ -171,22 +171,14 @@ Record = (
 )
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
 
-# Field -> the class of the values in it, or in the list that it holds.
-_NESTED: dict[str, type[Any]] = {
-    "ops": OpFormats,
-    "rows": RangeRow,
-    "histogram": Histogram,
-    "finding": Finding,
-    "inputs": TensorFacts,
-    "outputs": TensorFacts,
-    "maker": Maker,
-    "result": TensorFacts,
-}
+_CLASSES = (*_KINDS.values(), OpFormats, RangeRow, Histogram, Finding, TensorFacts, Maker)
+_NESTED: dict[str, type[Any]] = {cls.__name__: cls for cls in _CLASSES}
 
-# Class -> its fields, and whether each is a float (read once: a run has a hundred thousand lines).
-_FIELDS = {
-    cls: {f.name: f.type == "float" for f in fields(cls)} for cls in (*_KINDS.values(), *_NESTED.values())
-}
+# Annotation -> the type that JSON gives it. An int field holds no bool, and a bool field no int.
+_PLAIN: dict[str, type[Any]] = {"int": int, "bool": bool, "str": str, "dict[str, Any]": dict}
+
+# Class -> its fields and their annotations (read once: a run has a hundred thousand lines).
+_FIELDS = {cls: {f.name: str(f.type) for f in fields(cls)} for cls in _CLASSES}
 
 
 def to_line(record: Record) -> str:
@@ -205,19 +197,39 @@ def from_line(line: str) -> Record:
         data = json.loads(line)
         record: Record = _made(_KINDS[data.pop("kind")], data)
         return record
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"not a run record: {line[:80]!r} ({error})") from error
 
 
-def _made(cls: type[Any], value: Any) -> Any:
-    """A value of a nested class, or a list of them, from plain ones."""
-    if value is None:
+def _made(cls: type[Any], value: dict[str, Any]) -> Any:
+    """A value of a record's class, or of a class nested in one, from plain JSON."""
+    kinds = _FIELDS[cls]
+    return cls(**{name: _field(kinds[name], item) for name, item in value.items() if name in kinds})
+
+
+def _field(kind: str, value: Any) -> Any:
+    """A field's value from plain JSON.
+
+    Raises:
+        TypeError: it is not of the kind that the field's annotation names.
+    """
+    if kind == "float":
+        return float(value)
+    plain = _PLAIN.get(kind)
+    if plain is not None:
+        if type(value) is not plain:
+            raise TypeError(f"{str(value)[:80]!r} is not of type {kind}")
+        return value
+    if kind.startswith("list["):
+        inner = kind[5:-1]
+        if type(value) is not list:
+            raise TypeError(f"{str(value)[:80]!r} is not a list")
+        return (
+            value if set(map(type, value)) <= {_PLAIN.get(inner)} else [_field(inner, item) for item in value]
+        )
+    if value is None and kind.endswith(" | None"):
         return None
-    if isinstance(value, list):
-        return [_made(cls, item) for item in value]
-    is_float = _FIELDS[cls]
-    kept = {name: float(item) if is_float[name] else item for name, item in value.items() if name in is_float}
-    return cls(**{n: _made(_NESTED[n], item) if n in _NESTED else item for n, item in kept.items()})
+    return _made(_NESTED[kind.removesuffix(" | None")], value)
 
 
 def _strict(value: Any) -> Any:

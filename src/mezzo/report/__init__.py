@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
 from mezzo.report.page import render
 from mezzo.report.reading import read
 from mezzo.report.run import read_run
@@ -30,7 +30,7 @@ def build(directory: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
     folder = _named(directory)
-    return _write(folder / "report.html", render(read(folder)))
+    return write_whole(folder / "report.html", render(read(folder)))
 
 
 def build_run(records: str | os.PathLike[str]) -> Path:
@@ -71,7 +71,7 @@ def build_run(records: str | os.PathLike[str]) -> Path:
             "mezzo.keras.PrecisionMonitor wrote."
         )
     name = place.resolve().name if place.is_dir() else place.stem
-    return _write(target, render_runs(runs, name))
+    return write_whole(target, render_runs(runs, name))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
@@ -91,23 +91,3 @@ def _named(place: str | os.PathLike[str]) -> Path:
             '"": no folder or file is named. Name one with run records, "." for the current folder.'
         )
     return Path(place)
-
-
-def _write(target: Path, text: str) -> Path:
-    """Put a file in its place, whole or not at all."""
-    handle, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's 0600 would keep a colleague or a web server out
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return target
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

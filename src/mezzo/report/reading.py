@@ -78,7 +78,7 @@ def read(directory: Path) -> Comparison:
         raise UsageError(
             f"{path}: no such file. A report is made from the folder that `mezzo compare --out DIR` wrote."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a readable verdict ({error}). Run `mezzo compare` again.") from error
     if not isinstance(verdict, dict) or not isinstance(verdict.get("candidates"), dict):
         raise UsageError(f'{path}: not a verdict: it has no object "candidates". Run `mezzo compare` again.')
@@ -104,6 +104,6 @@ def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
         return inside
     try:
         found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

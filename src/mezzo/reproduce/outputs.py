@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
 from mezzo.reproduce import NAMES
 from mezzo.reproduce.expected import WORDS, Expected
 from mezzo.reproduce.experiment import Experiment, Outcome
 from mezzo.reproduce.page import render
-from mezzo.verify.folder import strict, write_whole
+from mezzo.verify.folder import strict
 
 SCHEMA = 1
 NUMBERS, SUMMARY, PAGE = "numbers.json", "summary.json", "index.html"

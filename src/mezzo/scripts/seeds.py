@@ -30,6 +30,8 @@ _LIBRARIES = tuple(
     os.path.realpath(folder) + os.sep
     for folder in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+# Also those of a virtual environment's parent, of the user, and of Debian.
+_PACKAGES = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
@@ -223,4 +225,5 @@ def _library_calls(depth: int) -> bool:
         file = frame.f_code.co_filename
     if file.startswith("<"):
         return file.startswith("<frozen")
-    return os.path.realpath(file).startswith(_LIBRARIES)
+    path = os.path.realpath(file)
+    return path.startswith(_LIBRARIES) or any(folder in path for folder in _PACKAGES)

@@ -21,11 +21,12 @@ from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
 from mezzo.core.scale_numbers import power_text
+from mezzo.core.whole_file import write_whole
 from mezzo.scripts.request import RunRequest
 from mezzo.scripts.script import locate
-from mezzo.verify.children import LAUNCH, run_child, terminated_like_an_interrupt
+from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import forget_run, write_whole
+from mezzo.verify.folder import forget_run, locked
 from mezzo.verify.progress import Silent, Watcher
 from mezzo.verify.trial import Check, check_of
 
@@ -117,29 +118,30 @@ def calibrate_script(
     """
     runs = 2 if request.check else 1
     try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
-        for name in (WATCHED, CHECKED):
-            forget_run(folder, name)
-        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
-            (folder / name).unlink(missing_ok=True)
-        with watcher or Silent() as told, terminated_like_an_interrupt():
-            run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
-            found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
-            policy = folder / POLICY
-            check = None
-            for attempt in range(TRIALS if request.check else 0):
-                write_whole(policy, found.to_toml(_head(found, None)))
-                forget_run(folder, CHECKED)
-                count = (2 + attempt, max(2 + attempt, runs))
-                tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
-                check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
-                mended = None if attempt == TRIALS - 1 else _mended(found, check)
-                if mended is None:
-                    break
-                found = mended
-            write_whole(policy, found.to_toml(_head(found, check)))
-            done = Calibrated(found, check)
-            write_whole(folder / RESULT, done.to_json(request))
+        with locked(folder):
+            (folder / "runs").mkdir(parents=True, exist_ok=True)
+            for name in (WATCHED, CHECKED):
+                forget_run(folder, name)
+            for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+                (folder / name).unlink(missing_ok=True)
+            with watcher or Silent() as told, terminated_like_an_interrupt():
+                run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
+                found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
+                policy = folder / POLICY
+                check = None
+                for attempt in range(TRIALS if request.check else 0):
+                    write_whole(policy, found.to_toml(_head(found, None)))
+                    forget_run(folder, CHECKED)
+                    count = (2 + attempt, max(2 + attempt, runs))
+                    tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
+                    check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
+                    mended = None if attempt == TRIALS - 1 else _mended(found, check)
+                    if mended is None:
+                        break
+                    found = mended
+                write_whole(policy, found.to_toml(_head(found, check)))
+                done = Calibrated(found, check)
+                write_whole(folder / RESULT, done.to_json(request))
     except OSError as error:
         raise UsageError(
             f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
@@ -234,29 +236,25 @@ def _run(
     watch: int = 0,
 ) -> FinishedRun:
     """One child run to its end."""
-    path = folder / "runs" / f"{name}.jsonl"
-    asked = folder / "runs" / f"{name}.request.json"
     child = RunRequest(
         target=request.target,
         argv=request.argv,
         is_module=request.is_module,
         policy=policy,
-        records=path.resolve(),
+        records=(folder / "runs" / f"{name}.jsonl").resolve(),
         summary=False,
         watch=watch,
         watch_all=bool(watch),
         trace=not watch,
         stop_after=request.steps,
     )
-    asked.write_text(child.to_json(), encoding="utf-8")
     told.begin(name.removesuffix("-0"), *count, request.steps)
     try:
-        status = run_child((*command, str(asked)), path.with_suffix(".log"), path, told.steps)
+        with attempt(child) as here:
+            status = run_child(command, here, told.steps)
     except BaseException:
         told.end("stopped")
         raise
-    finally:
-        asked.unlink(missing_ok=True)
     run = read_run(folder / "runs", name)
     told.end(f"{run.steps} steps" if run.succeeded else f"failed with exit status {status}")
     if not run.succeeded:

@@ -1,15 +1,25 @@
-"""One training run in a process of its own: started, watched, and never left behind."""
+"""One training run in a process of its own: started, watched, and never left behind.
+
+A child writes into a folder that no other attempt shares. Its files get their final names after it has ended, so a
+process that outlives its parent cannot write into the files of a later run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+
+from mezzo.scripts.child import PARENT
+from mezzo.scripts.request import RunRequest
 
 LAUNCH = (sys.executable, "-m", "mezzo.pytorch.launch")
 """What runs a request; the request's file is its one argument."""
@@ -17,32 +27,65 @@ LAUNCH = (sys.executable, "-m", "mezzo.pytorch.launch")
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0
 
+ATTEMPT = ".attempt-"
+"""Prefix of the folder in `runs/` that one attempt writes into; `mezzo.verify.folder.locked` deletes abandoned ones."""
+
+# Standard input ends when the parent does, also by SIGKILL. One byte before that says that the child has ended.
+_GUARD = "import os, sys\nif not sys.stdin.buffer.read(1): os.killpg(int(sys.argv[1]), 9)"
+
+
+@contextlib.contextmanager
+def attempt(request: RunRequest) -> Iterator[RunRequest]:
+    """The request with its records in a new folder. On exit records and log move to where they were asked for."""
+    assert request.records is not None
+    final = request.records
+    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
+    records = place / final.name
+    try:
+        yield replace(request, records=records)
+    finally:
+        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(records.with_suffix(suffix), final.with_suffix(suffix))
+        shutil.rmtree(place, ignore_errors=True)
+
 
 def run_child(
-    command: Sequence[str], log: Path, records: Path, on_steps: Callable[[int], None] = lambda _: None
+    command: Sequence[str], request: RunRequest, on_steps: Callable[[int], None] = lambda _: None
 ) -> int:
-    """Run a command to its end, its output in `log`, and return its exit status (negative: killed by that
-    signal).
+    """Run ``command REQUEST.json`` to its end and return its exit status (negative: killed by that signal).
+
+    The request's file and the log, which holds both output streams, are next to the request's records.
 
     The child has a session of its own, so that on an interrupt it goes with every worker it started: it is
-    asked to end, and after five seconds made to. While it runs, `on_steps` is told how many steps `records`
-    holds.
+    asked to end, and after five seconds made to. If this process is killed, a guard process kills the session. While
+    the child runs, `on_steps` receives the number of steps in the records.
 
     Raises:
-        OSError: the log can't be written, or the command can't be started.
+        OSError: a file can't be written, or the command can't be started.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    counter = _StepCounter(records)
-    with log.open("wb") as output:
+    assert request.records is not None
+    asked = request.records.with_suffix(".request.json")
+    asked.write_text(request.to_json(), encoding="utf-8")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    counter = _StepCounter(request.records)
+    with request.records.with_suffix(".log").open("wb") as output:
         child = subprocess.Popen(
-            list(command),
+            [*command, str(asked)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+        guard = None
         try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = child.wait(POLL_SECONDS)
@@ -51,6 +94,8 @@ def run_child(
                 on_steps(counter.count())
         finally:
             _end(child)
+            if guard is not None:
+                guard.communicate(b"x")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

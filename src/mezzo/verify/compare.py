@@ -21,10 +21,11 @@ import numpy as np
 
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
+from mezzo.core.whole_file import write_whole
 from mezzo.scripts.request import RunRequest
-from mezzo.verify.children import run_child, terminated_like_an_interrupt
+from mezzo.verify.children import attempt, run_child, terminated_like_an_interrupt
 from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import forget_run, prepare, write_whole
+from mezzo.verify.folder import check_ours, forget_run, locked, prepare
 from mezzo.verify.frameworks import framework
 from mezzo.verify.judgement import Runs, verdict
 from mezzo.verify.progress import Silent, Watcher
@@ -92,9 +93,17 @@ def compare(
         UnsupportedPrecisionError: a candidate that this machine can't run.
         KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
     """
-    with _writing(folder):
-        resumed = prepare(folder, request, fresh=fresh)
-    with watcher or Silent() as told, terminated_like_an_interrupt(), _writing(folder):
+    with _writing(folder), terminated_like_an_interrupt():
+        check_ours(folder)
+        with locked(folder):
+            resumed = prepare(folder, request, fresh=fresh)
+            return _compare(request, folder, resumed, watcher or Silent(), command)
+
+
+def _compare(
+    request: Request, folder: Path, resumed: bool, watcher: Watcher, command: Sequence[str] | None
+) -> dict[str, Any]:
+    with watcher as told:
         if resumed:
             told.say(f"{folder}: finished runs are kept")
         runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
@@ -111,7 +120,7 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
     for index, plan in enumerate(planned, start=1):
         if plan.precision in failed:
             continue  # it failed under an earlier seed: more of the same proves nothing
-        run = read_run(folder / "runs", plan.name)
+        run = _kept(folder, plan.name, told)
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
             try:
@@ -134,24 +143,29 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
 
 def _run_one(request: Request, folder: Path, plan: Planned, told: Watcher, command: tuple[str, ...]) -> int:
     forget_run(folder, plan.name)
-    records = folder / "runs" / f"{plan.name}.jsonl"
-    asked = folder / "runs" / f"{plan.name}.request.json"
     child = RunRequest(
         target=request.target,
         argv=request.argv,
         is_module=request.is_module,
         policy=plan.precision,
-        records=records.resolve(),
+        records=(folder / "runs" / f"{plan.name}.jsonl").resolve(),
         seed_offset=plan.seed,
         nudge=plan.nudge,
         observe=not plan.nudge,
         summary=False,
     )
-    asked.write_text(child.to_json(), encoding="utf-8")
+    with attempt(child) as here:
+        return run_child(command, here, told.steps)
+
+
+def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
+    """What an earlier call left of a run. Damaged records are deleted, so that the run is made again."""
     try:
-        return run_child((*command, str(asked)), records.with_suffix(".log"), records, told.steps)
-    finally:
-        asked.unlink(missing_ok=True)
+        return read_run(folder / "runs", name)
+    except UsageError as error:
+        told.say(f"{error}: run {name} is made again")
+        forget_run(folder, name)
+        return read_run(folder / "runs", name)
 
 
 def _outcome(run: FinishedRun, status: int) -> str:

@@ -1,18 +1,25 @@
-"""A comparison's folder: made, checked and resumed; every file in it appears whole or not at all."""
+"""A comparison's folder: locked, checked and resumed; every file in it appears whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import shutil
-import tempfile
+import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
+from mezzo.verify.children import ATTEMPT
 from mezzo.verify.request import BASELINE, FILE, Request, differences, read_request
 
 OURS = (FILE, "verdict.json", "report.html", "runs")
+LOCK = ".lock"
 
 
 def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
@@ -26,8 +33,6 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
     """
     declared = request.declared()
     path = folder / FILE
-    if folder.exists():
-        _check_ours(folder)
     if fresh:
         _clear(folder)
     resumed = path.exists()
@@ -49,34 +54,69 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
     return resumed and any((folder / "runs").glob("*.jsonl"))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader sees the old one or the new one, and a failure leaves the old one.
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and let no other process of Mezzo write into it.
+
+    The operating system releases the lock when the process ends, also by SIGKILL; what a killed process left half done
+    is deleted. On Windows, and on a file system without flock, nothing is locked.
 
     Raises:
-        OSError: it can't be written; nothing is left behind.
+        UsageError: another process holds the lock.
+        OSError: the folder can't be written.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path = folder / LOCK
+    while True:
+        file = path.open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                holder = file.read() or "another process of Mezzo"
+            raise UsageError(
+                f"{folder}: in use by {holder}. Wait until it has ended, or choose another folder with --out."
+            ) from None
+        except OSError:  # a file system without flock
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()  # its last holder has just deleted it
+    with file:
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} ({shlex.join(sys.argv)})")
             file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's 0600 would keep a colleague out
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            for abandoned in (folder / "runs").glob(f"{ATTEMPT}*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked worker may still have the file open
 
 
 def forget_run(folder: Path, name: str) -> None:
     """Delete what an unfinished run left."""
-    for suffix in (".jsonl", ".log", ".request.json"):
+    for suffix in (".jsonl", ".log"):
         (folder / "runs" / f"{name}{suffix}").unlink(missing_ok=True)
 
 
-def _check_ours(folder: Path) -> None:
+def check_ours(folder: Path) -> None:
+    """Check that the folder is new, empty, or a comparison's.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    if not folder.exists():
+        return
     if not folder.is_dir():
         raise UsageError(f"--out {folder}: is a file. Name a folder.")
     strangers = sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.startswith("."))

@@ -150,7 +150,7 @@ def read_request(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or not {f.name for f in fields(Request)} & set(data):
             raise ValueError("not a comparison")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path}: not readable ({error}). Start again with --fresh, or choose another --out."
         ) from error

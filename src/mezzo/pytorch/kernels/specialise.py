@@ -9,13 +9,15 @@ import into a cache folder, compiles ``main`` as a C function, and lets Numba ke
 folder is named after everything that the code is made of: Mezzo's kernels, Numba, LLVM and the processor. So
 nothing stale is ever loaded, and the next process starts at once. To compile takes a second or two.
 
-The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``; where none of them can be written,
-a temporary folder of this process.
+The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``. It holds Python sources and pickles,
+which are executed, so a cache that another user owns or can write to is not used, with a warning. Without a usable
+cache there is a temporary folder for this process.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -23,9 +25,11 @@ import inspect
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,8 +163,17 @@ def _folder() -> Path:
     name = digest.hexdigest()[:16]
     for parent in _parents():
         try:
-            folder = parent / name
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = (parent / name).resolve()
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if why := _unsafe(folder):
+                warnings.warn(
+                    f"the kernel cache is not used, and kernels are compiled anew in each process: {why}. Delete "
+                    f"{folder} and run `chmod 700 {folder.parent}`, or set {CACHE} to a folder of your own.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                continue
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError:
@@ -168,6 +181,25 @@ def _folder() -> Path:
     temporary = Path(tempfile.mkdtemp(prefix="mezzo-kernels-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary
+
+
+def _unsafe(folder: Path) -> str:
+    """Why other users could change what is executed from the folder; empty where they can't."""
+    if not hasattr(os, "getuid"):  # Windows: access lists, which a user's own folders inherit
+        return ""
+    closed = not folder.stat().st_mode & 0o077  # files in it may have any mode (a umask of 002)
+    for place in (folder.parent, folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # another process's temporary file
+            found = place.lstat()
+            mode = stat.S_IMODE(found.st_mode)
+            if place == folder.parent and mode & stat.S_ISVTX:
+                continue  # such as /tmp: other users cannot replace what is ours
+            if found.st_uid not in (os.getuid(), 0):
+                return f"{place} belongs to user {found.st_uid}, not to you (user {os.getuid()})"
+            inside = place not in (folder, folder.parent)
+            if mode & 0o022 and not (inside and (closed or stat.S_ISLNK(found.st_mode))):
+                return f"other users can write to {place} (mode {mode:o})"
+    return ""
 
 
 def _parents() -> list[Path]:

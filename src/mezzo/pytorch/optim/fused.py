@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
+from mezzo.core.format_names import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.states import StateSpec
 from mezzo.pytorch.optim import checks, holders, state_dicts, storage
@@ -53,7 +54,9 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, state: str, masters: str) -> None:
         self._forget()
-        super().__init__(params, {**defaults, "masters": masters, "state_format": state})
+        super().__init__(
+            params, {**defaults, "masters": dtype_name(masters), "state_format": dtype_name(state)}
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

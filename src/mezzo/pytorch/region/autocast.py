@@ -258,7 +258,9 @@ def _is_eager_only(policy: Any, device_type: str | None, enabled: bool) -> bool:
 
 def _is_lasting(policy: object) -> bool:
     """Whether a policy means the same at every call: a file may change."""
-    return isinstance(policy, Policy) or (isinstance(policy, str) and not policy.endswith(".toml"))
+    return isinstance(policy, (Policy, torch.dtype)) or (
+        isinstance(policy, str) and not policy.endswith(".toml")
+    )
 
 
 def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mezzo.core.compute import activations_of
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.format_names import dtype_name
 from mezzo.core.masters import STATE_FORMATS
 from mezzo.core.policy import Policy
 from mezzo.pytorch import auto
@@ -52,6 +53,7 @@ def chosen(policy: Policy, weights: str | None, state: str | None, device_type: 
     if weights is not None and weights not in WEIGHTS:
         raise unknown_name("kind of weights", str(weights), WEIGHTS, where="MixedPrecision: ")
     if state is not None:
+        state = dtype_name(state)
         if state not in STATE_FORMATS:
             raise unknown_name("state format", str(state), STATE_FORMATS, where="MixedPrecision: ")
         policy = replace(policy, state=state)

@@ -14,7 +14,7 @@ from mezzo.pytorch.free_memory import available_bytes
 from mezzo.pytorch.out_of_memory import says_out_of_memory
 from mezzo.scripts.request import RunRequest
 from mezzo.verify.batch_size.request import BatchSizeRequest
-from mezzo.verify.children import run_child
+from mezzo.verify.children import attempt, run_child
 from mezzo.verify.finished import FinishedRun, read_run
 
 WATCHED = 3
@@ -66,22 +66,19 @@ def run_size(
         MezzoError: nothing of this can run under this precision.
     """
     name = f"{file_name(precision)}-{size}"
-    records = runs / f"{name}.jsonl"
-    asked = runs / f"{name}.request.json"
     child = RunRequest(
         target=request.target,
         argv=request.vary.argv(request.argv, size),
         is_module=request.is_module,
         policy=precision,
-        records=records.resolve(),
+        records=(runs / f"{name}.jsonl").resolve(),
         observe=True,
         summary=False,
     )
-    asked.write_text(child.to_json(), encoding="utf-8")
 
-    def watch(steps: int) -> None:
+    def watch(steps: int, here: Path) -> None:
         on_steps(min(steps, request.steps))
-        if steps >= request.steps or (steps >= WATCHED and _is_over(read_run(runs, name), request, limit)):
+        if steps >= request.steps or (steps >= WATCHED and _is_over(read_run(here, name), request, limit)):
             raise _EnoughError
         left = available_bytes()
         if left is not None and left < LAST_RESERVE:
@@ -90,13 +87,14 @@ def run_size(
     status: int | None = None
     tight = False
     try:
-        status = run_child((*command, str(asked)), records.with_suffix(".log"), records, watch)
+        with attempt(child) as tried:
+            assert tried.records is not None
+            here = tried.records.parent
+            status = run_child(command, tried, lambda steps: watch(steps, here))
     except _EnoughError:
         pass
     except _TightError:
         tight = True
-    finally:
-        asked.unlink(missing_ok=True)
     run = read_run(runs, name)
     device = str(run.machine.get("device_type", ""))
     if tight:

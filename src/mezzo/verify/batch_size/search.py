@@ -15,6 +15,7 @@ from mezzo.pytorch.free_memory import spendable_bytes
 from mezzo.verify.batch_size.child import FailedError, explained, run_size
 from mezzo.verify.batch_size.request import BatchSizeRequest
 from mezzo.verify.children import LAUNCH, terminated_like_an_interrupt
+from mezzo.verify.folder import locked
 from mezzo.verify.progress import Silent, Watcher
 
 FILE = "batch-size.json"
@@ -140,17 +141,18 @@ def _place(folder: Path | None) -> Iterator[Path]:
     try:
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--out {folder}: is a file. Name a folder.")
-        strangers = sorted(p.name for p in folder.iterdir() if p.name not in OURS) if folder.exists() else []
-        if strangers:
+        names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+        if strangers := [name for name in names if name not in OURS and not name.startswith(".")]:
             raise UsageError(
                 f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
             )
         runs = folder / "runs"
-        runs.mkdir(parents=True, exist_ok=True)
-        for old in runs.iterdir():
-            old.unlink()
+        with locked(folder):
+            runs.mkdir(exist_ok=True)
+            for old in runs.iterdir():
+                old.unlink()
+            yield runs
     except OSError as error:
         raise UsageError(
             f"--out {folder}: {error.strerror or error}. Name a folder that can be written."
         ) from error
-    yield runs

@@ -13,7 +13,7 @@ from mezzo.core.errors import ScriptError
 from mezzo.core.sensitivity import Sensitivities
 from mezzo.pytorch.sensitivity.settings import Settings
 from mezzo.scripts.request import RunRequest
-from mezzo.verify.children import LAUNCH, run_child
+from mezzo.verify.children import LAUNCH, attempt, run_child
 from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.progress import Watcher
 from mezzo.verify.tune.request import TuneRequest
@@ -39,7 +39,7 @@ def calibrate(
     """
     runs = folder / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    records, results, asked = runs / f"{NAME}.jsonl", folder / RESULTS, runs / f"{NAME}.request.json"
+    records, results = runs / f"{NAME}.jsonl", folder / RESULTS
     for old in (records, results):
         old.unlink(missing_ok=True)
     settings = Settings(request.preset, request.budget, request.first)
@@ -55,16 +55,15 @@ def calibrate(
         stop_after=last,
         sensitivity=results.resolve(),
     )
-    asked.write_text(child.to_json(), encoding="utf-8")
     eager = ("env", "TORCHDYNAMO_DISABLE=1", *command)
     told.begin(NAME, 1, 1, last)
     try:
-        status = run_child((*eager, str(asked)), records.with_suffix(".log"), records, told.steps)
+        with attempt(child) as here:
+            status = run_child(eager, here, told.steps)
     except BaseException:
         told.end("stopped")
         raise
     finally:
-        asked.unlink(missing_ok=True)
         settings.remove(results.resolve())
     run = read_run(runs, NAME)
     told.end(f"{run.steps} steps" if run.succeeded else f"failed with exit status {status}")

@@ -12,9 +12,10 @@ from typing import Any
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.tuning import Tuned, tune
+from mezzo.core.whole_file import write_whole
 from mezzo.verify.children import LAUNCH, terminated_like_an_interrupt
 from mezzo.verify.compare import compare
-from mezzo.verify.folder import strict, write_whole
+from mezzo.verify.folder import locked, strict
 from mezzo.verify.progress import Silent, Watcher
 from mezzo.verify.tune.calibration import RESULTS, calibrate
 from mezzo.verify.tune.request import TuneRequest
@@ -107,12 +108,12 @@ def tune_script(
     """
     try:
         _check_folder(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with watcher() as told, terminated_like_an_interrupt():
-            measured = calibrate(request, folder, told, command)
-        tuned = tune(measured, margin=request.margin, goal=request.goal)
-        path = folder / POLICY
-        write_whole(path, tuned.to_toml())
+        with locked(folder):
+            with watcher() as told, terminated_like_an_interrupt():
+                measured = calibrate(request, folder, told, command)
+            tuned = tune(measured, margin=request.margin, goal=request.goal)
+            path = folder / POLICY
+            write_whole(path, tuned.to_toml())
     except OSError as error:
         raise UsageError(
             f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."

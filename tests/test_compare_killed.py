@@ -1,0 +1,335 @@
+"""Comparisons whose process is killed, whose folder another process uses, or whose records are damaged.
+
+`MEZZO_KILLS=50 pytest tests/test_compare_killed.py` kills real comparisons of a small training script so many times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.cli.main import main
+from mezzo.core.errors import UsageError
+from mezzo.verify.compare import compare
+from mezzo.verify.folder import locked
+from mezzo.verify.progress import Silent
+from mezzo.verify.request import Request
+
+CHILDREN = Path(__file__).parent / "children"
+FAKE = (sys.executable, str(CHILDREN / "fake_launch.py"))
+KILLS = os.environ.get("MEZZO_KILLS")
+MARK = "MEZZO_TEST_MARK"
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(32, 4)
+y = x.sum(1, keepdim=True)
+for step in range(12):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+TIMED = {
+    "speedup",
+    "speedup_interval",
+    "speed_word",
+    "reason",
+    "notes",
+    "steps_timed",
+    "baseline_step_seconds",
+}
+
+linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+
+
+class Parent:
+    """A comparison in a process of its own. All its descendants carry its mark."""
+
+    made = 0
+
+    def __init__(self, place: Path, *, real: bool = False) -> None:
+        Parent.made += 1
+        self.mark = f"{MARK}={place}-{Parent.made}".encode()
+        out = str(place / "out")
+        fake = [str(CHILDREN / "comparing.py"), str(place / "train.json"), out]
+        words = [
+            "-m",
+            "mezzo",
+            "compare",
+            str(place / "train.py"),
+            "--precision",
+            "bf16",
+            "--seeds",
+            "1",
+            "--out",
+            out,
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, *(words if real else fake)],
+            env={**os.environ, MARK: self.mark.partition(b"=")[2].decode()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Wait; status and output."""
+        said = self.process.communicate()[0].decode()
+        return self.process.returncode, said
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+    @property
+    def alive(self) -> list[int]:
+        """Its process and descendants that are neither gone nor zombies."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    self.mark in (place / "environ").read_bytes().split(b"\0")
+                    and (place / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                ):
+                    found.append(int(place.name))
+            except OSError:
+                continue
+        return found
+
+    def no_one_is_left(self) -> None:
+        until = time.monotonic() + 10
+        while self.alive:
+            assert time.monotonic() < until, self.alive
+            time.sleep(0.02)
+
+
+def verdict(place: Path, real: bool) -> Any:
+    found = json.loads((place / "out" / "verdict.json").read_text())
+    one = found["candidates"]["bf16"]
+    return {key: value for key, value in one.items() if key not in TIMED} if real else found
+
+
+@linux
+@pytest.mark.heavy
+def test_a_comparison_killed_at_any_moment_and_made_again_at_once_ends_as_one_left_in_peace(
+    tmp_path: Path,
+) -> None:
+    real = KILLS is not None
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.json").write_text('{"*": {"pace": 0.01}, "bf16": {"seconds": 0.005}}')
+    since = time.monotonic()
+    assert Parent(tmp_path, real=real).end()[0] == 0
+    length = time.monotonic() - since
+    expected = verdict(tmp_path, real)
+    shutil.rmtree(tmp_path / "out")
+    draw = random.Random(12)
+    kills = finished = 0
+    while kills < int(KILLS or 6):
+        parent = Parent(tmp_path, real=real)
+        try:
+            parent.process.wait(draw.uniform(0, length))
+            parent.end()
+        except subprocess.TimeoutExpired:
+            parent.kill()
+            kills += 1
+            again = Parent(tmp_path, real=real)
+            if draw.random() < 0.5:  # else it is killed in turn
+                status, said = again.end()
+                assert status == 0, said
+                parent.no_one_is_left()
+            else:
+                parent.no_one_is_left()
+                again.kill()
+                again.no_one_is_left()
+        if (tmp_path / "out" / "verdict.json").exists():
+            assert verdict(tmp_path, real) == expected
+            finished += 1
+            shutil.rmtree(tmp_path / "out")
+    status, said = Parent(tmp_path, real=real).end()
+    assert status == 0, said
+    assert verdict(tmp_path, real) == expected
+    print(f"{kills} kills, {finished + 1} comparisons finished, of {length:.1f} s each")
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM, signal.SIGSEGV])
+def test_children_and_their_children_end_with_the_comparison(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "train.json").write_text('{"*": {"hang": true, "child": true}}')
+    parent = Parent(tmp_path)
+    until = time.monotonic() + 60
+    while len(parent.alive) < 4:  # itself, the guard, the child, and its child
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    parent.process.send_signal(number)
+    parent.end()
+    parent.no_one_is_left()
+
+
+def test_a_child_whose_parent_was_killed_while_it_started_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "r.json").write_text(json.dumps({"target": str(tmp_path / "s.py"), "policy": "fp32"}))
+    code = "import sys; from mezzo.pytorch.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    for parent, ran in (("1", False), (str(os.getpid()), True)):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "r.json")],
+            env={**os.environ, "MEZZO_PARENT": parent},
+            check=False,
+            capture_output=True,
+        )
+        assert (tmp_path / "ran").exists() is ran
+
+
+# Two processes and one folder.
+
+VERBS = {
+    "compare": ["compare", "{script}", "--precision", "bf16", "--seeds", "1", "--out", "{out}"],
+    "compare --fresh": ["compare", "{script}", "--precision", "bf16", "--fresh", "--out", "{out}"],
+    "calibrate": ["calibrate", "{script}", "--out", "{out}"],
+    "tune": ["tune", "{script}", "--precision", "bf16", "--out", "{out}"],
+    "batch-size": ["batch-size", "{script}", "--vary=--batch", "--out", "{out}"],
+    "run": ["run", "--precision", "fp32", "--out", "{out}", "{script}"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_folder_in_use_is_left_alone(tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script, out = tmp_path / "t.py", tmp_path / "out"
+    script.write_text("raise SystemExit(7)")
+    with locked(out):
+        before = sorted(out.rglob("*"))
+        assert main([word.format(script=script, out=out) for word in VERBS[verb]]) == 2
+        assert sorted(out.rglob("*")) == before
+    said = capsys.readouterr().err
+    for word in (str(out), f"process {os.getpid()}", "pytest", "--out", "Wait"):
+        assert word in said, said
+
+
+def test_a_folder_is_free_again(tmp_path: Path) -> None:
+    """After its process ended, by an error or by SIGKILL; the lock's file is deleted or taken over."""
+    with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    code = (
+        "import os; from pathlib import Path; from mezzo.verify.folder import locked\n"
+        f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (tmp_path / "runs" / ".attempt-x").mkdir(parents=True)
+    with locked(tmp_path):
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "runs"]
+        assert list((tmp_path / "runs").iterdir()) == []
+    with locked(tmp_path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_lock_deleted_while_it_is_taken_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two processes would each hold a lock: on the old file and on the new."""
+    import fcntl
+
+    flock, calls = fcntl.flock, []
+
+    def late(file: Any, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 1:
+            (tmp_path / ".lock").unlink()  # as its holder does at the end
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(UsageError, match="in use by"), locked(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("offset", [0.0, 0.3])
+def test_two_comparisons_of_one_folder_at_once(tmp_path: Path, offset: float) -> None:
+    (tmp_path / "train.json").write_text('{"*": {"pace": 0.01}}')
+    first = Parent(tmp_path)
+    time.sleep(offset)
+    second = Parent(tmp_path)
+    (one, said_one), (two, said_two) = first.end(), second.end()
+    assert 0 in (one, two), said_one + said_two
+    if 1 in (one, two):  # not where one had ended before the other began
+        assert "in use by process" in said_one + said_two
+    assert Parent(tmp_path).end()[0] == 0
+
+
+# Records that a run left half written, or that something else damaged.
+
+
+def _cut(text: str) -> str:
+    return text[:-7]
+
+
+def _without_end(text: str) -> str:
+    return "".join(text.splitlines(keepends=True)[:-1])
+
+
+def _middle(line: str) -> Callable[[str], str]:
+    def damage(text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        return "".join([*lines[:9], line + "\n", *lines[10:]])
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[str], str], bool]] = {  # and whether it is said
+    "empty": (lambda text: "", False),
+    "no end": (_without_end, False),
+    "last line cut off": (_cut, False),
+    "line cut off in the middle": (_middle('{"kind": "lo'), True),
+    "two lines in one": (_middle('{"kind": "loss", "ind{"kind": "loss", "index": 3}'), True),
+    "zero bytes": (_middle("\0" * 300), True),
+    "no kind": (_middle("{}"), True),
+    "null": (_middle("null"), True),
+    "null fields": (_middle('{"kind": "loss", "index": 3, "loss": null, "at": null}'), True),
+    "null flags": (
+        _middle(
+            '{"kind": "update", "index": 3, "optimizer": 0, "moved": null, "skipped": "", "loss_scale": 1, "at": 1}'
+        ),
+        True,
+    ),
+    "a huge integer": (_middle('{"kind": "loss", "index": 3, "loss": 1' + "0" * 400 + ', "at": 0}'), True),
+    "more digits than Python reads": (_middle('{"kind": "loss", "index": 1' + "0" * 5000 + "}"), True),
+    "deeply nested": (_middle("[" * 100_000), True),
+    "not UTF-8": (lambda text: text.replace("loss", "\udcff", 1), True),
+}
+
+
+class Listener(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_run_with_damaged_records_is_made_again(tmp_path: Path, what: str) -> None:
+    damage, is_said = DAMAGE[what]
+    script = tmp_path / "train.json"
+    script.write_text('{"bf16": {"seconds": 0.005}}')
+    request = Request(str(script), precisions=("bf16",), seeds=1)
+    expected = compare(request, tmp_path / "out", command=FAKE)
+    script.with_suffix(".calls").unlink()
+    path = tmp_path / "out" / "runs" / "bf16-0.jsonl"
+    path.write_text(damage(path.read_text()), errors="surrogateescape")
+    listener = Listener()
+    assert compare(request, tmp_path / "out", command=FAKE, watcher=listener) == expected
+    assert [line.split()[0] for line in script.with_suffix(".calls").read_text().splitlines()] == ["bf16-0"]
+    assert any("bf16-0" in line and "again" in line for line in listener.said) is is_said

@@ -1,0 +1,140 @@
+"""Precisions and formats as users write them: names, aliases, torch dtypes, and what is none of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mezzo
+from mezzo.cli.main import main
+from mezzo.core.errors import UsageError
+from mezzo.core.format_names import ALIASES
+from mezzo.core.formats import FORMATS, named
+from mezzo.pytorch.dtypes import DTYPES
+
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(4, 4)
+
+
+def trained(precision: Any, **more: Any) -> str:
+    model = linear()
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, **more)
+    return str(mp.policy)
+
+
+def computed_in(precision: Any) -> str:
+    with mezzo.autocast(precision, "cpu"):
+        return str(linear()(torch.ones(2, 4)).dtype)
+
+
+# Where a precision is given -> what it does there, as a text to compare.
+TAKES: dict[str, Callable[[Any], str]] = {
+    "policy": lambda p: str(mezzo.policy(p)),
+    "Policy": lambda p: str(mezzo.Policy(p)),
+    "Policy(params=)": lambda p: str(mezzo.Policy("fp32" if "32" in str(p) else p, params=p)),
+    "Policy(modules=)": lambda p: str(mezzo.Policy("fp32", modules=(("head", p),))),
+    "autocast": computed_in,
+    "autocast as decorator": lambda p: str(
+        mezzo.autocast(p, "cpu")(lambda: linear()(torch.ones(2, 4)))().dtype
+    ),
+    "MixedPrecision": trained,
+    "explain": lambda p: str(mezzo.explain(linear(), torch.ones(2, 4), precision=p)),
+}
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("where", TAKES)
+def test_a_torch_dtype_is_a_precision(where: str, name: str) -> None:
+    assert TAKES[where](DTYPES[name]) == TAKES[where](name)
+
+
+def test_a_torch_dtype_is_a_format_of_state_and_of_weights() -> None:
+    assert trained("bf16", weights="split", state=torch.bfloat16) == trained(
+        "bf16", weights="split", state="bf16"
+    )
+    optimizer = mezzo.optim.AdamW(linear().parameters(), state=torch.bfloat16)
+    assert optimizer.param_groups[0]["state_format"] == "bf16"
+    model = linear()
+    mezzo.lower_weights(model, torch.bfloat16)
+    assert model.weight.dtype is torch.bfloat16
+
+
+def test_one_region_for_a_dtype_and_its_compiled_form() -> None:
+    assert mezzo.autocast(torch.bfloat16, "cpu") is mezzo.autocast(torch.bfloat16, "cpu")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with mezzo.autocast(torch.bfloat16, "cpu"):
+            return x @ x
+
+    assert product(torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+WRONG = [
+    torch.int8,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    None,
+    16,
+    1.5,
+    b"bf16",
+    float,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("where", ["policy", "autocast", "MixedPrecision", "explain"])
+def test_what_is_no_precision(where: str, wrong: Any) -> None:
+    with pytest.raises(UsageError) as told:
+        TAKES[where](wrong)
+    for word in (repr(wrong), "bf16", "fp8", "torch.bfloat16", ".toml"):
+        assert word in str(told.value)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *ALIASES])
+def test_a_format_by_its_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    form = named(name)
+    assert main(["formats", name]) == 0
+    said = capsys.readouterr().out
+    assert form.name in said
+    assert f"1/{form.nexp}/{form.nmant}" in said
+    assert form.name == "binary256" or "binary256" not in said
+    assert main(["formats", name.upper(), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["formats"]
+    assert (row["name"], row["nmant"]) == (form.name, form.nmant)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_format_by_its_torch_dtype(name: str) -> None:
+    assert named(DTYPES[name]) is FORMATS[name]  # type: ignore[arg-type]
+
+
+def test_several_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "fp16", "bf16", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]] == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("fp61", ["fp61", "fp16", "e4m3fn", "show NUMBER"]),
+        ("e4m3fnuz", ["e4m3fn", "show NUMBER"]),
+        ("int8", ["int8", "bf16", "show NUMBER"]),
+        ("sho", ["show NUMBER"]),
+        ("3.5", ["mezzo formats show 3.5"]),
+        ("1e3", ["mezzo formats show 1e3"]),
+        ("1/3", ["mezzo formats show 1/3"]),
+        ("0x1.8p3", ["mezzo formats show 0x1.8p3"]),
+    ],
+)
+def test_what_is_no_format(word: str, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", word]) == 2
+    told = capsys.readouterr().err
+    for part in says:
+        assert part in told
