@@ -116,14 +116,18 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
         sys.path[:] = before[2]
 
 
-def execute(
-    target: Target, namespace: dict[str, Any], told_elsewhere: Callable[[BaseException], bool]
-) -> int:
+def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[BaseException], bool]) -> int:
     """Run the code; the exit status is the one with which Python would have ended. Tracebacks show the
     script's code.
 
     An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
     means what it means to Python. Threads that are no daemons are waited for.
+
+    Args:
+        target: the script.
+        namespace: of its `__main__`.
+        before_error: called with an exception that ends the script, before its traceback or its message is printed,
+            so that these are the last lines. False: do not print a traceback.
     """
     failed: BaseException | None = None
     status = 0
@@ -134,12 +138,14 @@ def execute(
                 code = compile(stream.read(), target.file, "exec", dont_inherit=True)
         exec(code, namespace)
     except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            before_error(stop)
         status = exit_status(stop)
     except BaseException as error:
         failed = error
     if failed is not None:  # outside the handler, so that a failing hook has no context, as in Python
         status = 130 if isinstance(failed, KeyboardInterrupt) else 1
-        if not told_elsewhere(failed):
+        if before_error(failed):
             show(failed)
     _wait_for_threads()
     return status
