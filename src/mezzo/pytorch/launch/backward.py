@@ -38,6 +38,7 @@ _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
+_Hook = Callable[[Tensor | None], Tensor | None]
 
 
 def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
@@ -268,8 +269,10 @@ def _hook_all(leaves: Sequence[Tensor], inverse: float) -> tuple[Found, list[Any
     return found, handles
 
 
-def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> Callable[[Tensor], Tensor]:
-    def unscale(grad: Tensor) -> Tensor:
+def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
+    def unscale(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # a custom function's backward has returned None for this leaf
+            return None
         if torch.is_grad_enabled():  # create_graph: the division is part of the graph
             true = grad * inverse
             slot.logical_or_(_not_finite(true.detach()))
@@ -290,7 +293,7 @@ def _not_finite(grad: Tensor) -> Tensor:
     return values.isfinite().all().logical_not()
 
 
-def _register_first(leaf: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+def _register_first(leaf: Tensor, hook: _Hook) -> Any:
     """Register a hook that runs before the leaf's other hooks."""
     handle = leaf.register_hook(hook)
     hooks = leaf._backward_hooks
