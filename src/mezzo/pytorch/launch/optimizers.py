@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch.optim import LBFGS
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.launch.veto import Veto
+from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from mezzo.pytorch.training.running_statistics import RunningStatistics
 
 Step = Callable[..., Any]
-
-
-class _OverflowError(Exception):
-    """The closure's loss is not finite before the optimizer has changed anything: leave the step."""
 
 
 class Steps:
@@ -136,39 +132,44 @@ class Steps:
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A closure whose gradients are not finite is run again at S/2, within the step, until they are."""
+        """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
+
+        Where no scale helps the step is undone; it returns the closure's loss, as scripts expect of a closure.
+        """
         session = self._session
         if not session.scaling:
             result = step(optimizer, *args, **kwargs)
             self._done(optimizer, moved=True, scale=1.0)
             return result
-        calls = again = 0
+        loss: Any = None
+        again = 0
 
-        def finite_closure(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            nonlocal calls, again
-            while True:
-                loss = closure(*inner_args, **inner_kwargs)
-                bad = self._veto.forbids(optimizer)
-                if bad and calls == 0 and not _is_finite(loss):
-                    raise _OverflowError  # a smaller scale mends no forward pass
-                calls += 1
-                if not bad or not _is_finite(loss):
-                    return loss
-                again += 1
-                session.reruns += 1
-                calls -= 1
-                self._observe(optimizer, found_inf=True)
+        def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
+            nonlocal loss
+            loss = closure(*inner_args, **inner_kwargs)
+            return loss, not self._veto.forbids(optimizer)
 
+        def back_off() -> bool:
+            nonlocal again
+            if session.scale.scale <= getattr(session.scale, "floor", session.scale.scale):
+                return False
+            again += 1
+            session.reruns += 1
+            self._observe(optimizer, found_inf=True)
+            return True
+
+        runner = ClosureRunner(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
         if args:
-            args = (finite_closure, *args[1:])
+            args = (runner, *args[1:])
         else:
-            kwargs = {**kwargs, "closure": finite_closure}
+            kwargs = {**kwargs, "closure": runner}
         scale = session.scale.scale
         try:
             result = step(optimizer, *args, **kwargs)
-        except _OverflowError:
-            self._done(optimizer, moved=False, scale=scale, reason="the loss was not finite")
-            return None
+        except AbandonedStepError:
+            runner.restore()
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
+            return loss
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result
@@ -241,8 +242,6 @@ def _was_adopted(optimizer: Any) -> bool:
     return isinstance(optimizer, Adopted)
 
 
-def _is_finite(loss: Any) -> bool:
-    try:
-        return math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss))
-    except (TypeError, ValueError, RuntimeError):
-        return True
+def _evaluates_again(optimizer: Any) -> bool:
+    """Whether a step may call its closure once more after it has moved weights: torch's do not, but for LBFGS."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(("torch.", "mezzo."))
