@@ -139,7 +139,9 @@ def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[A
         if not any(g is not None and bool(_not_finite(g.detach())) for g in results):
             return results
         if scale <= 1.0:
-            session.scale = before  # no scale helps. A step with these gradients is skipped, and tells the scale
+            session.scale = (
+                before  # no scale helps. A step with these gradients is skipped, and tells the scale
+            )
             return results
         scale = session.overflowed(scale)
 

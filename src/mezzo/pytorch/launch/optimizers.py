@@ -15,11 +15,12 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Veto
+from mezzo.pytorch.launch.veto import Veto, holds_finite
 from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class Steps:
 
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
+            own = [base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer]
+            for base in own[1:]:
+                self._look_within(base)
             original(optimizer)
             self._session.optimizers.add(optimizer)
             self._session.optimizers_made += 1
@@ -81,7 +85,7 @@ class Steps:
 
     def undo(self) -> None:
         """Give every optimizer class its own `step` back."""
-        for kind, before in self._wrapped:
+        for kind, before in reversed(self._wrapped):
             if before is None:
                 del kind.step
             else:
@@ -107,6 +111,27 @@ class Steps:
         stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
         return stepping
 
+    def _look_within(self, kind: Any) -> None:
+        """Look again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
+        step = vars(kind)["step"]
+        if hasattr(step, "_mezzo_within"):
+            return
+
+        @functools.wraps(step)
+        def within(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")  # which computes the gradients later
+            if closure is None and type(optimizer) is not kind and id(optimizer) in self._inside:
+                self._abandon_unless_finite(optimizer)
+            return step(optimizer, *args, **kwargs)
+
+        within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
+        self._wrapped.append((kind, step))
+        kind.step = within
+
+    def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
+        if self._session.scaling and not holds_finite(optimizer):
+            raise AbandonedStepError
+
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
@@ -121,11 +146,23 @@ class Steps:
         if session.scaling and self._veto.forbids(optimizer):
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
+        last: Any = None
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+        if session.scaling and hooks:
+            last = optimizer.register_step_pre_hook(
+                self._abandon_unless_finite
+            )  # the script's may change gradients
         try:
             result = step(optimizer, *args, **kwargs)
+        except AbandonedStepError:
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
+            return None
         except BaseException:
             session.companions.step_dropped()
             raise
+        finally:
+            if last is not None:
+                last.remove()
         self._done(optimizer, moved=True, scale=scale)
         return result
 
