@@ -1,8 +1,8 @@
 """The life cycle of a run, whichever framework the script trains with: what comes before, around and after it.
 
 In the script's surroundings each part of the run is installed. The script runs. The parts are removed, the latest
-first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed. A
-script that ends by an exception has the summary printed before its traceback, which is what its user has to read.
+first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed;
+where the script ends by an exception, before its traceback.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def run(
         target: the script.
         parts: installed in this order.
         finish: told the exit status once all parts are removed: the last that the journal hears before it ends.
-        summary: gives the lines that end a run, asked for only where the request wants them; its argument tells
-            whether the script failed. It may be empty.
+        summary: given whether the script failed, the lines that end a run, if the request wants them; may be empty.
 
     Raises:
         MezzoError: `session.fatal`, of which nothing else was printed.

@@ -121,13 +121,8 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
     script's code.
 
     An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
-    means what it means to Python. Threads that are no daemons are waited for.
-
-    Args:
-        target: the script.
-        namespace: of its `__main__`.
-        before_error: called with an exception that ends the script, before its traceback or its message is printed,
-            so that these are the last lines. False: do not print a traceback.
+    means what it means to Python. Threads that are no daemons are waited for. `before_error` is called with the
+    exception before its traceback or message is printed, so that these come last; False: print no traceback.
     """
     failed: BaseException | None = None
     status = 0
@@ -138,7 +133,7 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
                 code = compile(stream.read(), target.file, "exec", dont_inherit=True)
         exec(code, namespace)
     except SystemExit as stop:
-        if stop.code is not None and not isinstance(stop.code, int):
+        if not isinstance(stop.code, (int, type(None))):
             before_error(stop)
         status = exit_status(stop)
     except BaseException as error:

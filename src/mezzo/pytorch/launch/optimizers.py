@@ -143,16 +143,13 @@ class Steps:
                 session.companions.resume()
         session.companions.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
-        if session.scaling and self._veto.forbids(optimizer):
-            self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
-            return None
         last: Any = None
-        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-        if session.scaling and hooks:
-            last = optimizer.register_step_pre_hook(
-                self._abandon_unless_finite
-            )  # the script's may change gradients
         try:
+            if session.scaling and self._veto.forbids(optimizer):
+                raise AbandonedStepError
+            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+            if session.scaling and hooks:  # which may change gradients: look after them
+                last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
             result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
