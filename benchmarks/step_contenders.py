@@ -108,7 +108,7 @@ def short(precision: str, weights: str | None = None, state: str | None = None) 
             with mp.autocast():
                 loss = work.loss()
             result = mp.step(loss)
-            return float(result.loss)
+            return result.loss or 0.0
 
         return step
 

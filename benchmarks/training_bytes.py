@@ -85,7 +85,7 @@ def measure(way: Way, device: str) -> dict[str, Any]:
     def turn() -> float:
         with mp.autocast():
             loss = work.loss()
-        return float(mp.step(loss).loss)
+        return mp.step(loss).loss or 0.0
 
     for _ in range(way.accumulate):
         turn()

@@ -69,7 +69,9 @@ def live(session: Session, parts: list[Part]) -> int:
         session.journal.note("finished")
 
     target = script.locate(session.request.target, is_module=False)
-    return life_cycle.run(session, target, parts, finish=finish, summary=lambda: "the summary")
+    return life_cycle.run(
+        session, target, parts, finish=finish, summary=lambda failed: f"the summary of {failed}"
+    )
 
 
 def end_of(session: Session) -> records.RunEnded:
@@ -81,26 +83,33 @@ def end_of(session: Session) -> records.RunEnded:
 
 
 @pytest.mark.parametrize(
-    ("source", "status"),
+    ("source", "status", "last"),
     [
-        ("events.append('script')", 0),
-        ("events.append('script'); raise SystemExit(3)", 3),
-        ("events.append('script'); raise ValueError('of the script')", 1),
-        ("events.append('script'); raise KeyboardInterrupt", 130),
+        ("events.append('script')", 0, "the summary of False"),
+        ("events.append('script'); raise SystemExit(3)", 3, "the summary of True"),
+        ("events.append('script'); raise SystemExit('no data')", 1, "no data"),
+        ("events.append('script'); raise ValueError('of the script')", 1, "ValueError: of the script"),
+        ("events.append('script'); raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
     ],
-    ids=["ends", "exits", "raises", "interrupted"],
+    ids=["ends", "exits", "exits with a message", "raises", "interrupted"],
 )
 def test_parts_are_removed_the_latest_first_and_then_comes_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, status: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    status: int,
+    last: str,
 ) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     session = session_of(tmp_path, source)
     assert live(session, [Part("a"), Part("b")]) == status
     assert events == ["install a", "install b", "script", "remove b", "remove a", f"finish {status}"]
     end = end_of(session)
     assert (end.status, end.notes) == (status, ["finished"])
     err = capsys.readouterr().err
-    assert err.endswith("the summary\n")
-    assert ("ValueError: of the script" in err) == (status == 1)
+    assert err.splitlines()[-1] == last
+    assert err.count("the summary of") == 1
     assert "life_cycle.py" not in err
 
 
@@ -137,7 +146,7 @@ def test_the_users_mistake_is_raised_and_only_another_error_is_printed(
     assert capsys.readouterr().err.splitlines()[-1:] == last_line
 
 
-@pytest.mark.parametrize(("wanted", "err"), [(True, "the summary\n"), (False, "")])
+@pytest.mark.parametrize(("wanted", "err"), [(True, "the summary of False\n"), (False, "")])
 def test_the_summary_is_printed_where_it_is_wanted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wanted: bool, err: str
 ) -> None:

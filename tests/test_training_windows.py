@@ -67,11 +67,44 @@ def test_flush_moves_by_the_mean_of_the_losses_that_were_seen(precision: str, se
         if accumulate == 4:
             result = mp.flush()
             assert result.moved
-            assert result.loss != result.loss
-            assert mp.flush().reason == "nothing accumulated since the last step"
+            nothing = mp.flush()
+            assert nothing.reason == "nothing accumulated since the last step"
+            assert (nothing.updated, nothing.loss) == (False, None)
+            assert "loss=None" in repr(nothing)
         weights.append(model.weight.detach())
     assert torch.allclose(*weights, rtol=1e-6)
     assert torch.allclose(weights[0], torch.full((1, 2), -float(seen - 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [None, 0, -1], ids=["finite", "the first is bad", "the last is bad"])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("accumulate", "seen"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
+def test_every_result_has_the_last_loss_of_its_window(
+    accumulate: int, seen: int, resumed: bool, bad: int | None
+) -> None:
+    def made() -> mezzo.MixedPrecision:
+        model = nn.Linear(2, 1, bias=False)
+        return mezzo.MixedPrecision(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", accumulate=accumulate
+        )
+
+    mp = made()
+    weight = next(mp.model.parameters())
+    losses = [weight.float().sum() * 0.0 + 1.5 * (index + 1) for index in range(seen)]
+    if bad is not None:
+        losses[bad] = losses[bad] * INF
+    told = [float(loss.detach()) for loss in losses]
+    results = [mp.step(loss) for loss in losses]
+    assert [r.loss for r in results] == told
+    if seen < accumulate:
+        if resumed:
+            state = mp.state_dict()
+            mp.close()
+            mp = made()
+            mp.load_state_dict(state)
+        results.append(mp.flush())
+    assert results[-1].loss == told[-1]
+    assert (results[-1].moved, results[-1].skipped) == (bad is None, bad is not None)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -150,12 +150,16 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (folder or _unused(_FOLDER)).absolute()  # the script may change the working directory
     rank = _rank()
     said = _about(folder)
+    report = folder / "report.html" if rank == 0 else None
     with ExitStack() as lock:
-        status = run_request(replace(request, records=_prepared(folder, rank, lock)))
-    if rank == 0:
-        if said and not arguments.quiet:
+        records = _prepared(folder, rank, lock)
+        if said and rank == 0 and not arguments.quiet:
             print(f"mezzo: {said}", file=sys.stderr)
-        _report(folder, quiet=arguments.quiet)
+        status = run_request(replace(request, records=records, report=report))
+    if rank == 0:
+        _report(
+            folder, quiet=arguments.quiet or status != 0
+        )  # after a failure it is named before the traceback
     return status
 
 

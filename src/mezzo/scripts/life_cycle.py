@@ -1,7 +1,8 @@
 """The life cycle of a run, whichever framework the script trains with: what comes before, around and after it.
 
 In the script's surroundings each part of the run is installed. The script runs. The parts are removed, the latest
-first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed.
+first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed;
+where the script ends by an exception, before its traceback.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def run(
     parts: Sequence[Part],
     *,
     finish: Callable[[int], None],
-    summary: Callable[[], str],
+    summary: Callable[[bool], str],
 ) -> int:
     """Run a script as `python SCRIPT ARGS...` would, with the parts of the run around it; its exit status.
 
@@ -60,17 +61,30 @@ def run(
         target: the script.
         parts: installed in this order.
         finish: told the exit status once all parts are removed: the last that the journal hears before it ends.
-        summary: gives the lines that end a run, asked for only where the request wants them.
+        summary: given whether the script failed, the lines that end a run, if the request wants them; may be empty.
 
     Raises:
         MezzoError: `session.fatal`, of which nothing else was printed.
     """
     status = 1
-    with script.surroundings(target, session.request.argv) as namespace:
+    request, printed = session.request, False
+
+    def account(error: BaseException | None = None) -> bool:
+        nonlocal printed
+        if session.fatal is None and request.summary and not printed:
+            printed = True
+            failed = error is not None or status != 0
+            if text := summary(failed):
+                named = failed and request.report is not None
+                sys.stdout.flush()
+                print(text + (f"\nmezzo: report: {request.report}" if named else ""), file=sys.stderr)
+        return error is not session.fatal
+
+    with script.surroundings(target, request.argv) as namespace:
         try:
             for part in parts:
                 part.install()
-            status = script.execute(target, namespace, lambda error: error is session.fatal)
+            status = script.execute(target, namespace, account)
         finally:
             for part in reversed(parts):
                 part.remove()
@@ -78,9 +92,7 @@ def run(
             session.journal.end(status)
     if session.fatal is not None:
         raise session.fatal
-    if session.request.summary:
-        sys.stdout.flush()
-        print(summary(), file=sys.stderr)
+    account()
     return status
 
 

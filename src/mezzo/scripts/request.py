@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError, unknown_name
 
-_PATHS = ("records", "sensitivity", "tensorboard")
+_PATHS = ("records", "sensitivity", "tensorboard", "report")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class RunRequest:
         tensorboard: folder for the records as TensorBoard events, beside those of `records`; None writes none.
         sensitivity: file for what `mezzo.pytorch.sensitivity` measures; None measures nothing.
         watch_all: look at what every module returns, those too that have children and no parameters of their own.
+        report: page that the caller makes of the records afterwards; where the script fails, its path is
+            printed before the traceback.
 
     Raises:
         UsageError: a number out of range.
@@ -56,6 +58,7 @@ class RunRequest:
     tensorboard: Path | None = None
     sensitivity: Path | None = None
     watch_all: bool = False
+    report: Path | None = None
 
     def __post_init__(self) -> None:
         if self.seed_offset is not None and self.seed_offset < 0:

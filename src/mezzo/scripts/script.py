@@ -116,14 +116,13 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
         sys.path[:] = before[2]
 
 
-def execute(
-    target: Target, namespace: dict[str, Any], told_elsewhere: Callable[[BaseException], bool]
-) -> int:
+def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[BaseException], bool]) -> int:
     """Run the code; the exit status is the one with which Python would have ended. Tracebacks show the
     script's code.
 
     An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
-    means what it means to Python. Threads that are no daemons are waited for.
+    means what it means to Python. Threads that are no daemons are waited for. `before_error` is called with the
+    exception before its traceback or message is printed, so that these come last; False: print no traceback.
     """
     failed: BaseException | None = None
     status = 0
@@ -134,12 +133,14 @@ def execute(
                 code = compile(stream.read(), target.file, "exec", dont_inherit=True)
         exec(code, namespace)
     except SystemExit as stop:
+        if not isinstance(stop.code, (int, type(None))):
+            before_error(stop)
         status = exit_status(stop)
     except BaseException as error:
         failed = error
     if failed is not None:  # outside the handler, so that a failing hook has no context, as in Python
         status = 130 if isinstance(failed, KeyboardInterrupt) else 1
-        if not told_elsewhere(failed):
+        if before_error(failed):
             show(failed)
     _wait_for_threads()
     return status

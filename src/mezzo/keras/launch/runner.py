@@ -52,7 +52,7 @@ def run(request: RunRequest) -> int:
         target,
         parts,
         finish=lambda status: session.finish(),
-        summary=lambda: summary(session),
+        summary=lambda failed: summary(session, failed=failed),
     )
 
 

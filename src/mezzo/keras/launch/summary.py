@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from mezzo.keras.launch.session import Session
 
 
-def summary(session: Session) -> str:
-    """The account of a run, a line each, ready to print."""
+def summary(session: Session, *, failed: bool = False) -> str:
+    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
     journal = session.journal
+    if failed and not (session.used or journal.updates or journal.losses or journal.notes):
+        return ""
     if session.left_alone is not None:
         lines = [f"this script ran by its own policy: {session.plan.precision} was not applied"]
     elif not session.backend:

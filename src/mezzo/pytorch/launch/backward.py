@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 
 from mezzo.pytorch.launch.losses import WORTH_TELLING, fp32_logits
 from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Attempts, Found, Veto
+from mezzo.pytorch.launch.veto import Attempts, Found, Veto, values_of
 from mezzo.pytorch.training import backward as walks
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
+_Hook = Callable[[Tensor | None], Tensor | None]
 leaves_of = quiet(walks.leaves_of)
 
 
@@ -136,13 +137,17 @@ def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[A
         return tuple(run(session.scale.scale, *args, **kwargs))
     retain = args[0] if args else kwargs.get("retain_graph")
     rest, kwargs = args[1:], {key: value for key, value in kwargs.items() if key != "retain_graph"}
-    scale = session.scale.scale
-    while scale > 1.0:
-        results: tuple[Any, ...] = run(scale, True, *rest, **kwargs)
-        if all(g is None or bool(g.detach().isfinite().all()) for g in results):
+    before, scale = session.scale, session.scale.scale
+    while True:
+        results: tuple[Any, ...] = run(scale, True if scale > 1.0 else retain, *rest, **kwargs)
+        if not any(g is not None and bool(_not_finite(g.detach())) for g in results):
+            return results
+        if scale <= 1.0:
+            session.scale = (
+                before  # no scale helps. A step with these gradients is skipped, and tells the scale
+            )
             return results
         scale = session.overflowed(scale)
-    return tuple(run(scale, retain, *rest, **kwargs))
 
 
 def _carefully(
@@ -154,7 +159,8 @@ def _carefully(
     retain_graph: bool | None,
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
-    attempts = veto.attempts = Attempts(veto, session.scale.scale)
+    before = session.scale
+    attempts = veto.attempts = Attempts(veto, before.scale)
     attempts.reach(leaves)
     try:
         while True:
@@ -164,7 +170,10 @@ def _carefully(
                 attempts.found.append(found)
                 veto.remember(leaves, found)
                 run(scale, True if scale > 1.0 else retain_graph)
-            if scale <= 1.0 or not attempts.overflowed:
+            if not attempts.overflowed:
+                break
+            if scale <= 1.0:
+                session.scale = before  # no scale helps
                 break
             attempts.scale = session.overflowed(scale)
             session.companions.backward_again()
@@ -250,8 +259,10 @@ def _hook_all(leaves: Sequence[Tensor], inverse: float) -> tuple[Found, list[Any
     return found, handles
 
 
-def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> Callable[[Tensor], Tensor]:
-    def unscale(grad: Tensor) -> Tensor:
+def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
+    def unscale(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # a custom function's backward has returned None for this leaf
+            return None
         if torch.is_grad_enabled():  # create_graph: the division is part of the graph
             true = grad * inverse
             slot.logical_or_(_not_finite(true.detach()))
@@ -268,11 +279,10 @@ def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> Ca
 
 
 def _not_finite(grad: Tensor) -> Tensor:
-    values = grad._values() if grad.is_sparse else grad
-    return values.isfinite().all().logical_not()
+    return values_of(grad).isfinite().all().logical_not()
 
 
-def _register_first(leaf: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+def _register_first(leaf: Tensor, hook: _Hook) -> Any:
     """Register a hook that runs before the leaf's other hooks."""
     handle = leaf.register_hook(hook)
     hooks = leaf._backward_hooks

@@ -11,26 +11,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Veto
+from mezzo.pytorch.launch.veto import Veto, holds_finite
+from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.launch.watch import StepWatch
 
 Step = Callable[..., Any]
-
-
-class _OverflowError(Exception):
-    """The closure's loss is not finite before the optimizer has changed anything: leave the step."""
 
 
 class Steps:
@@ -60,6 +57,9 @@ class Steps:
 
         @functools.wraps(original)
         def _patch_step_function(optimizer: Any) -> None:
+            own = [base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer]
+            for base in own[1:]:
+                self._look_within(base)
             original(optimizer)
             self._session.networks.optimizer_made(self._veto.owned())
             self._session.optimizers.add(optimizer)
@@ -84,7 +84,7 @@ class Steps:
 
     def undo(self) -> None:
         """Give every optimizer class its own `step` back."""
-        for kind, before in self._wrapped:
+        for kind, before in reversed(self._wrapped):
             if before is None:
                 del kind.step
             else:
@@ -110,6 +110,27 @@ class Steps:
         stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
         return stepping
 
+    def _look_within(self, kind: Any) -> None:
+        """Look again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
+        step = vars(kind)["step"]
+        if hasattr(step, "_mezzo_within"):
+            return
+
+        @functools.wraps(step)
+        def within(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")  # which computes the gradients later
+            if closure is None and type(optimizer) is not kind and id(optimizer) in self._inside:
+                self._abandon_unless_finite(optimizer)
+            return step(optimizer, *args, **kwargs)
+
+        within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
+        self._wrapped.append((kind, step))
+        kind.step = within
+
+    def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
+        if self._session.scaling and not holds_finite(optimizer):
+            raise AbandonedStepError
+
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
@@ -121,53 +142,67 @@ class Steps:
                 session.companions.resume()
         session.companions.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
-        if session.scaling and self._veto.forbids(optimizer):
+        last: Any = None
+        try:
+            if session.scaling and self._veto.forbids(optimizer):
+                raise AbandonedStepError
+            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+            if session.scaling and hooks:  # which may change gradients: look after them
+                last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            result = step(optimizer, *args, **kwargs)
+        except AbandonedStepError:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
-        try:
-            result = step(optimizer, *args, **kwargs)
         except BaseException:
             session.companions.step_dropped()
             raise
+        finally:
+            if last is not None:
+                last.remove()
         self._done(optimizer, moved=True, scale=scale)
         return result
 
     def _step_with_closure(
         self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A closure whose gradients are not finite is run again at S/2, within the step, until they are."""
+        """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
+
+        Where no scale helps the step is undone; it returns the closure's loss, as scripts expect of a closure.
+        """
         session = self._session
         if not session.scaling:
             result = step(optimizer, *args, **kwargs)
             self._done(optimizer, moved=True, scale=1.0)
             return result
-        calls = again = 0
+        loss: Any = None
+        again = 0
 
-        def finite_closure(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            nonlocal calls, again
-            while True:
-                loss = closure(*inner_args, **inner_kwargs)
-                bad = self._veto.forbids(optimizer)
-                if bad and calls == 0 and not _is_finite(loss):
-                    raise _OverflowError  # a smaller scale mends no forward pass
-                calls += 1
-                if not bad or not _is_finite(loss):
-                    return loss
-                again += 1
-                session.reruns += 1
-                calls -= 1
-                self._observe(optimizer, found_inf=True)
+        def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
+            nonlocal loss
+            loss = closure(*inner_args, **inner_kwargs)
+            return loss, not self._veto.forbids(optimizer)
 
+        def back_off() -> bool:
+            nonlocal again
+            if session.scale.scale <= getattr(session.scale, "floor", session.scale.scale):
+                return False
+            again += 1
+            session.reruns += 1
+            self._observe(optimizer, found_inf=True)
+            return True
+
+        runner = ClosureRunner(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
         if args:
-            args = (finite_closure, *args[1:])
+            args = (runner, *args[1:])
         else:
-            kwargs = {**kwargs, "closure": finite_closure}
+            kwargs = {**kwargs, "closure": runner}
         scale = session.scale.scale
         try:
             result = step(optimizer, *args, **kwargs)
-        except _OverflowError:
-            self._done(optimizer, moved=False, scale=scale, reason="the loss was not finite")
-            return None
+        except AbandonedStepError:
+            runner.restore()
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
+            return loss
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result
@@ -245,8 +280,6 @@ def _was_adopted(optimizer: Any) -> bool:
     return isinstance(optimizer, Adopted)
 
 
-def _is_finite(loss: Any) -> bool:
-    try:
-        return math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss))
-    except (TypeError, ValueError, RuntimeError):
-        return True
+def _evaluates_again(optimizer: Any) -> bool:
+    """Whether a step may call its closure once more after it has moved weights: torch's do not, but for LBFGS."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(("torch.", "mezzo."))

@@ -45,7 +45,7 @@ def run(request: RunRequest) -> int:
         target,
         parts,
         finish=lambda status: _finish(session, instrument, status),
-        summary=lambda: summary(session),
+        summary=lambda failed: summary(session, failed=failed),
     )
 
 

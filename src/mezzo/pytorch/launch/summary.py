@@ -20,8 +20,10 @@ _REMEDIES = 3
 _LOOKED_INTO = 20
 
 
-def summary(session: Session) -> str:
-    """The account of a run, a line each, ready to print."""
+def summary(session: Session, *, failed: bool = False) -> str:
+    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
+    if failed and not (session.device_type or session.journal.losses or session.journal.notes):
+        return ""
     lines = [_headline(session)]
     journal = session.journal
     if session.left_alone is None:

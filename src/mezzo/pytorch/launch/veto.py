@@ -1,16 +1,15 @@
-"""Veto: which parameters got gradients that are not finite, from the hook that saw it to the step that
-asks.
-"""
+"""Veto: whether an optimizer may step, by the gradients that it is about to read and by what backward found."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.distributed import agreed_largest
+from mezzo.pytorch.distributed import agreed_largest, local
 from mezzo.pytorch.launch.quiet import quiet
 
 if TYPE_CHECKING:
@@ -22,9 +21,13 @@ class Found:
 
     Args:
         devices: of each leaf, in order.
+
+    Attributes:
+        spent: ids of the optimizers that have asked for it at a step.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.spent: set[int] = set()
         self.devices: dict[torch.device, list[int]] = {}
         for index, device in enumerate(devices):
             self.devices.setdefault(device, []).append(index)
@@ -53,17 +56,17 @@ class Found:
 
 
 class Veto:
-    """Whether an optimizer may step: not if a gradient that one of its parameters holds was not finite.
+    """Whether an optimizer may step: not if one of its gradients is not finite, or was not when it was computed.
 
-    A flag lives as long as the gradient that it speaks of: it falls when a backward finds `.grad` empty, or
-    when `zero_grad` clears it. After a step the gradient itself is asked, since a script may have zeroed it
-    by hand.
+    The first check reads `.grad` as it is at the step, whoever wrote it: backward, an `all_reduce`, or the script, with
+    gradients that it had saved or got from `autograd.grad`. The second reads flags that backward leaves, since
+    `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long as the gradient that it speaks of: it
+    falls when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._flags: dict[int, list[tuple[Found, int]]] = {}
-        self._stale: set[int] = set()
         self.attempts: Attempts | None = None
 
     @quiet
@@ -81,11 +84,8 @@ class Veto:
         """These leaves are about to receive gradients, of which `found` will tell."""
         for index, leaf in enumerate(leaves):
             key = id(leaf)
-            if leaf.grad is None:
-                self._stale.discard(key)
-                self._flags[key] = [(found, index)]
-            else:
-                self._flags.setdefault(key, []).append((found, index))
+            earlier = () if leaf.grad is None else self._flags.get(key, ())
+            self._flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
 
     def flags(self, leaf: Tensor) -> list[tuple[Found, int]]:
         """The flags of one leaf's gradient."""
@@ -96,32 +96,21 @@ class Veto:
         """The optimizer's gradients were cleared."""
         for parameter in _parameters(optimizer):
             self._flags.pop(id(parameter), None)
-            self._stale.discard(id(parameter))
 
     @quiet
     def forbids(self, optimizer: Any) -> bool:
         """Whether the optimizer must not step now; waits for the device."""
-        read: dict[int, list[bool]] = {}
-        bad = False
         parameters = _parameters(optimizer)
-        for parameter in parameters:
-            for found, index in self._flags.pop(id(parameter), ()):
-                if id(found) not in read:
-                    read[id(found)] = found.read()
-                if read[id(found)][index]:
-                    bad = True
-                    self._stale.add(id(parameter))
-        if self._stale and not bad:
-            for parameter in parameters:
-                if id(parameter) not in self._stale:
-                    continue
-                grad = parameter.grad
-                values = None if grad is None else grad._values() if grad.is_sparse else grad
-                if values is None or bool(values.isfinite().all()):
-                    self._stale.discard(id(parameter))
-                else:
-                    bad = True
-        return self._agreed(bad, parameters)
+        return self._agreed(self._flagged(optimizer, parameters) or not holds_finite(optimizer), parameters)
+
+    def _flagged(self, optimizer: Any, parameters: list[Tensor]) -> bool:
+        """Whether backward found a gradient of these that was not finite, and this optimizer has not skipped for it."""
+        flags = [flag for parameter in parameters for flag in self._flags.get(id(parameter), ())]
+        founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
+        read = {key: found.read() for key, found in founds.items()}
+        for found in founds.values():
+            found.spent.add(id(optimizer))
+        return any(id(found) in read and read[id(found)][index] for found, index in flags)
 
     def _agreed(self, bad: bool, parameters: list[Tensor]) -> bool:
         """Whether any rank found a gradient that is not finite: each has looked at its own, before they were added."""
@@ -179,3 +168,27 @@ class Attempts:
 
 def _parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """The numbers that a gradient of any layout holds on this rank, as a strided tensor."""
+    grad = local(grad)
+    if grad.layout is torch.strided and not grad.is_nested:
+        return grad
+    return grad._values() if grad.is_sparse else grad.values()
+
+
+@quiet
+@torch.no_grad()
+def holds_finite(optimizer: Any) -> bool:
+    """Whether every `.grad` that the optimizer would read now is finite; waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in _parameters(optimizer):
+        if parameter.grad is not None and not parameter.grad.is_meta:
+            by_device.setdefault(parameter.grad.device, []).append(values_of(parameter.grad))
+    # Norms only read, in one call, and are NaN or infinite where an element is: few need the exact look.
+    return all(
+        math.isfinite(torch.stack(torch._foreach_norm(grads)).sum())
+        or all(bool(grad.isfinite().all()) for grad in grads)
+        for grads in by_device.values()
+    )

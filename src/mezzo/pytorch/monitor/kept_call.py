@@ -152,9 +152,9 @@ class _Keeper:
     def __init__(self, call: weakref.ref[KeptCall], place: int, backward: Any, graph: _Graph) -> None:
         self._call, self._place, self._backward, self._graph = call, place, backward, graph
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grad: Tensor | None) -> None:
         call = self._call()
-        if call is None:
+        if call is None or grad is None:  # None: the node runs, and no gradient came to this output
             return
         number, owner = self._backward()
         grads = call.grads.setdefault(number, {})

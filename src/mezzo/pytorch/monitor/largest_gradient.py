@@ -81,11 +81,12 @@ class LargestGradient:
                 if param.requires_grad and id(param) not in self._handles:
                     self._handles[id(param)] = param.register_hook(self._hook())
 
-    def _hook(self) -> Callable[[Tensor], None]:
+    def _hook(self) -> Callable[[Tensor | None], None]:
         seen = self._of_weights
 
-        def hook(gradient: Tensor) -> None:
-            seen.add("", "", gradient)
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:
+                seen.add("", "", gradient)
 
         return hook
 

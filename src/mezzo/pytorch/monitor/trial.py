@@ -50,7 +50,9 @@ def that_mend(
         mends, scaled = _mends(text, call, scales)
         if mends:
             mending.append(text)
-            smaller = f", and a loss scale below {max(scales.values()):.6g} if it is a constant: `"
+            smaller = (
+                f", and a loss scale below {max(scales.values(), default=1.0):.6g} if it is a constant: `"
+            )
             kept.append(sentence if scaled else sentence.replace(": `", smaller, 1))
     return kept
 

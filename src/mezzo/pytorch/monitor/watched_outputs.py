@@ -119,11 +119,11 @@ class WatchedOutputs:
     def _gradient_hook(self, path: str) -> Any:
         counted = 0
 
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
             nonlocal counted
             # Once a backward pass of ours: gradient release may run one graph twice, and a penalty's own
             # torch.autograd.grad is no backward of the loss.
-            if self._backward and counted != self._backward:
+            if gradient is not None and self._backward and counted != self._backward:
                 counted = self._backward
                 self.rows.add(path, GRADIENT, gradient)
 

@@ -30,23 +30,30 @@ class ClosureRunner:
         evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are
             finite.
         back_off: lowers the scale after an overflow; False if it is at its floor.
+        copies: whether parameters and state are copied, for an optimizer that moves them between two evaluations.
     """
 
     def __init__(
-        self, optimizer: Optimizer, evaluate: Callable[[], tuple[Any, bool]], back_off: Callable[[], bool]
+        self,
+        optimizer: Optimizer,
+        evaluate: Callable[..., tuple[Any, bool]],
+        back_off: Callable[[], bool],
+        *,
+        copies: bool = True,
     ) -> None:
         self._optimizer = optimizer
         self._evaluate = evaluate
         self._back_off = back_off
+        self._copies = copies
         self._params: list[tuple[Tensor, Tensor, int]] | None = None
         self._state: dict[Tensor, Any] = {}
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One evaluation, repeated while a smaller scale can help."""
-        if self._params is None:
+        if self._copies and self._params is None:
             self._remember()
         while True:
-            loss, finite = self._evaluate()
+            loss, finite = self._evaluate(*args, **kwargs)
             if finite:
                 return loss
             if not _is_finite(loss) or not self._back_off():
@@ -54,8 +61,10 @@ class ClosureRunner:
 
     def restore(self) -> None:
         """Put parameters and optimizer state back to what they were before the step."""
+        if self._params is None:
+            return
         with torch.no_grad():
-            for param, saved, version in self._params or ():
+            for param, saved, version in self._params:
                 param.copy_(saved)
                 # Other graphs that saved it before the step may still run backward.
                 torch._C._autograd._unsafe_set_version_counter((param,), (version,))
@@ -78,4 +87,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_finite(loss: Any) -> bool:
-    return loss is None or bool(torch.as_tensor(loss).isfinite().all())
+    try:
+        return bool(torch.as_tensor(loss).isfinite().all())
+    except (TypeError, ValueError, RuntimeError):  # no number
+        return True

@@ -68,8 +68,10 @@ class KeptCall:
             if tensor.requires_grad:
                 tensor.register_hook(self._keeper(place))
 
-    def _keeper(self, place: int) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
+    def _keeper(self, place: int) -> Callable[[Tensor | None], None]:
+        def keep(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
             before = self.gradients[place]
             now = gradient.detach()
             # Kept as a copy: some backward passes write into the gradient that they were handed.

@@ -95,7 +95,9 @@ class OwnOps(TorchFunctionMode):
         if not self.first and not bool(torch.isfinite(size.to(self._dtype)).all()):
             self.first = name.removeprefix("what ").removesuffix(" takes")
 
-        def seen(gradient: Tensor) -> None:
+        def seen(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
             close = size[torch.isfinite(size) & (gradient != 0.0)]
             number = float(close.amax()) if close.numel() else 0.0
             if number > max(self._close, self.largest):

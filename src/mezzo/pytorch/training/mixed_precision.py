@@ -360,20 +360,20 @@ class MixedPrecision:
             self._observing.step_dropped()
             raise
         window.seen += 1
-        value = loss.detach()
+        value = window.loss = loss.detach()
         self._journal.loss(value)
         if window.seen < self.accumulate:
             if self._in_force.trial is not None:
                 self._in_force.trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
-        return self._end_window(value, outcome)
+        return self._end_window(outcome)
 
     def flush(self) -> StepResult:
         """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
 
         The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses
-        that were really seen, as it does in a full window.
+        that were really seen, as it does in a full window. The result has the last loss of the window, as `step`'s.
 
         Raises:
             CallOrderError: no `step` yet.
@@ -382,9 +382,9 @@ class MixedPrecision:
             if self._journal.losses == 0:
                 raise CallOrderError("flush(): nothing has been accumulated. Call mp.step(loss) first.")
             return StepResult(False, note="nothing accumulated since the last step")
-        return self._end_window(None)
+        return self._end_window()
 
-    def _end_window(self, loss: Tensor | None, outcome: Outcome | None = None) -> StepResult:
+    def _end_window(self, outcome: Outcome | None = None) -> StepResult:
         window, self._window = self._window, Window(self.accumulate)
         follows = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
@@ -425,7 +425,7 @@ class MixedPrecision:
         result = StepResult(
             updated=True,
             found_inf=None if found is None else skipped,
-            loss_tensor=loss,
+            loss_tensor=window.loss,
             grad_norm_tensor=outcome.norm,
             scale_tensor=window.scale,
             weight_overflow_tensor=self._weight_overflow(),

@@ -20,7 +20,8 @@ class StepResult:
         updated: whether the call ended a window, so that the optimizer's turn came.
         found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None if nobody looked, since
             without a loss scale a step is never skipped.
-        loss_tensor: 0-dim, detached, as it was handed in (not divided, not scaled); None for a flush.
+        loss_tensor: 0-dim, detached, the last loss that was handed in (not divided, not scaled); None where there
+            is none: a flush with nothing accumulated.
         grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and
             where the step had no use for it.
         scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
@@ -71,9 +72,9 @@ class StepResult:
         return self.weight_overflow_tensor is not None and bool(self.weight_overflow_tensor)
 
     @property
-    def loss(self) -> float:
-        """The loss as it was handed to `step`; NaN for the result of a flush, which has none of its own."""
-        return float("nan") if self.loss_tensor is None else float(self.loss_tensor)
+    def loss(self) -> float | None:
+        """The loss as it was handed to `step`; for `flush` the last of the window; None if nothing was accumulated."""
+        return None if self.loss_tensor is None else float(self.loss_tensor)
 
     @property
     def grad_norm(self) -> float | None:
@@ -93,5 +94,5 @@ class StepResult:
     def __repr__(self) -> str:
         return (
             f"StepResult(moved={self.moved}, skipped={self.skipped}, reason={self.reason!r}, "
-            f"loss={self.loss:g}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g})"
+            f"loss={self.loss}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g})"
         )

@@ -38,6 +38,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
+            "loss": None if window.loss is None else float(window.loss),
             "gradients": [_copy(mp._gradients.of(p)) for p in gradients.parameters(mp.optimizer)],
             "statistics": mp._statistics.state(),
         }
@@ -109,11 +110,13 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if type(saved) is type(machine.pure):
             mp._in_force.set_scale(saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
-    mp._window.seen, mp._window.scale = 0, None
+    mp._window.seen, mp._window.scale, mp._window.loss = 0, None, None
     mp._statistics.forget()
     mp._gradients.clear()
     if window is not None:
         mp._window.seen = window["seen"]
+        if window.get("loss") is not None:  # a state of version 0.1.0 has none
+            mp._window.loss = torch.tensor(window["loss"])
         if window["scale"] is not None:
             mp._window.scale = torch.full(
                 (), window["scale"], dtype=torch.float32, device=mp._in_force.device

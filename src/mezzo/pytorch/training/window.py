@@ -19,11 +19,13 @@ class Window:
         accumulate: how many a full one has; each is divided by it.
         seen: how many of them have been accumulated.
         scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
+        loss: the last of them, detached; None where it is not known.
     """
 
     accumulate: int
     seen: int = 0
     scale: Tensor | None = None
+    loss: Tensor | None = None
 
     def begin(self, loss: Tensor, scale: Tensor | None) -> None:
         """Take the scale of this window's losses, if the loss is its first."""

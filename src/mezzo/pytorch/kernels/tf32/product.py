@@ -203,7 +203,7 @@ def _handed_on(result: Any) -> Any:
         if result.is_floating_point() and result.requires_grad:
             if is_plain(result):
                 return _Result.apply(result)  # type: ignore[no-untyped-call]
-            result.register_hook(round_tf32)
+            result.register_hook(lambda grad: None if grad is None else round_tf32(grad))
         return result
     if isinstance(result, (list, tuple)):
         return tuple(_handed_on(item) for item in result)

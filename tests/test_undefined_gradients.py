@@ -1,0 +1,208 @@
+"""Gradients that autograd leaves undefined: hooks and backward functions are given None, and nothing breaks.
+
+A node of several outputs runs when one of them got a gradient, and a custom function's backward may return None. The
+hooks on the other outputs, on its inputs and on leaves are then called with None.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from launching import Ran, launcher
+from mezzo.pytorch.sensitivity.settings import Settings
+
+PARTS = """
+import json, torch
+from torch import nn
+
+class Sink(torch.autograd.Function):  # hands gradients on as they come, as DistributedDataParallel's does
+    @staticmethod
+    def forward(ctx, *values):
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in values)
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads
+
+class First(torch.autograd.Function):  # no gradient for the second
+    @staticmethod
+    def forward(ctx, value, other):
+        return value * 2 + other.sum() * 0
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.gain = kind, 1.0
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.cell = nn.LSTMCell(4, 4) if kind == "states" else None
+    def forward(self, x):
+        x, kind = x * self.gain, self.kind
+        h = self.a(x)
+        if kind == "inside":
+            h, _ = Sink.apply(h, self.b(h))
+        elif kind == "second input":
+            h = First.apply(h, self.b(h))
+        elif kind == "weight":
+            h = First.apply(h, self.unused)
+        elif kind == "states":
+            state, cell = self.cell(h)
+            state, cell = Sink.apply(state, cell)
+            h = First.apply(h, state) + cell
+        return self.c(torch.tanh(h)), self.b(h)
+"""
+SCRIPT = (
+    PARTS
+    + """
+import sys
+kind, overflows = sys.argv[1], sys.argv[2] == "overflows"
+torch.manual_seed(0)
+model = Net(kind)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    model.gain = 1e30 if overflows and step == 2 else 1.0
+    x = torch.ones(2, 4, requires_grad=kind == "input")
+    optimizer.zero_grad()
+    used, other = model(x)
+    if kind in ("output", "inside"):
+        used, other = Sink.apply(used, other)
+    elif kind == "consumer":
+        used = First.apply(used, other)
+    elif kind == "input":
+        used = First.apply(used, x)
+    used.square().mean().backward()
+    optimizer.step()
+print(json.dumps([p.tolist() for p in model.parameters()]))
+"""
+)
+KINDS = ("output", "consumer", "inside", "second input", "weight", "input", "states")
+
+# policy, other keywords of the request, whether a batch overflows
+MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "fp16": ("fp16,loss_scale=128", {}, False),
+    "fp16, traced": ("fp16,loss_scale=128", {}, True),
+    "fp16, watched": ("fp16,loss_scale=128", {"watch": 1, "watch_all": True}, True),
+    "fp16, statistical scale": ("fp16,loss_scale=statistical(init=128)", {}, True),
+    "bf16, watched": ("bf16", {"watch": 1}, False),
+    "sensitivity": ("fp32", {"sensitivity": Path("seen.json")}, False),
+    "tf32": ("tf32", {}, False),
+}
+
+Launch = Callable[..., Ran]
+
+
+@pytest.fixture(name="launch")
+def launch_fixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
+    return launcher(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_past_undefined_gradients(
+    kind: str, mode: str, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Settings("fp16", 2).write(Path("seen.json"))
+    policy, keywords, overflows = MODES[mode]
+    plain = launch(SCRIPT, kind, "no", policy="fp32")
+    ran = launch(SCRIPT, kind, "overflows" if overflows else "no", policy=policy, **keywords)
+    assert ran.status == plain.status == 0, ran.err
+    assert "gave up" not in ran.err
+    assert [update.skipped for update in ran.of("update")] == [False, False, overflows, False]
+    if overflows:
+        assert ran.of("overflow")[0].finding.alarms
+    else:
+        for expected, found in zip(*(map(torch.tensor, json.loads(r.lines[-1])) for r in (plain, ran))):
+            assert (expected - found).norm() <= 0.01 * expected.norm() + 1e-3
+
+
+DDP = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(s): super().__init__(); s.a = nn.Linear(8, 8); s.b = nn.Linear(8, 1); s.gain = 1.0
+    def forward(s, x): h = s.a(x * s.gain); return {"loss": s.b(h).pow(2).mean(), "hidden": h}
+net = Net()
+model = DDP(net, find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(3):
+    net.gain = 1e30 if step == 1 else 1.0
+    optimizer.zero_grad()
+    model(torch.randn(4, 8))["loss"].backward()
+    optimizer.step()
+print(all(bool(p.isfinite().all()) for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.heavy
+def test_data_parallelism_with_an_output_that_the_loss_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DDP)
+    ran = subprocess.run(
+        [sys.executable, "-m", "mezzo", "run", "--precision", "fp16", "script.py", str(tmp_path / "meeting")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "True\n"
+    assert "3 optimizer steps, 1 skipped" in ran.stderr
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "traced": {"precision": "fp16,loss_scale=128"},
+    "watched": {"precision": "fp16,loss_scale=128", "watch": 1},
+    "statistical scale": {"precision": "fp16,loss_scale=statistical(init=128)"},
+    "released": {"precision": "fp16,loss_scale=128", "release_gradients": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["inside", "second input", "weight", "states"])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_mixed_precision_goes_on_past_undefined_gradients(name: str, kind: str) -> None:
+    names: dict[str, Any] = {}
+    exec(PARTS, names)
+    torch.manual_seed(0)
+    model: nn.Module = names["Net"](kind)
+    model.requires_grad_()
+    if name == "released":
+        optimizer: Any = mezzo.optim.SGD(model.parameters(), lr=0.01)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    mp = mezzo.MixedPrecision(model, optimizer, **TRAININGS[name])
+    moved = []
+    try:
+        for step in range(3):
+            model.gain = 1e30 if step == 1 else 1.0
+            before: dict[str, Tensor] = copy.deepcopy(model.state_dict())
+            with mp.autocast():
+                used, _ = model(torch.ones(2, 4))
+                loss = used.float().square().mean()
+            moved.append(mp.step(loss).moved)
+            after = model.state_dict()
+            assert torch.equal(before["a.weight"], after["a.weight"]) != moved[-1]
+            assert torch.equal(before["unused"], after["unused"])
+    finally:
+        mp.close()
+    assert moved == [True, False, True]
