@@ -16,6 +16,7 @@ to `.grad`.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
 
 Backward = Callable[..., Any]
 
@@ -212,8 +214,9 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
+        if type(node) is _AccumulateGrad:
             leaves.append(node.variable)
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -333,7 +336,7 @@ def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...])
                 "until backward. Computed inside the model's forward, it reads the 16-bit logits and keeps no copy "
                 "(docs/losses.md)"
             )
-    session.journal.loss(_value(roots, seeds))
+    session.journal.loss(_value(roots, seeds) if session.journal.writes else math.nan)
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
@@ -341,16 +344,15 @@ def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
     seed.
     """
     total: Any = None
-    with torch.no_grad():
-        for root, seed in zip(roots, seeds):
-            if not isinstance(root, Tensor):
-                return float("nan")
-            part = root.detach()
-            if seed is not None:
-                part = (part * seed.detach()).sum()
-            if part.numel() != 1:
-                return float("nan")
-            total = part.reshape(()).clone() if total is None else total + part.reshape(())
+    for root, seed in zip(roots, seeds):
+        if not isinstance(root, Tensor):
+            return float("nan")
+        part = root.detach()
+        if seed is not None:
+            part = (part * seed.detach()).sum()
+        if part.numel() != 1:
+            return float("nan")
+        total = part.reshape(()).clone() if total is None else total + part.reshape(())
     return float("nan") if total is None else total
 
 
