@@ -37,7 +37,7 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 Backward = Callable[..., Any]
 
