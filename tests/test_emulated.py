@@ -24,6 +24,12 @@ def _seeded() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No input is so small that its FP32 copy is kept."""
+    monkeypatch.setattr("mezzo.pytorch.kernels.emulated.call.SMALL", -1)
+
+
 @dataclass(frozen=True)
 class Row:
     """An op, the shapes of its tensors, how they become its arguments, and its other arguments."""
@@ -329,7 +335,7 @@ MEMORY = [
 
 
 @pytest.mark.parametrize("row", MEMORY, ids=str)
-def test_backward_keeps_sixteen_bits(row: Row) -> None:
+def test_backward_keeps_sixteen_bits(row: Row, packing: None) -> None:
     leaves = _inputs(row)
     weights = leaves[1:] if row.op not in ("matmul", "bmm", "scaled_dot_product_attention") else []
     inputs = [t for t in leaves if all(t is not w for w in weights)]
@@ -345,7 +351,7 @@ def test_backward_keeps_sixteen_bits(row: Row) -> None:
     assert run(True) <= 0.6 * run(False)
 
 
-def test_a_sixteen_bit_input_and_a_parameter_are_kept_as_they_are() -> None:
+def test_a_sixteen_bit_input_and_a_parameter_are_kept_as_they_are(packing: None) -> None:
     x = torch.randn(8, 4).half().requires_grad_()
     active = x * 1
     weight = torch.nn.Parameter(torch.randn(3, 4))
@@ -397,7 +403,7 @@ def test_a_saved_result_changed_in_place_is_refused() -> None:
         out.sum().backward()
 
 
-def test_an_input_changed_in_place_is_refused() -> None:
+def test_an_input_changed_in_place_is_refused(packing: None) -> None:
     x = (torch.randn(8, 4).half().requires_grad_()) * 1
     weight = torch.randn(3, 4, requires_grad=True)
     out = EMULATED["linear"](x, weight, compute=torch.float16)
@@ -504,3 +510,31 @@ def test_the_rows_cover_what_runs_here() -> None:
     assert {name.partition(".")[0] for name in EMULATED} - {
         row.op.partition(".")[0] for row in ROWS
     } == elsewhere
+
+
+@pytest.mark.parametrize("compute", HALVES, ids=str)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.op == "linear"], ids=str)
+def test_small_inputs_have_the_same_bits_without_the_hooks(
+    row: Row, compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = _inputs(row)
+    found: list[tuple[int, list[Tensor]]] = []
+    for small in (1 << 12, -1):
+        monkeypatch.setattr("mezzo.pytorch.kernels.emulated.call.SMALL", small)
+        packed: list[Tensor] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "mezzo.pytorch.kernels.emulated.call.Packing.pack",
+                lambda self, saved, packed=packed: packed.append(saved) or saved,
+            )
+            patch.setattr(
+                "mezzo.pytorch.kernels.emulated.call.Packing.unpack", staticmethod(lambda saved: saved)
+            )
+            out = EMULATED[row.op](*row.build(*tensors), compute=compute)
+        out.float().square().sum().backward()
+        found.append((len(packed), [out, *(tensor.grad for tensor in tensors)]))
+        for tensor in tensors:
+            tensor.grad = None
+    assert found[0][0] == 0 < found[1][0]
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(one, other)

@@ -21,6 +21,8 @@ NOT_THE_SCALE = (
 
 def fl32(value: float) -> float:
     """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""
+    if SMALLEST <= value <= LARGEST:  # no warning to silence: a run asks several times at each step
+        return float(np.float32(value))
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
 
@@ -42,7 +44,7 @@ def checked_scale(name: str, value: object) -> float:
 
 def is_real(value: object) -> TypeGuard[float]:
     """Whether this is a number, Python's or NumPy's; True and False are none here."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -63,6 +63,11 @@ class Journal:
         self.findings: list[OverflowRecord] = []
         self.notes: list[str] = []
 
+    @property
+    def writes(self) -> bool:
+        """Whether records are written anywhere; until the first one is due, whether they may be."""
+        return self._writer is not None or (self._widen is not None and self._make_started is not None)
+
     def note(self, text: str) -> None:
         """Something that the user should read; said once."""
         if text not in self.notes:

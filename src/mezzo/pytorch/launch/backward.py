@@ -16,6 +16,7 @@ to `.grad`.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -325,7 +326,7 @@ def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...])
                 "until backward. Computed inside the model's forward, it reads the 16-bit logits and keeps no copy "
                 "(docs/losses.md)"
             )
-    session.journal.loss(_value(roots, seeds))
+    session.journal.loss(_value(roots, seeds) if session.journal.writes else math.nan)
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
@@ -333,16 +334,15 @@ def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
     seed.
     """
     total: Any = None
-    with torch.no_grad():
-        for root, seed in zip(roots, seeds):
-            if not isinstance(root, Tensor):
-                return float("nan")
-            part = root.detach()
-            if seed is not None:
-                part = (part * seed.detach()).sum()
-            if part.numel() != 1:
-                return float("nan")
-            total = part.reshape(()).clone() if total is None else total + part.reshape(())
+    for root, seed in zip(roots, seeds):
+        if not isinstance(root, Tensor):
+            return float("nan")
+        part = root.detach()
+        if seed is not None:
+            part = (part * seed.detach()).sum()
+        if part.numel() != 1:
+            return float("nan")
+        total = part.reshape(()).clone() if total is None else total + part.reshape(())
     return float("nan") if total is None else total
 
 

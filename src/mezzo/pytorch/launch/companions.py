@@ -203,9 +203,9 @@ class Companions:
     @quiet
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
         """Backward is about to run from these."""
-        from torch import Tensor
-
         if self.listening:
+            from torch import Tensor
+
             self._forward_ends()
             for loss in losses:
                 if isinstance(loss, Tensor):

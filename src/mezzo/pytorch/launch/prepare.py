@@ -44,7 +44,8 @@ class Preparation:
         self._storage = storage
         # What is moved already: a compiled step in FP32 shows us inner modules, too.
         self._nudged: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
-        self._known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        # By id, for it is asked at each call and a WeakKeyDictionary is slow.
+        self._known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
         self._paths: dict[str, None] = {}  # of the modules of all models that were called
         self._waiting: list[str] = []  # patterns that none of them has matched
 
@@ -56,9 +57,11 @@ class Preparation:
             module: the module that is called outermost.
             traced: whether a compiler traces the call: its weights must stay what they are.
         """
-        known = self._known.get(module)
+        known = self.knows(module)
         if known is None:
-            known = self._known[module] = self._first_call(module)
+            known = self._first_call(module)
+            key = id(module)
+            self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None)), known
         if known and self._storage.wanted:
             self._settle(module, traced)
         if known and traced and self._session.scaling:
@@ -66,9 +69,10 @@ class Preparation:
             self.remember_statistics(module)
         return known
 
-    def knows(self, module: nn.Module) -> bool:
-        """Whether a call of this module was a region before."""
-        return self._known.get(module, False)
+    def knows(self, module: nn.Module) -> bool | None:
+        """Whether a call of this module was a region before; None if it was never called."""
+        found = self._known.get(id(module))
+        return found[1] if found is not None and found[0]() is module else None
 
     @quiet
     def remember_statistics(self, module: nn.Module) -> None:

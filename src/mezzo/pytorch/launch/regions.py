@@ -17,30 +17,40 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from mezzo.pytorch.launch.outputs import to_fp32
 from mezzo.pytorch.launch.prepare import FOLLOWS
 from mezzo.pytorch.launch.quiet import pass_over, quiet
 from mezzo.pytorch.region import identity
-from mezzo.pytorch.region.autocast import Region, autocast
+from mezzo.pytorch.region.autocast import autocast
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
     from mezzo.pytorch.launch.prepare import Preparation
     from mezzo.pytorch.launch.session import Session
+    from mezzo.pytorch.region.autocast import Region
 
 _any_autocast = torch._C._is_any_autocast_enabled
 _label_on = torch.is_autocast_enabled
 _LABEL = identity.LABEL_DEVICE
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _tracing_state = torch._C._get_tracing_state
+_is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
+_float32 = torch.float32
+_set_eval_frame = eval_frame.set_eval_frame
 
 
 class _Thread(threading.local):
     """Whether this thread is inside an outermost call in FP32, where autocast's state can't tell."""
 
     in_fp32 = False
+    policy: Policy | None = None  # of the last call, whose region is `region`
+    region: Region | None = None
+
+
+_Entered = tuple["Region | None", bool]  # of a call that runs: its region, whether the companions are told
 
 
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,12 +76,11 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    @quiet
     def begin(module: nn.Module) -> Policy | None:
         """The policy for an outermost call of this module; None if the call is none of ours."""
         if session.left_alone is not None or _tracing_state() is not None:
             return None
-        if thread.in_fp32 or companions.busy:  # busy: one who looks at a step calls the model
+        if companions.busy:  # one who looks at a step calls the model
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
             return session.policy_now if session.lowers and preparation.knows(module) else None
@@ -82,50 +91,76 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             preparation.remember_statistics(module)
         return policy
 
-    @quiet
-    def open_region(policy: Policy) -> Region:
-        return autocast(policy, session.device_type).__enter__()
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
+        policy = begin(module)
+        if policy is None:
+            return None
+        companions.watch_begins(module)
+        if thread.policy is not policy:
+            thread.policy = policy
+            thread.region = None if policy.is_fp32 else autocast(policy, session.device_type)
+        region = thread.region
+        if region is None:
+            thread.in_fp32 = True
+        else:
+            region.__enter__()
+        try:
+            return region, companions.listening and companions.call_begins(module, args, kwargs)
+        except BaseException:
+            end(region)
+            raise
+
+    def leave(module: nn.Module, entered: _Entered, out: Any) -> Any:
+        region, told = entered
+        try:
+            if told:
+                companions.call_ended(module, out)
+        finally:
+            end(region)
+        if region is None or (type(out) is Tensor and out.dtype is _float32):
+            return out
+        return to_fp32(out)
 
     @quiet
-    def close_region(region: Region) -> None:
-        region.__exit__(None, None, None)
+    def fail(entered: _Entered) -> None:
+        region, told = entered
+        try:
+            if told:
+                companions.step_dropped()
+        finally:
+            end(region)
 
-    def original_told(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        told = companions.call_begins(self, args, kwargs)
-        if not told:
+    def end(region: Region | None) -> None:
+        if region is None:
+            thread.in_fp32 = False
+        else:
+            region.__exit__(None, None, None)
+
+    def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
+        before = _set_eval_frame(None)  # as `quiet` does, which a small model would notice
+        try:
+            entered = enter(self, args, kwargs)
+        finally:
+            _set_eval_frame(before)
+        if entered is None:
             return original(self, *args, **kwargs)
         try:
             out = original(self, *args, **kwargs)
         except BaseException:
-            companions.step_dropped()
+            fail(entered)
             raise
-        companions.call_ended(self, out)
-        return out
-
-    fp32_outside = quiet(to_fp32)
-
-    def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        policy = begin(self)
-        if policy is None:
-            return original(self, *args, **kwargs)
-        companions.watch_begins(self)
-        if policy.is_fp32:
-            thread.in_fp32 = True
-            try:
-                return original_told(self, args, kwargs)
-            finally:
-                thread.in_fp32 = False
-        region = open_region(policy)
+        before = _set_eval_frame(None)
         try:
-            out = original_told(self, args, kwargs)
+            return leave(self, entered, out)
         finally:
-            close_region(region)
-        return fp32_outside(out)
+            _set_eval_frame(before)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL) or FOLLOWS in self.__dict__:
             return original(self, *args, **kwargs)
-        if torch.compiler.is_compiling():
+        if not _dynamo_compiling() and thread.in_fp32:
+            return original(self, *args, **kwargs)
+        if _is_compiling():
             return traced(self, args, kwargs)
         return outermost(self, args, kwargs)
 
@@ -133,5 +168,4 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     # `__call__` is: what is compiled then is the module's `forward`. It is still traced inside a compiled step.
     pass_over(call)
     pass_over(outermost)
-    pass_over(original_told)
     return call

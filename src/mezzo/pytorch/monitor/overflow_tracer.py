@@ -38,6 +38,7 @@ from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
 from mezzo.pytorch.monitor.whose import with_model
 from mezzo.pytorch.wrappers import unwrapped
 
+_FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
 """Regions that are watched live at most, for one overflow that was not explained."""
 
@@ -108,6 +109,7 @@ class OverflowTracer:
     ) -> None:
         self._enter, self._model = enter, model
         self.calls: list[KeptCall] = []
+        self._pruned = 0  # how many of them there were when it was last seen which may still matter
         self._clock, self._waits, self._left = clock, waits, limit
         self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
         self._open: KeptCall | None = None
@@ -145,7 +147,9 @@ class OverflowTracer:
             self._group = model.process_group
         if running_again() or self._left <= 0:
             return
-        self._prune()
+        # Many calls in one graph: looked at once each time that their number has doubled, not all of them at each call.
+        if len(self.calls) <= _FEW or len(self.calls) >= 2 * self._pruned:
+            self._prune()
         inner = unwrapped(model)
         habits = self._habits.get(inner)
         if habits is None:
@@ -252,6 +256,7 @@ class OverflowTracer:
     def _prune(self) -> None:
         """Let go of calls whose outputs are gone without a backward (an evaluation in training mode, say)."""
         self.calls = [call for call in self.calls if call.told or call.graph_alive]
+        self._pruned = len(self.calls)
 
     def _let_go(self) -> None:
         me, mine = id(self), set(self._scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ def values(tensor: Tensor) -> Tensor | None:
 def finite(tensor: Tensor) -> bool:
     """Whether every element is; True of integers. Waits for the device."""
     seen = values(tensor)
+    if seen is not None and seen.numel() == 1:
+        return math.isfinite(seen.item())
     return seen is None or bool(torch.isfinite(seen).all())
 
 

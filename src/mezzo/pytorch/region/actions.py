@@ -253,6 +253,8 @@ def _with_dtype(overload: torch._ops.OpOverload, device_type: str) -> Action:
         # Reductions that can be told their output's dtype convert as they read: no FP32 copy of the input is
         # made. A dtype that the caller gave is respected.
         x = args[0]
+        if not kwargs and len(args) <= position and x.dtype in _HALVES and x.device.type == device_type:
+            return op(*args, dtype=_FP32)
         if x.dtype is _FP32 and not kwargs:
             return op(*args)
         given = kwargs.get("dtype") if len(args) <= position else args[position]
@@ -396,7 +398,7 @@ def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, comput
     if kernel is not None:
 
         def emulated(*args: Any, **kwargs: Any) -> Any:
-            if not _tensors(args, kwargs, device_type):
+            if not _eligible(args[0], device_type) and not _tensors(args, kwargs, device_type):
                 return overload(*args, **kwargs)
             return kernel(*args, compute=compute, **kwargs)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # Its backward runs a backward of its own, and refuses to when only some inputs are asked for.
 _REENTRANT = "CheckpointFunctionBackward"
@@ -95,8 +96,9 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
+        if type(node) is _AccumulateGrad:
             leaves.append(node.variable)
+            continue
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
