@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autocast_samples as samples
 import mezzo
+import mezzo.pytorch.region.autocast  # registers the kernels, also for a test that enters no region before
 from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RECURRENT, RULES
@@ -22,8 +23,9 @@ from mezzo.pytorch.region import dispatch, identity
 from mezzo.pytorch.region.dispatch import plan
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
-# Each says once that it is a prototype.
+# Each warns once per process, so in whichever test calls it first.
 pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:torch\.chain_matmul is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta:UserWarning"),
 ]

@@ -134,7 +134,7 @@ class Group:
     def __init__(self, places: list[Place], tensors: list[Tensor], older: Group | None = None) -> None:
         self.places = places
         self.tensors = tensors
-        self.before = _flat(tensors)
+        self.before = self.found = _flat(tensors)
         if older is not None and older.before.shape == self.before.shape and self.before.is_floating_point():
             lost = older.before.isfinite() & ~self.before.isfinite()
             self.before = torch.where(lost, older.before, self.before)
@@ -168,12 +168,13 @@ class Group:
                 _put_one(place, tensor, part, True)
 
     def moved(self) -> bool:
-        """Whether a finite value is another than in the copy. Waits for the device."""
+        """Whether a value is another than it was, or than in the copy if that is older. Waits for the device."""
         now = [place.now() for place in self.places]
         if not all(each is not None and _alike(each, tensor) for each, tensor in zip(now, self.tensors)):
             return True
         values = _flat(now)  # type: ignore[arg-type]
-        return bool(((values != self.before) & values.isfinite()).any())
+        alike = (values == self.before) | (values == self.found) | (values.isnan() & self.found.isnan())
+        return not bool(alike.all())
 
 
 @dataclass(eq=False)
