@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from alive import bytes_alive
 from launching import Ran, launcher
 from mezzo.core.records import LossRecord, RunStarted, UpdateRecord
 
@@ -96,11 +97,12 @@ def test_everything_is_undone(launch: Any) -> None:
 
 
 def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
+    others = bytes_alive()
     ran = launch(TRAIN, policy="bf16", observe=True)
     assert [u.observed for u in ran.of("update")] == [False, False, True, False, False]
     (memory,) = ran.of("memory")
     parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
-    assert 4 * parameters <= memory.peak_bytes <= 10_000_000
+    assert 4 * parameters <= memory.peak_bytes <= others + 1_000_000
     (ops,) = ran.of("ops")
     seen = {op.op: op for op in ops.ops}
     linear = seen.get("linear") or seen["addmm"]
