@@ -57,7 +57,8 @@ class Journal:
         self._queue: list[tuple[Record, Any]] = []
         self._held = False
         self.losses = 0
-        self.updates: list[UpdateRecord] = []
+        self.updates = self.skipped = 0
+        self.loss_scale = 1.0  # of the last update
         self.memory: MemoryRecord | None = None
         self.ops: list[OpFormats] = []
         self.findings: list[OverflowRecord] = []
@@ -75,9 +76,9 @@ class Journal:
 
     def loss(self, value: Any) -> None:
         """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change."""
-        record = LossRecord(index=self.losses, loss=math.nan, at=self.now())
+        if self.writes:
+            self._put(LossRecord(index=self.losses, loss=math.nan, at=self.now()), value)
         self.losses += 1
-        self._put(record, value)
 
     def update(
         self,
@@ -89,18 +90,21 @@ class Journal:
         observed: bool = False,
     ) -> None:
         """An optimizer's step that moved the parameters, or that was vetoed."""
-        record = UpdateRecord(
-            index=len(self.updates),
-            optimizer=optimizer,
-            moved=moved,
-            skipped=not moved,
-            loss_scale=loss_scale,
-            at=self.now(),
-            reason=reason,
-            observed=observed,
-        )
-        self.updates.append(record)
-        self._put(record, None)
+        if self.writes:
+            record = UpdateRecord(
+                index=self.updates,
+                optimizer=optimizer,
+                moved=moved,
+                skipped=not moved,
+                loss_scale=loss_scale,
+                at=self.now(),
+                reason=reason,
+                observed=observed,
+            )
+            self._put(record, None)
+        self.updates += 1
+        self.skipped += not moved
+        self.loss_scale = loss_scale
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
         """What the observed step showed."""

@@ -19,10 +19,9 @@ def summary(session: Session, *, failed: bool = False) -> str:
         lines = ["Keras was not imported, so there was nothing to run in another precision"]
     else:
         lines = [f"policy {session.plan.precision} ({session.plan.default}), Keras on {session.backend}"]
-    skipped = sum(update.skipped for update in journal.updates)
     if journal.updates:
-        steps = len(journal.updates)
-        lines.append(f"{steps} training step{'' if steps == 1 else 's'}, {skipped} skipped")
+        steps = journal.updates
+        lines.append(f"{steps} training step{'' if steps == 1 else 's'}, {journal.skipped} skipped")
         if session.scales:
-            lines.append(f"loss scale {journal.updates[-1].loss_scale:g} in the last step")
+            lines.append(f"loss scale {journal.loss_scale:g} in the last step")
     return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])

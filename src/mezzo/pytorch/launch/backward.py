@@ -16,7 +16,6 @@ to `.grad`.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _Key = torch._C._TorchDispatchModeKey
+_modes = torch._C._len_torch_dispatch_stack
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _CHECKED = (torch.float32, torch.float64)
 
@@ -70,8 +70,13 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
                 session, veto, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
             )
         seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
-        _note_loss(session, roots, seeds)
+        if session.journal.writes or not session.journal.losses:
+            _note_loss(session, roots, seeds)
+        else:
+            session.journal.losses += 1
         if not session.scaling or len(seeds) != len(roots):
+            if not companions.listening:
+                return original(tensors, grad_tensors, *rest, inputs=inputs)
             with _told(companions, roots, 1.0):
                 return original(tensors, grad_tensors, *rest, inputs=inputs)
 
@@ -238,7 +243,8 @@ class _told:  # noqa: N801
 
     def __init__(self, companions: Companions, roots: Sequence[Any], scale: float) -> None:
         self._companions = companions
-        companions.backward_begins(roots, scale)
+        if companions.listening:
+            companions.backward_begins(roots, scale)
 
     def __enter__(self) -> None: ...
 
@@ -326,7 +332,7 @@ def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...])
                 "until backward. Computed inside the model's forward, it reads the 16-bit logits and keeps no copy "
                 "(docs/losses.md)"
             )
-    session.journal.loss(_value(roots, seeds) if session.journal.writes else math.nan)
+    session.journal.loss(_value(roots, seeds))
 
 
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
@@ -358,7 +364,7 @@ def _tracing() -> bool:
     """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by
     `autograd.grad`.
     """
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+    return bool(_modes()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def _in_functorch() -> bool:

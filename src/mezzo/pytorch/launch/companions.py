@@ -202,14 +202,13 @@ class Companions:
 
     @quiet
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
-        """Backward is about to run from these."""
-        if self.listening:
-            from torch import Tensor
+        """Backward is about to run from these. Told, like an update, where somebody is `listening`."""
+        from torch import Tensor
 
-            self._forward_ends()
-            for loss in losses:
-                if isinstance(loss, Tensor):
-                    self._tell("backward_begins", loss, scale)
+        self._forward_ends()
+        for loss in losses:
+            if isinstance(loss, Tensor):
+                self._tell("backward_begins", loss, scale)
 
     @quiet
     def backward_again(self) -> None:
@@ -221,17 +220,14 @@ class Companions:
     @quiet
     def update_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins; its gradients are unscaled."""
-        if self.listening:
-            self._forward_ends()
-            self._tell("update_begins", optimizer, 1.0)
+        self._forward_ends()
+        self._tell("update_begins", optimizer, 1.0)
 
     @quiet
     def update_ended(
         self, optimizer: Any, *, index: int, number: int, skipped: bool, loss_scale: Tensor | float
     ) -> list[Record]:
         """The step is over, or was not taken; what they have to write down about it."""
-        if not self.listening:
-            return []
         self._tell(
             "update_ended", optimizer, index=index, number=number, skipped=skipped, loss_scale=loss_scale
         )

@@ -24,6 +24,7 @@ from mezzo.pytorch.launch.veto import Veto, holds_finite
 from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
 
 if TYPE_CHECKING:
+    from mezzo.core.records import Record
     from mezzo.pytorch.launch.session import Session
     from mezzo.pytorch.launch.watch import StepWatch
 
@@ -140,7 +141,8 @@ class Steps:
                 return self._step_with_closure(step, optimizer, closure, args, kwargs)
             finally:
                 session.companions.resume()
-        session.companions.update_begins(self._of_the_script(optimizer))
+        if session.companions.listening:
+            session.companions.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
         last: Any = None
         try:
@@ -225,35 +227,42 @@ class Steps:
     def _number(self, optimizer: Any) -> int:
         """The optimizer's place in the order of their first steps."""
         whose = self._of_the_script(optimizer)
-        if whose not in self._numbers:
-            self._numbers[whose] = next(self._next)
-        return self._numbers[whose]
+        number = self._numbers.get(whose)
+        if number is None:
+            number = self._numbers[whose] = next(self._next)
+        return number
 
     @quiet
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         """A step was taken, or not: all is written down before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling
-        scripts = self._of_the_script(optimizer)
         if session.trial is not None:
             session.trial.finish(counts=moved)
         number = self._number(optimizer)
-        index = len(session.journal.updates)
-        seen = session.companions.update_ended(
-            scripts, index=index, number=number, skipped=not moved, loss_scale=scale
-        )
-        session.networks.step_ended(
-            (p for group in optimizer.param_groups for p in group["params"]),
-            not moved,
-            self._veto.owned,
-            alone=len(session.optimizers) == 1,
-        )
+        seen: list[Record] = []
+        if session.companions.listening:
+            seen = session.companions.update_ended(
+                self._of_the_script(optimizer),
+                index=session.journal.updates,
+                number=number,
+                skipped=not moved,
+                loss_scale=scale,
+            )
+        if session.networks:
+            session.networks.step_ended(
+                (p for group in optimizer.param_groups for p in group["params"]),
+                not moved,
+                self._veto.owned,
+                alone=len(session.optimizers) == 1,
+            )
         if session.scaling:
             for module in self.traced:
                 session.networks.call(module)
         # Looking costs time as well: no timing may use such a step.
         observed = self._watch.running or bool(seen)
         session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
-        session.journal.seen(seen)
+        if seen:
+            session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
         if scaled:
             self._observe(optimizer, found_inf=not moved, largest=session.companions.largest)
@@ -271,7 +280,8 @@ class Steps:
             raise SystemExit(0)
 
     def _of_the_script(self, optimizer: Any) -> Any:
-        return self._session.stand_ins.get(optimizer, optimizer)
+        stand_ins = self._session.stand_ins
+        return stand_ins.get(optimizer, optimizer) if stand_ins else optimizer
 
 
 def _was_adopted(optimizer: Any) -> bool:

@@ -98,7 +98,7 @@ class Storage:
         if policy.params != "fp32":
             counts = f"{self._counts[True]} of {sum(self._counts.values())} parameters"
             weights = f"weights {policy.params} ({counts}), masters {policy.masters}"
-        passes, steps = session.journal.losses, len(session.journal.updates)
+        passes, steps = session.journal.losses, session.journal.updates
         if session.lowered_weights and steps and passes >= 2 * steps:
             session.journal.note(
                 f"{passes} backward passes for {steps} optimizer steps: where gradients of {policy.params} weights "

@@ -30,10 +30,11 @@ def summary(session: Session, *, failed: bool = False) -> str:
         if session.device_type:
             lines.append(_calls(session))
             lines += _fallbacks()
-        skipped = sum(update.skipped for update in journal.updates)
         if journal.updates or journal.losses:
-            steps = _count(len(journal.updates), "optimizer step")
-            lines.append(f"{steps}, {skipped} skipped; {_count(journal.losses, 'backward pass', 'es')}")
+            steps = _count(journal.updates, "optimizer step")
+            lines.append(
+                f"{steps}, {journal.skipped} skipped; {_count(journal.losses, 'backward pass', 'es')}"
+            )
         if not isinstance(session.scale, NoLossScale):
             reruns = (
                 f"; {_count(session.reruns, 'backward pass', 'es')} run again at a smaller one"
@@ -43,7 +44,7 @@ def summary(session: Session, *, failed: bool = False) -> str:
             lines.append(f"loss scale {power_text(session.scale.scale)} at the end{reruns}")
         lines += findings(
             journal.findings,
-            skipped=skipped if session.request.trace and session.scaling else 0,
+            skipped=journal.skipped if session.request.trace and session.scaling else 0,
             constant=session.scale.scale if isinstance(session.scale, StaticLossScale) else None,
             recorded=session.request.records is not None,
         )

@@ -45,6 +45,10 @@ class Networks:
         self._passes: dict[frozenset[int], frozenset[int]] = {}
         self._turn = 0
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._of)
+
     def of(self, model: nn.Module) -> RunningStatistics:
         """A network's statistics."""
         statistics = self._of.get(model)
