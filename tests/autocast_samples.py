@@ -349,6 +349,10 @@ NOT_FAKEABLE = {
     "linalg_lstsq": "its output's size depends on values",
     "istft": "reads the window",
     "geqrf": "looks for a CUDA kernel",
+    "cov": "compares values on its way",
+    "corrcoef": "compares values on its way",
+    "fake_quantize_per_tensor_affine": "looks for CUDA",
+    "fake_quantize_per_channel_affine": "looks for CUDA",
     **{name: "looks for CUDA" for name in _ROWS if "sparse" in name or "histogram" in name or "spmm" in name},
     "sspaddmm": "looks for CUDA",
 }
