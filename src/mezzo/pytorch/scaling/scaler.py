@@ -264,8 +264,6 @@ class GradScaler(ScalerNumbers):
                 "step() has already been called since the last update(). Call scaler.update() after each "
                 "step."
             )
-        if state.stage is Stage.UNSCALED:
-            self._look_again(optimizer, state)
         closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
         if closure is not None:
             result = self._step_with_closure(optimizer, state, closure, args, kwargs)
@@ -352,13 +350,6 @@ class GradScaler(ScalerNumbers):
             runner.restore()
             state.skipped = True
             return None
-
-    def _look_again(self, optimizer: Optimizer, state: OptimizerState) -> None:
-        """Since `unscale_` the script may have written to gradients: an `all_reduce` brings another rank's NaN."""
-        grads = [grad.data.contiguous() for grad in gradients.values(gradients.parameters(optimizer))]
-        for device, found in gradients.unscale_(grads, torch.ones(())).items():  # times 1: only the check
-            earlier = state.found_inf.get(device)
-            state.found_inf[device] = found if earlier is None else torch.maximum(earlier, found)
 
     def _found(self, state: OptimizerState) -> Tensor:
         if not state.found_inf:
