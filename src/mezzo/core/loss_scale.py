@@ -240,7 +240,7 @@ class DynamicLossScale:
             good_steps, scale = self.good_steps + 1, self.scale
             if good_steps >= self.growth_interval:
                 good_steps, scale = 0, min(fl32(scale * self.growth_factor), self.ceiling)
-            return replace(self, scale=scale, good_steps=good_steps, overflows=0, stuck=0)
+            return self._moved(scale=scale, good_steps=good_steps, overflows=0, stuck=0)
 
         overflows = self.overflows + 1
         stuck = self.stuck + 1 if self.scale <= self.floor else 0
@@ -249,7 +249,13 @@ class DynamicLossScale:
         scale = self.scale
         if overflows >= self.hysteresis:
             scale = max(fl32(scale * self.backoff_factor), self.floor)
-        return replace(self, scale=scale, good_steps=0, overflows=overflows, stuck=stuck)
+        return self._moved(scale=scale, good_steps=0, overflows=overflows, stuck=stuck)
+
+    def _moved(self, **state: float) -> DynamicLossScale:
+        """`dataclasses.replace` without the checks, which cost a small model more than its optimizer's arithmetic."""
+        moved = object.__new__(type(self))
+        moved.__dict__.update(self.__dict__, **state)
+        return moved
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, settings and state, as plain values for `from_state_dict`."""

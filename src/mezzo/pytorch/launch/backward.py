@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -227,15 +228,14 @@ class unscaling:  # noqa: N801, a context manager is named like a function
 
     def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
         self._leaves, self._scale = leaves, scale
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Found:
-        found, self._handles = _hook_all(self._leaves, 1.0 / self._scale)
-        return found
+        return _hook_all(self._leaves, 1.0 / self._scale, self)
 
     def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for leaf in self._leaves:
+            if leaf._backward_hooks is not None:
+                leaf._backward_hooks.pop(self, None)  # type: ignore[call-overload]
 
 
 class _told:  # noqa: N801
@@ -254,16 +254,14 @@ class _told:  # noqa: N801
 
 
 @quiet
-def _hook_all(leaves: Sequence[Tensor], inverse: float) -> tuple[Found, list[Any]]:
+def _hook_all(leaves: Sequence[Tensor], inverse: float, key: object) -> Found:
     found = Found([leaf.device for leaf in leaves])
     inverses = {
         device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices
     }
-    handles = [
-        _register_first(leaf, _unscale_hook(inverse, inverses[leaf.device], found.slot(index)))
-        for index, leaf in enumerate(leaves)
-    ]
-    return found, handles
+    for index, leaf in enumerate(leaves):
+        _register_first(leaf, key, _unscale_hook(inverse, inverses[leaf.device], found.slot(index)))
+    return found
 
 
 def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
@@ -289,17 +287,15 @@ def _not_finite(grad: Tensor) -> Tensor:
     return values_of(grad).isfinite().all().logical_not()
 
 
-def _register_first(leaf: Tensor, hook: _Hook) -> Any:
-    """Register a hook that runs before the leaf's other hooks."""
-    handle = leaf.register_hook(hook)
-    hooks = leaf._backward_hooks
-    if hooks is not None and len(hooks) > 1:
-        others = [(key, value) for key, value in hooks.items() if key != handle.id]
-        for key, _ in others:
-            del hooks[key]
-        for key, value in others:
-            hooks[key] = value
-    return handle
+def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
+    """Register a hook that runs before the leaf's other hooks. (`register_hook` puts it last, and is slower.)"""
+    hooks: Any = leaf._backward_hooks
+    if hooks is None:
+        leaf._backward_hooks = hooks = OrderedDict()
+    others = list(hooks.items())
+    hooks.clear()
+    hooks[key] = hook
+    hooks.update(others)
 
 
 def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:

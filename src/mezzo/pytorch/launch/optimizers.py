@@ -146,11 +146,12 @@ class Steps:
         scale = session.scale.scale
         last: Any = None
         try:
-            if session.scaling and self._veto.forbids(optimizer):
-                raise AbandonedStepError
-            hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-            if session.scaling and hooks:  # which may change gradients: look after them
-                last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            if session.scaling:
+                if self._veto.forbids(optimizer):
+                    raise AbandonedStepError
+                hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+                if hooks:  # which may change gradients: look after them
+                    last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
             result = step(optimizer, *args, **kwargs)
         except AbandonedStepError:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
@@ -255,7 +256,7 @@ class Steps:
                 self._veto.owned,
                 alone=len(session.optimizers) == 1,
             )
-        if session.scaling:
+        if self.traced and session.scaling:
             for module in self.traced:
                 session.networks.call(module)
         # Looking costs time as well: no timing may use such a step.

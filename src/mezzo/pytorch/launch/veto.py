@@ -179,13 +179,14 @@ def values_of(grad: Tensor) -> Tensor:
 
 
 @quiet
-@torch.no_grad()
 def holds_finite(optimizer: Any) -> bool:
     """Whether every `.grad` that the optimizer would read now is finite; waits for the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in _parameters(optimizer):
-        if parameter.grad is not None and not parameter.grad.is_meta:
-            by_device.setdefault(parameter.grad.device, []).append(values_of(parameter.grad))
+        grad = parameter.grad
+        if grad is not None and not grad.is_meta:
+            grad = grad.detach() if grad.requires_grad else grad  # cheaper than `no_grad` around it all
+            by_device.setdefault(grad.device, []).append(values_of(grad))
     # Norms only read, in one call, and are NaN or infinite where an element is: few need the exact look.
     return all(
         math.isfinite(torch.stack(torch._foreach_norm(grads)).sum())

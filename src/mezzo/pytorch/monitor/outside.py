@@ -290,7 +290,8 @@ def _over(grad: Tensor | None, scale: float) -> Tensor | None:
 def _surely_finite(grad: Tensor) -> bool:
     """Finite, told by one cheap pass: a sum in FP32 is finite only if every element is."""
     if grad.layout is torch.strided and grad.is_floating_point() and grad.dtype.itemsize > 1:
-        total = grad.detach().sum(dtype=torch.float64 if grad.dtype is torch.float64 else torch.float32)
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        total = grad if grad.numel() == 1 else grad.detach().sum(dtype=wide)
         if math.isfinite(total.item()):  # torch.isfinite is four operations
             return True
     return finite(grad)

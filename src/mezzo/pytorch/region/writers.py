@@ -37,6 +37,10 @@ __all__ = ["forget_aliases", "install"]
 _patched = False
 
 _label = identity.label
+_is_enabled, _DEVICE = (
+    torch.is_autocast_enabled,
+    identity.LABEL_DEVICE,
+)  # at every change of mode: half of `_label()`
 _clear = torch.clear_autocast_cache
 _is_cache_enabled, _set_cache_enabled = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 
@@ -122,22 +126,22 @@ def _watch_grad_mode() -> None:
 
     def switched(self: Any, mode: bool) -> None:
         init(self, mode)
-        if _label():
+        if _is_enabled(_DEVICE):
             _gradients_recorded(mode)
 
     def left(self: Any, *exc_info: Any) -> None:
         leave(self, *exc_info)
-        if _label():
+        if _is_enabled(_DEVICE):
             _gradients_recorded(torch.is_grad_enabled())
 
     def inferring(self: Any) -> None:
         infer(self)
-        if _label():
+        if _is_enabled(_DEVICE):
             _gradients_recorded(torch.is_grad_enabled())
 
     def inferred(self: Any, *exc_info: Any) -> None:
         infer_no_more(self, *exc_info)
-        if _label():
+        if _is_enabled(_DEVICE):
             _gradients_recorded(torch.is_grad_enabled())
 
     switch.__init__, switch.__exit__ = switched, left

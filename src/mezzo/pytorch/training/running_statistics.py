@@ -109,14 +109,16 @@ class RunningStatistics:
         model = self._model()
         return model is not None and not any(p.requires_grad for p in model.parameters())
 
-    @torch.no_grad()
     def remember(self) -> None:
         """Copy what a step may change. Called again before `restore`, a step of another network has ended."""
         if self._look:
             self._find()
+        if not self.watches:
+            return
         if self._first is None:
             self._still.refresh()
-        self._last = self._copied()
+        with torch.no_grad():
+            self._last = self._copied()
         self._first = self._first or self._last
 
     def _copied(self) -> Copies:
@@ -142,7 +144,6 @@ class RunningStatistics:
         if self.spans_turns and self._last is not None and self._last.moved():
             self._first = self._last
 
-    @torch.no_grad()
     def restore(self, found_inf: Tensor | bool, *, keep: bool = False) -> None:
         """The step is over: put the copies back where `found_inf` is not 0, and drop them.
 
@@ -151,6 +152,13 @@ class RunningStatistics:
                 the learning steps, and where a buffer that held still has moved.
             keep: keep the newest copies for `mend`.
         """
+        if self._first is None and self._last is None and self._undone is None:
+            self._look |= found_inf is not False
+            return
+        with torch.no_grad():
+            self._restore(found_inf, keep)
+
+    def _restore(self, found_inf: Tensor | bool, keep: bool) -> None:
         first, self._first = self._first, None
         undone, self._undone = self._undone, None
         if undone is not None and not bool(found_inf) and not undone[1].moved():
