@@ -28,7 +28,7 @@ fast: .venv/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not heavy" $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 heavy: .venv/test.stamp
-	$(BIN)/pytest -q -m heavy $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m heavy $(PYTEST_FLAGS) $(OTHERS:%=--ignore=%)
 
 # A process has one Keras backend, that of its first import; and TensorFlow stays out of the processes of PyTorch's tests.
 frameworks: .venv/test.stamp
