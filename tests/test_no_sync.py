@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.scaling import scaler
-from mezzo.pytorch.training import turns
+from mezzo.pytorch.training import mixed_precision, turns
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -74,6 +74,8 @@ def _reading_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host doesn't read, and the kernel at the end of a step of Mezzo's optimizers is left out."""
+    for other in list(mixed_precision._ALIVE):  # of other tests: steps of several networks do wait
+        other.close()
     _reading_waits(monkeypatch)
     monkeypatch.setenv("MEZZO_KERNELS", "reference")
     monkeypatch.setattr(
@@ -106,6 +108,18 @@ def test_no_step_of_the_short_loop_waits(precision: str, make: Any, mode: dict[s
         assert results[-1].loss > 0
     assert waits.seen == {"_local_scalar_dense": 1}
     mp.close()
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_networks_that_are_trained_no_more_make_no_step_wait() -> None:
+    former = [nn.Sequential(_net(), nn.BatchNorm1d(3)) for _ in range(2)]
+    for net in former:
+        mp = mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters(), fused=True), "fp16")
+        with mp.autocast():
+            net(torch.randn(16, 4))
+        mixed_precision._ALIVE.discard(mp)
+        del mp
+    test_no_step_of_the_short_loop_waits("fp16", FUSED["torch AdamW"], {})
 
 
 def _scaled_step(

@@ -56,6 +56,11 @@ class Networks:
             statistics = self._of[model] = RunningStatistics(model)
         return statistics
 
+    def keep(self, models: set[nn.Module]) -> None:
+        """Forget all networks but these, which are still in training."""
+        for model in [model for model in self._of if model not in models]:
+            self._of.pop(model).forget()
+
     @property
     def several(self) -> bool:
         """Whether more than one network has copies: the host must know then whether a step was skipped."""
