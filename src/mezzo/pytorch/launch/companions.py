@@ -202,7 +202,7 @@ class Companions:
 
     @quiet
     def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
-        """Backward is about to run from these. Told, like an update, where somebody is `listening`."""
+        """Backward is about to run from these. Called, as for an update, only while `listening`."""
         from torch import Tensor
 
         self._forward_ends()

@@ -50,7 +50,9 @@ class _Thread(threading.local):
     region: Region | None = None
 
 
-_Entered = tuple["Region | None", bool]  # of a call that runs: its region, whether the companions are told
+_Entered = tuple[
+    "Region | None", bool
+]  # of a call that runs: its region, whether the companions are notified
 
 
 def make_call(session: Session, preparation: Preparation, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class Found:
 class Veto:
     """Whether an optimizer may step: not if one of its gradients is not finite, or was not when it was computed.
 
-    The first check reads `.grad` as it is at the step, whoever wrote it: backward, an `all_reduce`, or the script, with
+    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script, with
     gradients that it had saved or got from `autograd.grad`. The second reads flags that backward leaves, since
     `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long as the gradient that it speaks of: it
     falls when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.

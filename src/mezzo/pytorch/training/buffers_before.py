@@ -128,7 +128,7 @@ class Group:
         places: where they hang.
         tensors: that are there.
         older: an earlier copy, from which a value is taken that was finite and no longer is: a step that is still to
-            come has overflowed.
+            come has overflowed. `before` has those values; `found` has the buffers as they are now.
     """
 
     def __init__(self, places: list[Place], tensors: list[Tensor], older: Group | None = None) -> None:
