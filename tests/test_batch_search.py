@@ -11,19 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.core.batch_result import BatchSizeResult, columns, remarks
-from mezzo.core.batch_search import BEYOND, OUT_OF_MEMORY, OVER, BatchSearch, NothingFitsError, Trial
 from mezzo.core.byte_counts import parse_bytes, written_bytes
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.batch_size import (
+    BEYOND,
+    OUT_OF_MEMORY,
+    OVER,
+    BatchSizeResult,
+    NothingFitsError,
+    Search,
+    Trial,
+    columns,
+    predicted_bytes,
+    unchanging,
+)
 
 
-def measured(memory: Callable[[int], int], limit: int, resting: int | None = None) -> Callable[[int], Trial]:
+def measured(memory: Callable[[int], int], limit: int) -> Callable[[int], Trial]:
     """A device that says what each size takes."""
 
     def attempt(size: int) -> Trial:
         peak = memory(size)
         fits = peak <= limit
-        return Trial(size, fits, peak, size / 100 if fits else None, "" if fits else OVER, resting)
+        return Trial(size, fits, peak, size / 100 if fits else None, "" if fits else OVER)
 
     return attempt
 
@@ -33,8 +43,19 @@ def failing(largest: int) -> Callable[[int], Trial]:
     return lambda size: Trial(size, size <= largest, why="" if size <= largest else OUT_OF_MEMORY)
 
 
-def sizes(search: BatchSearch) -> list[int]:
-    return [trial.size for trial in search.trials]
+def run(search: Search, attempt: Callable[[int], Trial]) -> BatchSizeResult:
+    trials: list[Trial] = []
+    while (size := search.next_size(trials, search.limit)) is not None:
+        trials.append(attempt(size))
+    return search.result(trials, search.limit, "cpu")
+
+
+def sizes(result: BatchSizeResult) -> list[int]:
+    return [trial.size for trial in result.trials]
+
+
+def largest(result: BatchSizeResult) -> int:
+    return result.largest if result.fits else 0
 
 
 # settings, what a batch takes, the sizes that are tried in order
@@ -59,7 +80,7 @@ MEASURED = [
 def test_the_sizes_that_are_tried_where_bytes_are_measured(
     how: dict[str, Any], memory: Callable[[int], int], tried: list[int]
 ) -> None:
-    assert sizes(BatchSearch(**how).run(measured(memory, how["limit"]))) == tried
+    assert sizes(run(Search(**how), measured(memory, how["limit"]))) == tried
 
 
 FAILING = [
@@ -72,44 +93,30 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize(("how", "largest", "tried"), FAILING)
+@pytest.mark.parametrize(("how", "most", "tried"), FAILING)
 def test_the_sizes_that_are_tried_where_only_failure_tells(
-    how: dict[str, Any], largest: int, tried: list[int]
+    how: dict[str, Any], most: int, tried: list[int]
 ) -> None:
-    search = BatchSearch(**how).run(failing(largest))
-    assert sizes(search) == tried
+    result = run(Search(**how), failing(most))
+    assert sizes(result) == tried
     multiple = how.get("multiple_of", 1)
-    best = min(largest, how.get("max_size", largest)) // multiple * multiple
-    assert (search.largest.size if search.largest else 0) == best
-
-
-def test_what_is_alive_between_steps_makes_the_second_size_a_safe_one() -> None:
-    memory = measured(lambda n: 900 + 20 * n, 1000, resting=900)
-    search = BatchSearch(start=4, limit=1000).run(memory)
-    assert sizes(search) == [4, 5, 6]  # not 8: the line through 900 at no samples says 1060
-    without = BatchSearch(start=1, limit=1000).run(measured(lambda n: 900 + 80 * n, 1000))
-    assert sizes(without) == [1, 2]  # nothing is known of the slope, so the next multiple is tried
-    assert sizes(BatchSearch(start=1, limit=1000).run(measured(lambda n: 200 + 600 * n, 1000, 200))) == [1]
+    assert largest(result) == min(most, how.get("max_size", most)) // multiple * multiple
 
 
 def test_the_size_that_is_not_tried_is_named() -> None:
-    search = BatchSearch(start=1, limit=1000).run(measured(lambda n: 400 + 300 * n, 1000))
-    assert search.refused == 3
-    assert remarks(search) == ["size 3 was not tried: it is expected to take 1.3 kB, far beyond the limit"]
-    assert BatchSearch(limit=1000).refused is None
-    assert (
-        BatchSearch(start=1, limit=1000, max_size=2).run(measured(lambda n: 400 + 300 * n, 1000)).refused
-        is None
-    )
-
-
-sizes_of = st.integers(1, 5000)
+    memory = measured(lambda n: 400 + 300 * n, 1000)
+    result = run(Search(start=1, limit=1000), memory)
+    assert result.refused == 3
+    assert result.notes == ("size 3 was not tried: it is predicted to take 1.3 kB, far more than the limit",)
+    assert Search(limit=1000).refused([], 1000) is None
+    assert run(Search(start=1, limit=1000, max_size=2), memory).refused is None
+    assert sizes(run(Search(start=1, limit=1000), measured(lambda n: 900 + 80 * n, 1000))) == [1, 2]
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> BatchSearch:
+def searches(draw: st.DrawFn) -> Search:
     multiple = draw(st.integers(1, 64))
-    return BatchSearch(
+    return Search(
         start=draw(st.integers(1, 300)),
         multiple_of=multiple,
         factor=draw(st.sampled_from([1.2, 1.5, 2.0, 3.0])),
@@ -117,13 +124,13 @@ def searches(draw: st.DrawFn) -> BatchSearch:
     )
 
 
-def naive(search: BatchSearch, memory: Callable[[int], int], limit: int, most: int = 20_000) -> int:
+def naive(search: Search, memory: Callable[[int], int], limit: int, most: int = 20_000) -> int:
     most = min(most, search.max_size or most)
     fitting = [n for n in range(search.multiple_of, most + 1, search.multiple_of) if memory(n) <= limit]
     return max(fitting, default=0)
 
 
-def bound(search: BatchSearch, answer: int) -> float:
+def bound(search: Search, answer: int) -> float:
     """Growth or shrinking by the factor, halving by turns with aiming, and a few."""
     span = max(answer, search.start, search.multiple_of) / min(max(answer, 1), search.start)
     growth = math.log(span) / math.log(search.factor) + math.log(search.multiple_of + 1) / math.log(
@@ -134,31 +141,31 @@ def bound(search: BatchSearch, answer: int) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(searches(), st.integers(0, 20_000))
-def test_where_failure_tells_the_answer_is_the_naive_one(search: BatchSearch, largest: int) -> None:
+def test_where_failure_tells_the_answer_is_the_naive_one(search: Search, most: int) -> None:
     if search.max_size is None:
         search = replace(search, max_size=40_000 // search.multiple_of * search.multiple_of)
-    found = search.run(failing(largest))
-    answer = naive(search, lambda n: int(n > largest), 0)
-    assert (found.largest.size if found.largest else 0) == answer
+    found = run(search, failing(most))
+    answer = naive(search, lambda n: int(n > most), 0)
+    assert largest(found) == answer
     assert len(found.trials) <= bound(search, answer)
     assert len(set(sizes(found))) == len(found.trials)
 
 
 @settings(max_examples=150, deadline=None)
-@given(searches(), st.integers(0, 10**6), st.integers(1, 1000), st.integers(1, 3 * 10**6), st.booleans())
+@given(searches(), st.integers(0, 10**6), st.integers(1, 1000), st.integers(1, 3 * 10**6))
 def test_on_a_line_the_answer_is_the_naive_one_and_nothing_far_beyond_is_tried(
-    search: BatchSearch, fixed: int, each: int, limit: int, rests: bool
+    search: Search, fixed: int, each: int, limit: int
 ) -> None:
     def memory(n: int) -> int:
         return fixed + each * n
 
     search = replace(search, limit=limit, max_size=min(search.max_size or 20_000, 20_000))
-    found = search.run(measured(memory, limit, fixed if rests else None))
+    found = run(search, measured(memory, limit))
     answer = naive(search, memory, limit)
-    assert (found.largest.size if found.largest else 0) == answer
+    assert largest(found) == answer
     assert len(found.trials) <= bound(search, answer)
     for before, trial in enumerate(found.trials):
-        if before >= (1 if rests else 2) and found.trials[0].fits:
+        if before >= 2 and found.trials[0].fits:
             assert memory(trial.size) <= limit * (1 + BEYOND) + 1
 
 
@@ -176,7 +183,7 @@ def growing(draw: st.DrawFn) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(growing(), searches(), st.integers(1, 8000))
 def test_whatever_grows_the_answer_fits_and_no_larger_one_was_seen_to(
-    table: list[int], search: BatchSearch, limit: int
+    table: list[int], search: Search, limit: int
 ) -> None:
     def memory(n: int) -> int:
         return table[n - 1]
@@ -185,14 +192,14 @@ def test_whatever_grows_the_answer_fits_and_no_larger_one_was_seen_to(
     if most < search.multiple_of:
         return
     search = replace(search, limit=limit, max_size=most)
-    found = search.run(measured(memory, limit))
+    found = run(search, measured(memory, limit))
     assert len(found.trials) <= bound(search, naive(search, memory, limit, 400)) + 20
-    if found.reach is not None:
+    if any("no longer grow" in note for note in found.notes):
         return
-    if found.largest is None:
+    if not found.fits:
         assert memory(search.multiple_of) > limit
         return
-    size = found.largest.size
+    size = found.largest
     assert memory(size) <= limit
     above = size + search.multiple_of
     proven = any(trial.size == above and not trial.fits for trial in found.trials)
@@ -200,35 +207,35 @@ def test_whatever_grows_the_answer_fits_and_no_larger_one_was_seen_to(
 
 
 def test_data_that_holds_no_more_end_the_search() -> None:
-    memory = measured(lambda n: 100 * min(n, 50), 10**9)
-    search = BatchSearch(limit=10**9).run(memory)
-    assert sizes(search) == [8, 16, 32, 64, 128, 256]
-    assert search.reach == 64  # which may be more than there are, so it doesn't count either
-    assert search.largest is not None
-    assert search.largest.size == 32
-    assert "from size 64 on the bytes no longer grow" in remarks(search)[0]
+    result = run(Search(limit=10**9), measured(lambda n: 100 * min(n, 50), 10**9))
+    assert sizes(result) == [8, 16, 32, 64, 128, 256]
+    assert "from size 64 on the bytes no longer grow" in result.notes[0]
+    assert result.largest == 32  # 64 may be more than the data hold
     partial = {8: 80, 16: 160, 32: 320, 64: 200, 128: 200}  # a last batch, smaller than the others
-    search = BatchSearch(limit=10**9).run(measured(partial.__getitem__, 10**9))
-    assert search.reach == 64
-    assert search.largest is not None
-    assert search.largest.size == 32
+    assert run(Search(limit=10**9), measured(partial.__getitem__, 10**9)).largest == 32
 
 
 def test_bytes_that_never_change_end_the_search() -> None:
-    search = BatchSearch(limit=1000).run(measured(lambda n: 500, 1000))
-    assert sizes(search)[-1] == 512
-    assert search.unchanging
-    assert search.reach is None
-    assert not BatchSearch().run(failing(100)).unchanging  # bytes that nobody measured prove nothing
+    result = run(Search(limit=1000), measured(lambda n: 500, 1000))
+    assert sizes(result)[-1] == 512
+    assert unchanging(result.trials)
+    assert not result.notes
+    assert not unchanging(run(Search(), failing(100)).trials)  # bytes that were not measured prove nothing
+
+
+def test_bytes_are_predicted_on_the_line_through_the_nearest_sizes() -> None:
+    trials = [Trial(8, True, 180), Trial(16, True, 260), Trial(64, False, 1240)]
+    assert predicted_bytes(trials, 40) == 260 + 24 * (1240 - 260) / 48
+    assert predicted_bytes(trials[:2], 32) == 420
+    assert predicted_bytes(trials[:1], 16) == 360
+    assert predicted_bytes([], 16) == 0
 
 
 def test_the_fastest_is_among_those_that_fit() -> None:
     speeds = {8: 1.0, 16: 1.0, 32: 4.0, 64: None}
-    trials = tuple(Trial(n, n < 64, n, s) for n, s in speeds.items())
-    search = BatchSearch(trials=trials)
-    assert search.fastest is not None
-    assert (search.fastest.size, search.fastest.samples_per_second) == (16, 16.0)
-    assert BatchSearch(trials=(Trial(8, True, 1),)).fastest is None
+    result = BatchSizeResult(tuple(Trial(n, n < 64, n, s) for n, s in speeds.items()))
+    assert (result.fastest, result.largest) == (16, 32)
+    assert BatchSizeResult((Trial(8, True, 1),)).fastest == 8
 
 
 WRONG = [
@@ -238,52 +245,48 @@ WRONG = [
     ({"factor": math.inf}, "a number above 1"),
     ({"factor": math.nan}, "a number above 1"),
     ({"limit": 0}, "give 1 byte or more"),
-    ({"max_size": 7, "multiple_of": 8}, "raise the one or lower the other"),
+    ({"max_size": 7, "multiple_of": 8}, "raise max_size"),
 ]
 
 
 @pytest.mark.parametrize(("how", "says"), WRONG)
 def test_settings_out_of_range(how: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        BatchSearch(**how)
+        Search(**how)
 
 
-# what was found, the sentence for the user
-SENTENCES = [
-    (BatchSearch(limit=1000).run(measured(lambda n: 10 * n, 1000)),
-     "batch size 100 is the largest that fits (1 kB of 1 kB). It trains 100 samples a second; "
-     "no smaller one is notably faster."),
-    (BatchSearch(max_size=16).run(failing(100)), "batch size 16 is the largest that was tried, and it fits."),
-    (BatchSearch(start=2).run(failing(0)), "nothing fits: batch size 1 does not run (out of memory)."),
-    (BatchSearch(limit=5).run(measured(lambda n: 10 * n, 5)),
-     "nothing fits: batch size 1 takes 10 B, and the limit is 5 B."),
-    (BatchSearch(trials=(Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
-     "batch size 16 is the largest that fits (20 B). batch size 8 trains more samples a second: 8, against 4."),
-    (BatchSearch(trials=(Trial(8, True, 10, 4.0), Trial(16, True, 20, 0.004), Trial(17, False))),
-     "batch size 16 is the largest that fits (20 B), and trains the most samples a second: 4000."),
-    (BatchSearch(), "no batch size was tried."),
+# what was found, the numbers that the sentence for the user names
+SENTENCES: list[tuple[BatchSizeResult, list[str]]] = [
+    (run(Search(limit=1000), measured(lambda n: 10 * n, 1000)),
+     ["100 is the largest that fits", "1 kB of 1 kB", "100 samples"]),
+    (run(Search(max_size=16), failing(100)), ["16 is the largest that was tried, and it fits"]),
+    (run(Search(start=2), failing(0)), ["nothing fits", "1 does not run (out of memory)"]),
+    (run(Search(limit=5), measured(lambda n: 10 * n, 5)), ["nothing fits", "1 takes 10 B", "limit is 5 B"]),
+    (BatchSizeResult((Trial(8, True, 10, 1.0), Trial(16, True, 20, 4.0), Trial(17, False))),
+     ["16 is the largest that fits (20 B)", "batch size 8 trains more", ": 8, against 4."]),
+    (BatchSizeResult((Trial(8, True, 10, 4.0), Trial(16, True, 20, 0.004), Trial(17, False))),
+     ["most samples per second: 4000."]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("search", "says"), SENTENCES)
-def test_what_is_recommended(search: BatchSearch, says: str) -> None:
-    result = BatchSizeResult(search, "cpu")
-    assert result.sentence() == says
-    assert str(result).endswith(says)
+@pytest.mark.parametrize(("result", "names"), SENTENCES)
+def test_what_is_recommended(result: BatchSizeResult, names: list[str]) -> None:
+    assert all(name in result.sentence() for name in names)
+    assert str(result).endswith(result.sentence())
     if result.fits:
-        assert f"--batch={result.largest} is" in result.sentence("--batch", join="=")
+        assert f"--batch={result.largest} is" in result.sentence("--batch=")
         assert result.to_dict()["largest"] == result.largest
         assert result.fastest <= result.largest
     else:
         assert result.to_dict()["largest"] is None
         for which in ("largest", "fastest"):
-            with pytest.raises(NothingFitsError, match=r"nothing fits|no batch size"):
+            with pytest.raises(NothingFitsError, match="nothing fits"):
                 getattr(result, which)
 
 
 def test_a_result_is_a_table_of_all_sizes_in_order() -> None:
-    search = BatchSearch(limit=1000).run(measured(lambda n: 10 * n, 1000))
-    text = str(BatchSizeResult(search, "cpu", ("look here",))).splitlines()
+    result = replace(run(Search(limit=1000), measured(lambda n: 10 * n, 1000)), notes=("look here",))
+    text = str(result).splitlines()
     assert text[0].split() == ["size", "peak", "steps/s", "samples/s", "fits"]
     assert [line.split()[0] for line in text[1:7]] == ["8", "16", "32", "64", "100", "101"]
     assert text[6].split(maxsplit=5)[5] == "no: over the limit"

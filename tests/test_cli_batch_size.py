@@ -16,14 +16,10 @@ import pytest
 from rich.console import Console
 
 import mezzo.cli.batch_size as verb
-from mezzo.cli.batch_size import request_of, show
+from mezzo.cli.batch_size import BatchSizeRequest, Vary, request_of, search_script, show
 from mezzo.cli.main import main
-from mezzo.core.batch_result import BatchSizeResult
 from mezzo.core.errors import UsageError
-from mezzo.verify.batch_size import child, search
-from mezzo.verify.batch_size.request import BatchSizeRequest, precisions_of
-from mezzo.verify.batch_size.search import search_script
-from mezzo.verify.batch_size.vary import Vary
+from mezzo.pytorch.batch_size import BatchSizeResult, Search
 from mezzo.verify.precisions import split_precisions
 
 # Stands in for the launcher. The script is a JSON object:
@@ -103,7 +99,7 @@ def test_two_precisions_are_searched_and_set_beside_each_other(
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
-    assert err.splitlines()[0].startswith("run 1: fp32  --batch 8: fits, ")
+    assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: fits, ")
     assert "--batch 21: does not fit: over the limit, " in err
     lines = out.splitlines()
     assert lines[:2] == ["fp32", "size   peak  steps/s  samples/s  fits"]
@@ -182,7 +178,7 @@ def test_the_ways_in_which_a_larger_size_can_end(
     largest: int,
     says: str,
 ) -> None:
-    monkeypatch.setattr(search, "spendable_bytes", lambda: 10_000)  # binds a CPU, and no GPU
+    monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)  # binds a CPU, and no GPU
     name = script(here, **behaviour)
     assert main(["batch-size", name, "--vary=--batch", "--precision=bf16", *more]) == 0
     out = capsys.readouterr().out
@@ -194,11 +190,11 @@ def test_the_ways_in_which_a_larger_size_can_end(
 def test_on_a_cpu_the_limit_is_what_the_machine_has_left(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "spendable_bytes", lambda: 10_000)
+    monkeypatch.setattr(verb, "spendable_bytes", lambda: 10_000)
     words = ["batch-size", script(here), "--vary=--batch", "--precision=bf16"]
     assert main(words) == 0
     assert "--batch 10 is the largest that fits (10 kB of 10 kB)" in capsys.readouterr().out
-    monkeypatch.setattr(search, "spendable_bytes", lambda: None)
+    monkeypatch.setattr(verb, "spendable_bytes", lambda: None)
     assert main(words) == 2
     assert "give --limit, such as --limit 8GiB" in capsys.readouterr().err
 
@@ -224,7 +220,7 @@ FAILURES: list[tuple[dict[str, Any], list[str], str]] = [
     ({"ends": {1: ERROR}}, ["--vary=--bs"], "ValueError: bad rows"),
     ({"ends": {1: {"text": "mezzo: no bf16 here", "status": 2}}}, ["--vary=--bs"], "bf16 can't run: no bf16 here"),
     ({"steps": 2, "ends": {1: {"notes": ["left alone: it uses autocast"]}}}, ["--vary=--bs"],
-     "ended after 2 steps, and memory is measured in the third. It says: left alone: it uses autocast. Let it"),
+     "ended after 2 steps, and memory is measured in step 3 (left alone: it uses autocast). Let it"),
     ({"bytes": {"bf16": [500, 0]}}, ["--vary=--seed"], "takes the same bytes at every size from 8 to 512, so --seed "),
 ]  # fmt: skip
 
@@ -263,7 +259,7 @@ def test_a_run_over_the_limit_is_ended_at_once(here: Path, capsys: pytest.Captur
 def test_a_run_that_leaves_the_machine_no_memory_is_ended(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(verb, "available_bytes", lambda: 1000)
     name = script(here, linger=True)
     words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--start=1"]
     assert main([*words, "--steps=100"]) == 1
@@ -276,7 +272,7 @@ def test_an_interrupt_ends_the_child_and_leaves_no_request(
     def stop() -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(child, "available_bytes", stop)
+    monkeypatch.setattr(verb, "available_bytes", stop)
     name = script(here, linger=True)
     words = ["batch-size", name, "--vary=--batch", "--limit=1GB", "--precision=bf16", "--out=found"]
     assert main([*words, "--steps=100"]) == 130
@@ -287,25 +283,25 @@ def test_an_interrupt_ends_the_child_and_leaves_no_request(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--vary=--batch"], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
+        (["--vary=--batch"], "received none"),
         (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
-        (["train.py"], "say with --vary how the script is told its batch size"),
+        (["train.py"], "--vary is missing"),
         (["train.py", "--vary=batch"], "Did you mean --vary=batch= or --vary=--batch?"),
-        (["train.py", "--vary=="], "--vary==: write what holds"),
+        (["train.py", "--vary=="], "--vary==: "),
         (["train.py", "--vary={}"], "no argument of the script holds {}"),
-        (["train.py", "--vary=--batch size"], "write what holds the batch size as the script spells it"),
+        (["train.py", "--vary=--batch size"], "as the script spells it"),
         (["--demo", "digit", "--vary=--batch"], "Did you mean 'digits'?"),
         (["missing.py", "--vary=--batch"], "no script 'missing.py'"),
         (["train.py", "--vary=--batch", "--precision", "bf61"], "Did you mean 'bf16'?"),
         (
             ["train.py", "--vary=--batch", "--precision", "auto"],
-            "show the memory of neither. Name one, such as bf16",
+            "Name one, such as bf16",
         ),
         (["train.py", "--vary=--batch", "--precision", ","], "--precision names nothing"),
         (["train.py", "--vary=--batch", "--limit", "4 giga"], "is no number of bytes"),
         (["train.py", "--vary=--batch", "--steps", "3"], "--steps 3: give 4 or more"),
         (["train.py", "--vary=--batch", "--start", "0"], "start=0: give 1 or more"),
-        (["train.py", "--vary=--batch", "--max", "0"], "raise the one or lower the other"),
+        (["train.py", "--vary=--batch", "--max", "0"], "raise max_size"),
         (["train.py", "--vary=--batch", "--out", "train.py"], "--out train.py: is a file"),
         (["train.py", "--vary=--batch", "--out", "."], "holds other files (train.py)"),
         (["train.py", "--vary=--batch", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
@@ -356,7 +352,6 @@ def test_spellings_that_tell_a_script_nothing(spelling: str) -> None:
 def test_precisions_are_split_like_a_comparisons() -> None:
     words = ["fp32, bf16", "bf16,op.softmax=fp32,fp16", "a.toml,b=c"]
     assert split_precisions(words) == ["fp32", "bf16", "bf16,op.softmax=fp32", "fp16", "a.toml", "b=c"]
-    assert precisions_of(["fp32,bf16", "compute=bf16"]) == ("fp32", "bf16")
 
 
 def test_a_module_and_a_demo_may_be_searched(here: Path) -> None:
@@ -381,7 +376,7 @@ def _parsed(**given: Any) -> BatchSizeRequest:
 )
 def test_every_width_shows_every_number(here: Path, width: int, terminal: bool, boxed: bool) -> None:
     name = script(here, ends={20: ERROR})
-    request = BatchSizeRequest(name, Vary("--batch"), precisions=("bf16",), limit=10**6)
+    request = BatchSizeRequest(name, Vary("--batch"), precisions=("bf16",), sizes=Search(limit=10**6))
     fake = (sys.executable, str(here.parent / "elsewhere" / "fake.py"))
     found: dict[str, BatchSizeResult] = search_script(request, command=fake)
     file = io.StringIO()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import mezzo
 from bad_steps import INF
-from mezzo.pytorch.batch_size.snapshot import Snapshot
 from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.sensitivity.kept_state import KeptState
+from mezzo.pytorch.snapshot import Snapshot
 
 
 def explained(model: nn.Module, x: Tensor) -> None:

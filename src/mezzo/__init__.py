@@ -28,7 +28,7 @@ _PUBLIC = {
     "StatisticalLossScale": ("mezzo.core.statistical_scale", "StatisticalLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "calibrate": ("mezzo.pytorch.calibrate", "calibrate"),
-    "find_batch_size": ("mezzo.pytorch.batch_size.find", "find_batch_size"),
+    "find_batch_size": ("mezzo.pytorch.batch_size", "find_batch_size"),
     "explain": ("mezzo.pytorch.observe.explain", "explain"),
     "nn": ("mezzo.nn", ""),
     "keras": ("mezzo.keras", ""),
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
     from mezzo.core.statistical_scale import StatisticalLossScale
-    from mezzo.pytorch.batch_size.find import find_batch_size
+    from mezzo.pytorch.batch_size import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter

@@ -1,17 +1,17 @@
 """Find the largest batch size with which a training script fits into memory, and the fastest.
 
-The script is not changed and need not know of Mezzo. It runs at one batch size after another, each run a process of its
-own that is ended after a few optimizer steps, so files that the script writes are those of an unfinished run. Say
-with --vary how the script is told its batch size:
+The script is not changed. It runs at one batch size after another, each run in a separate process that is ended after a
+few optimizer steps, so files that the script writes are those of an unfinished run. Say with --vary how the script
+receives its batch size:
 
   --vary=--batch-size      an option:           train.py --batch-size 32
   --vary=--batch-size=     the same in a word:  train.py --batch-size=32
   --vary=data.batch=       Hydra and the like:  train.py data.batch=32
-  --vary={}                where {} stands:     train.py config.yaml 32   (give: -- config.yaml {})
+  --vary={}                in place of {}:      train.py config.yaml 32   (give: -- config.yaml {})
 
 On a GPU a size fails when an allocation does. A CPU would swap, so there the bytes of all tensors at a step's peak are
-counted and held against --limit. A step is one step of the optimizer; samples/s is the size over its time,
-data loading included. The batch size of an accumulating script is that of one backward pass.
+compared with --limit. A step is one step of the optimizer; samples/s is the size divided by its time, data
+loading included. If the script accumulates gradients, the batch size is that of one backward pass.
 
 Exit status: 0 found, 1 nothing fits (not even the smallest size), 2 wrong usage, or a script that fails or never
 trains.
@@ -27,33 +27,63 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.numbers import whole
-from mezzo.core.batch_result import HEADS, BatchSizeResult, columns
 from mezzo.core.byte_counts import parse_bytes
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.policy import policy
+from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
-from mezzo.verify.batch_size.progress import watcher
-from mezzo.verify.batch_size.request import BatchSizeRequest, precisions_of
-from mezzo.verify.batch_size.search import FILE, search_script
-from mezzo.verify.batch_size.vary import Vary
-from mezzo.verify.progress import Silent, Watcher
+from mezzo.pytorch.batch_size import (
+    HEADS,
+    OUT_OF_MEMORY,
+    OVER,
+    BatchSizeResult,
+    Search,
+    Trial,
+    columns,
+    unchanging,
+)
+from mezzo.pytorch.free_memory import available_bytes, spendable_bytes
+from mezzo.pytorch.launch.storage import check
+from mezzo.pytorch.out_of_memory import says_out_of_memory
+from mezzo.scripts.request import RunRequest
+from mezzo.scripts.script import locate
+from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
+from mezzo.verify.finished import FinishedRun, read_run
+from mezzo.verify.folder import locked
+from mezzo.verify.precisions import split_precisions
+from mezzo.verify.progress import Silent, Watcher, watcher
 
 PASSES_ON = True
 """What follows `--` is the script's."""
 
 SCHEMA = 1
+FILE = "batch-size.json"
+
+LEAST_STEPS = 4
+MEASURED = 3
+"""The step whose memory is measured."""
+
+LAST_RESERVE = 256 * 1024**2
+"""A run is ended when the machine has less memory left than this: it would swap, or the system would kill it."""
 
 SHORTEST_REASON = 16
-"""Why a size does not fit is wrapped to no fewer columns than this."""
+"""The least width of the column with the reason why a size does not fit."""
+
+NO_SUCH_OPTION = ("unrecognized arguments", "no such option", "unknown option", "Could not override")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,58 +91,58 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "mezzo batch-size (SCRIPT | --demo NAME | -m MODULE) --vary=OPTION [options] [-- SCRIPT'S ARGUMENTS]"
     )
-    parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument("--demo", metavar="NAME", help=f"an embedded demo: {', '.join(sorted(DEMOS))}")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as in python -m")
-    parser.add_argument(
-        "--vary",
-        metavar="OPTION",
-        help="what holds the batch size, as the script spells it (write --vary=...)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("script", nargs="?", help="a training script: a path, or a directory with a __main__.py")
+    add("--demo", metavar="NAME", help=f"an embedded demo: {', '.join(sorted(DEMOS))}")
+    add("-m", dest="module", metavar="MODULE", help="a module, as in python -m")
+    add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
+    add(
         "--precision",
         action="append",
         metavar="P",
         help="presets, policy strings or .toml files, with commas or given again (default fp32,bf16)",
     )
-    parser.add_argument(
+    add(
         "--limit",
         metavar="BYTES",
         help="what a step may take, such as 4GiB (default on a CPU: what is available, less 10 %% or 512 MiB; on a "
         "GPU: until an allocation fails)",
     )
-    parser.add_argument(
-        "--start", type=whole("", 8), default=8, metavar="N", help="the first size (default 8)"
-    )
-    parser.add_argument("--max", type=whole("", 256), metavar="N", help="try no size above it")
-    parser.add_argument(
+    add("--start", type=whole("", 8), default=8, metavar="N", help="the first size (default 8)")
+    add("--max", type=whole("", 256), metavar="N", help="try no size above it")
+    add(
         "--multiple-of",
         type=whole("", 8),
         default=1,
         metavar="N",
-        help="sizes are multiples of it (default 1)",
+        help="try only multiples of it (default 1)",
     )
-    parser.add_argument(
+    add(
         "--steps",
         type=whole("steps", 12),
         default=12,
         metavar="N",
-        help="end each run after so many optimizer steps (default 12)",
+        help="end each run after this many optimizer steps (default 12)",
     )
-    parser.add_argument("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    add("--out", metavar="DIR", help=f"keep every run's records and output there, and {FILE}")
+    add("--json", action="store_true", help="print JSON instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
     errors = Console(stderr=True)
     request = request_of(arguments)
-    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    progress: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
     folder = Path(arguments.out) if arguments.out else None
-    found = search_script(request, folder, watcher=told)
-    data = _as_json(request, found)
+    found = search_script(request, folder, progress)
+    data = {
+        "schema": SCHEMA,
+        "script": request.target,
+        "argv": list(request.argv),
+        "vary": request.vary.spelling,
+        "steps": request.steps,
+        "precisions": {precision: result.to_dict() for precision, result in found.items()},
+    }
     text = json.dumps(data, indent=2, allow_nan=False)
     if folder is not None:
         write_whole(folder / FILE, text + "\n")
@@ -123,8 +153,114 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not all(result.fits for result in found.values()))
 
 
+@dataclass(frozen=True)
+class Vary:
+    """How the script receives its batch size: ``--batch-size``, ``--batch-size=``, ``data.batch=`` or ``{}``.
+
+    Raises:
+        UsageError: the spelling is none of these.
+    """
+
+    spelling: str
+
+    def __post_init__(self) -> None:
+        word = self.spelling
+        option = word.startswith("-") and word.strip("-") and not any(c.isspace() or c == "=" for c in word)
+        if not (word == "{}" or (word.endswith("=") and word.strip("-=")) or option):
+            near = f" Did you mean --vary={word}= or --vary=--{word}?" if word.strip("-= ") else ""
+            raise UsageError(
+                f"--vary={word}: write the batch size option as the script spells it: --vary=--batch-size for an "
+                f"option, --vary=batch_size= for key=value, or --vary={{}} to replace {{}} in the arguments.{near}"
+            )
+
+    def argv(self, given: tuple[str, ...], size: int) -> tuple[str, ...]:
+        """The script's arguments with this batch size, which replaces the one that they hold.
+
+        >>> Vary("--batch").argv(("--batch", "8", "--lr", "1"), 32)
+        ('--batch', '32', '--lr', '1')
+        >>> Vary("data.batch=").argv(("model=big",), 32)
+        ('model=big', 'data.batch=32')
+
+        Raises:
+            UsageError: no argument holds ``{}``.
+        """
+        if self.spelling == "{}":
+            if not any("{}" in word for word in given):
+                raise UsageError(
+                    "--vary={}: no argument of the script holds {}. Write it where the batch size belongs, after --, "
+                    "such as: mezzo batch-size train.py --vary={} -- config.yaml {}"
+                )
+            return tuple(word.replace("{}", str(size)) for word in given)
+        joined = self.spelling if self.spelling.endswith("=") else f"{self.spelling}="
+        new = self.written(size).split(" ")
+        kept: list[str] = []
+        words = iter(given)
+        for word in words:
+            if word == joined[:-1] and word.startswith("-"):
+                next(words, None)
+            elif not word.startswith(joined):
+                kept.append(word)
+                continue
+            kept += new
+            new = []
+        return (*kept, *new)
+
+    @property
+    def prefix(self) -> str:
+        """What is written before a size."""
+        if self.spelling == "{}":
+            return ""
+        return self.spelling if self.spelling.endswith("=") else f"{self.spelling} "
+
+    def written(self, size: int) -> str:
+        """The words that give the script this size."""
+        return f"{self.prefix}{size}"
+
+
+@dataclass(frozen=True)
+class BatchSizeRequest:
+    """What to search, checked before anything runs.
+
+    Args:
+        target: the script's path, or a module's name if `is_module`.
+        vary: how the script receives its batch size.
+        argv: the script's own arguments.
+        precisions: presets, policy strings or `.toml` files.
+        steps: a run is ended after this many optimizer steps.
+        sizes: where the search starts, and its bounds. Without a limit, the machine's memory is the limit on a CPU.
+
+    Raises:
+        UsageError: a script that doesn't exist, an unknown precision, a value out of range.
+    """
+
+    target: str
+    vary: Vary
+    argv: tuple[str, ...] = ()
+    is_module: bool = False
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    steps: int = 12
+    sizes: Search = field(default_factory=Search)
+
+    def __post_init__(self) -> None:
+        if self.steps < LEAST_STEPS:
+            raise UsageError(
+                f"--steps {self.steps}: give {LEAST_STEPS} or more, since memory is measured in step {MEASURED} and "
+                "the first five are not timed"
+            )
+        if not self.is_module:
+            locate(self.target, is_module=False)
+        for name in self.precisions:
+            check(policy(name))
+            if policy(name).compute == "auto":
+                raise UsageError(
+                    f"--precision {name}: auto alternates two precisions in its first steps, so they show the "
+                    "memory of neither. Name one, such as bf16 (`mezzo doctor` says which suits this machine)."
+                )
+        self.vary.argv(self.argv, self.sizes.start)
+
+
 def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
-    """What the command line asks for.
+    """The request that the command line makes.
 
     Raises:
         UsageError: none or several of script, demo and module; no --vary; an unknown name; a value out of range.
@@ -138,35 +274,248 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
         )
     if arguments.vary is None:
         raise UsageError(
-            "say with --vary how the script is told its batch size, as it spells it: --vary=--batch-size for an "
+            "--vary is missing: the script's batch size option, as the script spells it. --vary=--batch-size for an "
             "option, --vary=batch_size= for key=value"
         )
-    target = arguments.module or arguments.script
-    if arguments.demo:
-        if arguments.demo not in DEMOS:
-            raise unknown_name("demo", arguments.demo, DEMOS)
-        target = str(DEMOS[arguments.demo].path)
+    if arguments.demo and arguments.demo not in DEMOS:
+        raise unknown_name("demo", arguments.demo, DEMOS)
+    precisions: dict[str, str] = {}
+    for name in split_precisions(arguments.precision or ["fp32,bf16"]):
+        precisions.setdefault(policy(name).fingerprint(), name)
+    if not precisions:
+        raise UsageError("--precision names nothing: give one such as bf16, or several such as fp32,bf16")
+    limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     return BatchSizeRequest(
-        target=target,
+        target=str(DEMOS[arguments.demo].path) if arguments.demo else given[0],
         vary=Vary(arguments.vary),
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
-        precisions=precisions_of(arguments.precision or ["fp32,bf16"]),
+        precisions=tuple(precisions.values()),
         steps=arguments.steps,
-        limit=None if arguments.limit is None else parse_bytes(arguments.limit),
-        start=arguments.start,
-        multiple_of=arguments.multiple_of,
-        max_size=arguments.max,
+        sizes=Search(arguments.start, arguments.multiple_of, 2.0, limit, arguments.max),
     )
 
 
+def search_script(
+    request: BatchSizeRequest,
+    folder: Path | None = None,
+    progress: Watcher | None = None,
+    *,
+    command: Sequence[str] = LAUNCH,
+) -> dict[str, BatchSizeResult]:
+    """Find the largest batch size under each of the request's precisions.
+
+    Args:
+        request: what to search.
+        folder: keeps each run's records and output; None keeps nothing.
+        progress: receives every run's start, steps and end.
+        command: runs a request's file (another one for tests).
+
+    Returns:
+        Precision -> result. If nothing fits, the result says what the smallest size took.
+
+    Raises:
+        ScriptError: the script fails at the first size.
+        UsageError: it has no such option, or its bytes don't depend on it; the folder can't be written; no limit is
+            known on this system.
+        UnsupportedPrecisionError: a precision that this machine can't run.
+    """
+    limit = request.sizes.limit if request.sizes.limit is not None else spendable_bytes()
+    with _runs(folder) as runs, progress or Silent() as shown, terminated_like_an_interrupt():
+        search = _ScriptSearch(request, runs, limit, shown, tuple(command))
+        return {precision: search.under(precision) for precision in request.precisions}
+
+
+class _FailedError(Exception):
+    """The script fails at this size, for a reason that is not memory: how, and the end of its output."""
+
+    def __init__(self, how: str, output: str = "") -> None:
+        super().__init__(how)
+        self.how, self.output = how, output
+
+    def __str__(self) -> str:
+        return f"{self.how}. Its output ended:\n{self.output}" if self.output else self.how
+
+
+class _StopError(Exception):
+    """The run can be ended: it has shown enough (no message), or the machine has hardly any memory left."""
+
+
+@dataclass
+class _ScriptSearch:
+    request: BatchSizeRequest
+    runs: Path
+    limit: int | None
+    progress: Watcher
+    command: tuple[str, ...]
+    count: int = 0
+
+    def under(self, precision: str) -> BatchSizeResult:
+        """The result under one precision."""
+        sizes, limit, trials, notes = self.request.sizes, self.limit, list[Trial](), list[str]()
+        device = ""
+        while not notes and (size := sizes.next_size(trials, limit)) is not None:
+            try:
+                trial, device = self.try_size(precision, size)
+            except _FailedError as failure:
+                if not trials:
+                    raise self.explained(size, failure) from None
+                last = f": {failure.output.rstrip().splitlines()[-1].strip()}" if failure.output else ""
+                direction = "larger" if any(one.fits for one in trials) else "smaller"
+                notes.append(f"no {direction} size was tried, since the script {failure.how} at {size}{last}")
+                break
+            if device not in ("", "cpu"):
+                limit = sizes.limit  # what the machine has left does not bind a GPU
+            elif self.limit is None:
+                raise UsageError(
+                    "this system does not say how much memory is available: give --limit, such as --limit 8GiB"
+                )
+            trials.append(trial)
+        if unchanging(trials):
+            least, most = min(one.size for one in trials), max(one.size for one in trials)
+            raise UsageError(
+                f"{self.request.target} takes the same bytes at every size from {least} to {most}, so "
+                f"{self.request.vary.spelling} does not seem to be its batch size. If it is, give a larger --start, "
+                f"such as {most}."
+            )
+        return sizes.result(trials, limit, device or "cpu", notes)
+
+    def try_size(self, precision: str, size: int) -> tuple[Trial, str]:
+        """Run the script at one size in a child process: the trial, and the type of its device.
+
+        Raises:
+            _FailedError: the script fails, or takes fewer than three steps.
+            UnsupportedPrecisionError: this machine can't run this precision.
+        """
+        self.count += 1
+        name = f"{file_name(precision)}-{size}"
+        child = RunRequest(
+            target=self.request.target,
+            argv=self.request.vary.argv(self.request.argv, size),
+            is_module=self.request.is_module,
+            policy=precision,
+            records=(self.runs / f"{name}.jsonl").resolve(),
+            observe=True,
+            summary=False,
+        )
+        self.progress.begin(
+            f"{precision}  {self.request.vary.written(size)}", self.count, self.count, self.request.steps
+        )
+        status: int | None = None
+        outcome, tight = "failed", ""
+        try:
+            try:
+                with attempt(child) as tried:
+                    assert tried.records is not None
+                    here = tried.records.parent
+                    status = run_child(self.command, tried, lambda steps: self.watch(steps, here, name))
+            except _StopError as stop:
+                tight = str(stop)
+            finished = read_run(self.runs, name)
+            trial = Trial(size, False, why=tight) if tight else self.trial(precision, size, finished, status)
+            outcome = "fits" if trial.fits else f"does not fit: {trial.why}"
+            return trial, str(finished.machine.get("device_type", ""))
+        except KeyboardInterrupt:
+            outcome = "stopped"
+            raise
+        finally:
+            self.progress.end(outcome)
+
+    def watch(self, steps: int, folder: Path, name: str) -> None:
+        """End the run when it has shown enough."""
+        self.progress.steps(min(steps, self.request.steps))
+        if steps >= self.request.steps or (steps >= MEASURED and self.is_over(read_run(folder, name))):
+            raise _StopError
+        left = available_bytes()
+        if left is not None and left < LAST_RESERVE:
+            raise _StopError("hardly any memory was left on the machine, so it was ended")
+
+    def is_over(self, finished: FinishedRun) -> bool:
+        """Whether the measured step took more than it may."""
+        on_cpu = finished.machine.get("device_type", "cpu") == "cpu"
+        limit = self.limit if on_cpu else self.request.sizes.limit
+        return limit is not None and finished.memory is not None and finished.memory.peak_bytes > limit
+
+    def trial(self, precision: str, size: int, finished: FinishedRun, status: int | None) -> Trial:
+        """The trial that a run's records and exit status make."""
+        if status:
+            output = finished.failure()
+            if status == -9:
+                return Trial(size, fits=False, why="killed by the system, most likely for its memory")
+            if says_out_of_memory(output):
+                return Trial(size, fits=False, why=OUT_OF_MEMORY)
+            last = output.splitlines()[-1]
+            if status == 2 and last.startswith("mezzo: ") and not finished.losses:
+                raise UnsupportedPrecisionError(f"{precision} can't run: {last.removeprefix('mezzo: ')}")
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+            raise _FailedError(how, output)
+        if finished.memory is None:
+            notes = finished.ended.notes if finished.ended else ()
+            reasons = "; ".join(note for note in notes if "no step was observed" not in note)
+            raise _FailedError(
+                f"ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
+                + (f" ({reasons})" if reasons else "")
+            )
+        peak = finished.memory.peak_bytes
+        if self.is_over(finished):
+            return Trial(size, fits=False, peak_bytes=peak, why=OVER)
+        times = finished.times()
+        return Trial(size, True, peak, float(np.median(times)) if len(times) else None)
+
+    def explained(self, size: int, failure: _FailedError) -> MezzoError:
+        """The error for a script that fails at its first size."""
+        request = self.request
+        if request.vary.spelling.strip("-=") in failure.output and any(
+            saying in failure.output for saying in NO_SUCH_OPTION
+        ):
+            return UsageError(
+                f"{request.target} does not take {request.vary.written(size)!r}. Give --vary= the option of its batch "
+                f"size as the script spells it. Its output ended:\n{failure.output}"
+            )
+        text = f"{request.target} {' '.join(request.vary.argv(request.argv, size))} {failure}"
+        if not failure.output:
+            text += ". Let it train for longer: more epochs, or a smaller --start."
+        return ScriptError(text)
+
+
+@contextmanager
+def _runs(folder: Path | None) -> Iterator[Path]:
+    """The folder for the runs' files; a temporary one without --out."""
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as name:
+            yield Path(name)
+        return
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--out {folder}: is a file. Name a folder.")
+        names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
+        if others := [name for name in names if name not in (FILE, "runs") and not name.startswith(".")]:
+            raise UsageError(
+                f"--out {folder}: holds other files ({', '.join(others[:5])}). Name an empty or a new folder."
+            )
+        with locked(folder):
+            shutil.rmtree(folder / "runs", ignore_errors=True)
+            (folder / "runs").mkdir()
+            yield folder / "runs"
+    except OSError as error:
+        raise UsageError(
+            f"--out {folder}: {error.strerror or error}. Name a folder that can be written."
+        ) from error
+
+
 def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchSizeResult]) -> None:
-    """Print each precision's table, and then the recommendations: the last lines are what to do."""
+    """Print each precision's table, and then the recommendations."""
     for precision, result in found.items():
         console.print(Text(precision, style="bold"), soft_wrap=True)
         rows = [HEADS, *result.rows()]
-        if console.is_terminal and _boxed_width(rows) <= console.width:
-            console.print(_table(rows))
+        numbers = [max(map(len, column)) for column in zip(*rows)][:-1]
+        if console.is_terminal and sum(numbers) + SHORTEST_REASON + 3 * len(HEADS) + 1 <= console.width:
+            table = Table(*rows[0])
+            for column in table.columns[:-1]:
+                column.justify, column.no_wrap = "right", True
+            for cells in rows[1:]:
+                table.add_row(*map(Text, cells))
+            console.print(table)
         else:
             for text in columns(rows):
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -175,42 +524,8 @@ def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchS
         console.print()
     first = next(iter(found))
     for precision, result in found.items():
-        said = sentence(request, result)
+        text = result.sentence(request.vary.prefix or "batch size ")
         if precision != first and result.fits and found[first].fits:
-            said += f" The largest is {result.largest / found[first].largest:.2f} times that of {first}."
-        line = Text.assemble((precision, "bold"), f": {said}")
+            text += f" The largest is {result.largest / found[first].largest:.2f} times that of {first}."
+        line = Text.assemble((precision, "bold"), f": {text}")
         console.print(line, soft_wrap=not console.is_terminal)
-
-
-def _boxed_width(rows: list[tuple[str, ...]]) -> int:
-    """The least width of a table in which only the last column wraps."""
-    numbers = [max(map(len, column)) for column in zip(*rows)][:-1]
-    return sum(numbers) + SHORTEST_REASON + 3 * len(rows[0]) + 1
-
-
-def _table(rows: list[tuple[str, ...]]) -> Table:
-    table = Table(*rows[0])
-    for column in table.columns[:-1]:
-        column.justify, column.no_wrap = "right", True
-    for cells in rows[1:]:
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def sentence(request: BatchSizeRequest, result: BatchSizeResult) -> str:
-    """The recommendation, in the script's own words."""
-    spelling = request.vary.spelling
-    if spelling.endswith("="):
-        return result.sentence(spelling[:-1], join="=")
-    return result.sentence("batch size" if spelling == "{}" else spelling)
-
-
-def _as_json(request: BatchSizeRequest, found: Mapping[str, BatchSizeResult]) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "script": request.target,
-        "argv": list(request.argv),
-        "vary": request.vary.spelling,
-        "steps": request.steps,
-        "precisions": {precision: result.to_dict() for precision, result in found.items()},
-    }

@@ -15,10 +15,10 @@ from mezzo.core.calibration import Recommendation, check_headroom, recommend
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import WHAT
 from mezzo.core.records import RangesRecord
-from mezzo.pytorch.batch_size.snapshot import Snapshot
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.monitor.ranges import RangeWatch
+from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observing import Observing
 
 _NOT_TRIED = (

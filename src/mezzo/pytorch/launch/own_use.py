@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SEARCHES = {
     "calibrate": "mezzo.pytorch.calibrate",
-    "find_batch_size": "mezzo.pytorch.batch_size.find",
+    "find_batch_size": "mezzo.pytorch.batch_size",
 }
 """Public functions that call the model in formats of their own, and where each is."""
 

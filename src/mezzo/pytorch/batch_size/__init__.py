@@ -1,1 +1,0 @@
-"""The largest batch size that trains on this device, and the fastest: tried, and the model put back."""
