@@ -386,7 +386,8 @@ class MixedPrecision:
 
     def _end_window(self, outcome: Outcome | None = None) -> StepResult:
         window, self._window = self._window, Window(self.accumulate)
-        _NETWORKS.keep({mp.model for mp in _ALIVE})
+        if len(_NETWORKS) > len(_ALIVE):
+            _NETWORKS.keep({mp.model for mp in _ALIVE})
         follows = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
             try:

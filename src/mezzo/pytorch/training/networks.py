@@ -44,10 +44,11 @@ class Networks:
         # The leaves that each backward of this turn reached -> those whose gradients it is still part of.
         self._passes: dict[frozenset[int], frozenset[int]] = {}
         self._turn = 0
+        self._copied = False  # since every network's copies were dropped: else a step has nothing to put back
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._of)
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._of)
 
     def of(self, model: nn.Module) -> RunningStatistics:
         """A network's statistics."""
@@ -64,11 +65,12 @@ class Networks:
     @property
     def several(self) -> bool:
         """Whether more than one network has copies: the host must know then whether a step was skipped."""
-        return sum(statistics.remembers for statistics in self._of.values()) > 1
+        return self._copied and sum(statistics.remembers for statistics in self._of.values()) > 1
 
     def call(self, model: nn.Module) -> None:
         """A network is about to be called in training mode."""
         statistics = self.of(model)
+        self._copied = True
         if statistics.turn != self._turn or not statistics.remembers:
             statistics.turn = self._turn
             if not statistics.remembers:
@@ -111,10 +113,10 @@ class Networks:
             passes: gives the ids of the leaves of each backward that was not announced to `backward`.
             alone: whether there is no other optimizer.
         """
-        if not self._of:
-            return
         turn, self._turn = self._turn, self._turn + 1
         told, self._passes = self._passes, {}
+        if not self._copied:
+            return
         mine = {id(parameter) for parameter in parameters}
         everyone: set[int] | None = None
         with_mine: list[frozenset[int]] | None = None
@@ -134,3 +136,4 @@ class Networks:
                     statistics.undo()
                 else:
                     statistics.mend()
+        self._copied = any(statistics.holds_copies for statistics in self._of.values())

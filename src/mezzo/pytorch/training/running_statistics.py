@@ -99,6 +99,11 @@ class RunningStatistics:
         return self._first is not None
 
     @property
+    def holds_copies(self) -> bool:
+        """Whether there is anything to put back, of this step or of an older one."""
+        return not (self._first is None and self._last is None and self._undone is None)
+
+    @property
     def spans_turns(self) -> bool:
         """Whether other steps have ended since this one began, and the model was called again."""
         return self._first is not self._last and self._first is not None
@@ -152,7 +157,7 @@ class RunningStatistics:
                 the learning steps, and where a buffer that held still has moved.
             keep: keep the newest copies for `mend`.
         """
-        if self._first is None and self._last is None and self._undone is None:
+        if not self.holds_copies:
             self._look |= found_inf is not False
             return
         with torch.no_grad():
