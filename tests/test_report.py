@@ -12,17 +12,17 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 import comparisons
 from mezzo.core.errors import UsageError
 from mezzo.report import build
-from mezzo.report.markup import escape
-from mezzo.report.reading import read
-from mezzo.report.rerun import command_line
+from mezzo.report.comparison import command_line, read
+from mezzo.report.page import _environment
 from mezzo.verify.compare import schedule
 from mezzo.verify.request import Request
 
-VOID = {"meta", "link", "br", "wbr"}
+VOID = {"meta", "link", "input"}
 
 
 class Outline(HTMLParser):
@@ -58,6 +58,11 @@ class Outline(HTMLParser):
         return [
             value or "" for _, attributes in self.tags for key, value in attributes.items() if key == name
         ]
+
+
+def drawn(macro: str, *values: object, template: str = "charts.html") -> str:
+    """What a template's macro writes."""
+    return str(getattr(_environment().get_template(template).module, macro)(*values))
 
 
 def outline(folder: Path) -> Outline:

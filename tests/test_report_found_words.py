@@ -10,8 +10,9 @@ import pytest
 import run_records
 from mezzo.core.finding import Finding, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, Record, RunStarted, UpdateRecord
-from mezzo.report.charts.loss_scale import loss_scale
+from mezzo.report.figures import loss_scale
 from mezzo.report.run import read_run
+from test_report import drawn
 from test_report_run import made, outline
 
 
@@ -49,8 +50,7 @@ def test_what_is_said_of_a_scale_too_high_is_true_of_the_runs_own(name: str, tmp
     mended_by_itself = "finding its height" in told
     assert ("No alarm." in text) is mended_by_itself  # a scale that stays too large is no good news
     assert text.count(told) >= 2  # and in the row
-    figure = loss_scale([read_run(path)], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(path)], "s1", "fp16"))
     assert f"update 1 skipped: {told}" in figure
     others = {one[2] for one in TOO_HIGH.values() if one[2] not in told and told not in one[2]}
     assert not [one for one in others if one in text]
@@ -89,8 +89,7 @@ def test_one_place_is_told_once_though_its_numbers_are_others_each_time(tmp_path
                 index, 0, 0.0, 8.0, Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
             ),
         ]
-    figure = loss_scale([read_run(made(tmp_path / "r", records))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path / "r", records))], "s1", "fp16"))
     assert "Updates 0, 1, 2, 3, 4, 5: forward of linear in head: an input of 1e+06 does not fit" in figure
     assert "more culprits" not in figure
     text = outline(tmp_path / "r").text

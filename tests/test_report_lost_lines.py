@@ -9,8 +9,9 @@ import pytest
 
 import run_records
 from mezzo.core.records import LossRecord, Record, UpdateRecord
-from mezzo.report.charts.loss_scale import loss_scale
+from mezzo.report.figures import loss_scale
 from mezzo.report.run import Run, read_run
+from test_report import drawn
 from test_report_run import made, outline
 
 
@@ -52,8 +53,7 @@ def test_a_real_nan_behind_a_lost_loss_is_told_at_its_own_step(tmp_path: Path) -
 def test_behind_an_update_that_was_not_read_the_scale_stands_at_its_own_update(tmp_path: Path) -> None:
     path = made(tmp_path / "r", run_records.records(steps=200))
     cut(path, ("update", 20), ("update", 30))
-    figure = loss_scale([read_run(path)], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(path)], "s1", "fp16"))
     assert "Updates 90, 91: forward of exp" in figure
     assert "Update 170: backward of SqrtBackward0" in figure
     assert "5 of 198 updates skipped, at 1, 3, 90, 91, 170" in figure

@@ -8,12 +8,10 @@ from pathlib import Path
 import run_records
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import Record, UpdateRecord
-from mezzo.report.charts.exponents import exponents
-from mezzo.report.charts.heat import heat
-from mezzo.report.range_section import ranges as section
+from mezzo.report.range_figures import exponents, heat
 from mezzo.report.run import read_run
-from test_report import Outline
-from test_report_ranges import gathered, record
+from test_report import Outline, drawn
+from test_report_ranges import gathered, record, section
 
 
 def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path) -> None:
@@ -29,8 +27,7 @@ def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path
     ):
         made: list[Record] = [record(0, rows, scales[0])]
         made += [UpdateRecord(index, 0, True, False, scale, 0.1) for index, scale in enumerate(scales)]
-        content = section([read_run(run_records.write(tmp_path / f"{name}.jsonl", made))])
-        assert content is not None
+        content = section(read_run(run_records.write(tmp_path / f"{name}.jsonl", made)))
         slider = re.search(r'type="range" min="(-?\d+)" max="(\d+)" step="1" value="(-?\d+)"', content)
         assert slider
         assert tuple(map(int, slider.groups())) == want, name
@@ -53,12 +50,8 @@ def test_what_is_not_finite_is_said_before_any_share() -> None:
                 for step, one in enumerate(histograms)
             )
         )
-        map, bars = (
-            heat("activation", seen, "fp16"),
-            exponents("activation", seen.of("activation"), "fp16", 0, "s1"),
-        )
-        assert map is not None
-        assert bars is not None
+        map = drawn("heat", heat("activation", seen, "fp16"))
+        bars = drawn("exponents", exponents("activation", seen.of("activation"), "fp16", 0))
         return Outline(map).text, Outline(bars).text, bars
 
     text, told, _ = figures(kept, bad)

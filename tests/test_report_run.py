@@ -15,9 +15,9 @@ from mezzo.core.errors import UsageError
 from mezzo.core.finding import Finding, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, Record, RunEnded, RunStarted, UpdateRecord
 from mezzo.report import build, build_any, build_run
-from mezzo.report.charts.loss_scale import STROKES, loss_scale
+from mezzo.report.figures import STROKES, loss_scale
 from mezzo.report.run import read_run
-from test_report import Outline
+from test_report import Outline, drawn
 
 
 def made(place: Path, records: list[Record] | None = None) -> Path:
@@ -75,8 +75,7 @@ def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
 
 
 def test_marks_tell_probing_from_alarms(tmp_path: Path) -> None:
-    figure = loss_scale([read_run(made(tmp_path))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path))], "s1", "fp16"))
     assert figure.count('class="tick probe"') == 2 + 1  # two updates, and the legend
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
@@ -94,8 +93,7 @@ def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:
         records.append(UpdateRecord(index, 0, False, True, 2.0, 0.0, "inf"))
         if index == 2013:
             records.append(OverflowRecord(index, 0, 0.0, 2.0, run_records.EXP))
-    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path, records))], "s1", "fp16"))
     assert figure.count("<line") < STROKES + 40
     assert figure.count('class="tick alarm"') == 1
     assert "update 2,013 skipped: forward of exp" in figure
@@ -322,8 +320,7 @@ def test_the_caption_of_the_scale_is_short_and_in_order_of_step(tmp_path: Path) 
         UpdateRecord(index, 0, index not in reasons, index in reasons, 2.0**16, 0.0, reasons.get(index, ""))
         for index in range(10)
     ]
-    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path, records))], "s1", "fp16"))
     found = re.search(r'<p class="note">(4 of 10 .*?)</p>', figure)
     assert found
     told = found[1]

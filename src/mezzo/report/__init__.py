@@ -7,10 +7,9 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.report.page import render
-from mezzo.report.reading import read
+from mezzo.report.comparison import read
+from mezzo.report.page import render, render_runs
 from mezzo.report.run import read_run
-from mezzo.report.run_page import render_runs
 
 __all__ = ["build", "build_any", "build_run"]
 

@@ -17,7 +17,6 @@ from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 """The formats that a report answers for, whichever of them the run used."""
-"""What a loss scale multiplies."""
 RATIO = "update ratio"
 QUANTILES = (0.05, 0.5, 0.95)
 

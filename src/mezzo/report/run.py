@@ -18,7 +18,7 @@ from mezzo.core import records
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.report.numbers import counted
+from mezzo.report.numbers import counted, scale_text
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
@@ -83,6 +83,17 @@ class Run:
         return "left alone" if self.left_alone else self.precision
 
     @property
+    def alarms(self) -> list[records.OverflowRecord]:
+        """Failed updates that no smaller loss scale would have kept."""
+        return [record for record in self.overflows if record.finding.alarms]
+
+    @property
+    def losses_from_to(self) -> tuple[float | None, float | None]:
+        """The first and the smallest finite loss."""
+        good = self.losses[np.isfinite(self.losses)]
+        return (float(good[0]), float(good.min())) if len(good) else (None, None)
+
+    @property
     def recorded_losses(self) -> int:
         """How many losses were read."""
         return len(self.losses) - len(self.lost)
@@ -101,6 +112,35 @@ class Run:
         """The loss scale of every update, if a skipped one did not make it smaller; else None."""
         scales = {update.loss_scale for update in self.updates}
         return scales.pop() if len(scales) == 1 and any(u.skipped for u in self.updates[:-1]) else None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether a loss scale that is too large stays so: a constant, or one that no skipped update made smaller."""
+        return self.constant_scale is not None or self.steady_scale is not None
+
+    @property
+    def too_high(self) -> str:
+        """Why updates failed that a smaller loss scale would have kept."""
+        if self.constant_scale is not None:
+            return f"the constant loss scale {scale_text(self.constant_scale)} is too large for this step"
+        if self.steady_scale is not None:
+            return f"the loss scale, {scale_text(self.steady_scale)} in all of this run, is too large for this step"
+        return (
+            "the loss scale was finding its height (gradients overflow at this one, and not at a smaller one)"
+        )
+
+    @property
+    def how_ended(self) -> str:
+        """How the run ended, in words."""
+        if self.fault or self.ended is None:
+            return self.fault or "not told"
+        return self.exited
+
+    @property
+    def exited(self) -> str:
+        """The script's exit status in words."""
+        status = self.ended.status if self.ended else 0
+        return "well" if status == 0 else f"exit status {status}"
 
     @property
     def skipped(self) -> list[int]:

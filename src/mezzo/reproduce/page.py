@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from mezzo.core.version import VERSION
-from mezzo.report.markup import Markup, element
+from mezzo.reproduce.markup import Markup, element
 from mezzo.reproduce.expected import WORDS, tally
 
 TONES = {

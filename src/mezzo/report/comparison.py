@@ -1,11 +1,12 @@
-"""What a comparison's folder holds, as values: the verdict, and every run that left records.
+"""What a comparison's folder holds, as values: the verdict, every run that left records, and the command that made it.
 
-Only a verdict that is missing or is no JSON is an error: a report is wanted most when something went wrong.
+Only a verdict that is missing or is not JSON is an error: a report is wanted most when something went wrong.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.records import file_name
+from mezzo.core.records import RunStarted, file_name
 from mezzo.report.numbers import finite
 from mezzo.report.run import Run, read_run
 
@@ -31,6 +32,11 @@ class Comparison:
     runs: tuple[Run, ...] = ()
     request: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def started(self) -> RunStarted | None:
+        """How the first run that says so began."""
+        return next((run.started for run in self.runs if run.started), None)
+
     def of(self, precision: str) -> list[Run]:
         """The paired runs of one precision, by seed, without the one-ulp twins."""
         return sorted(
@@ -43,6 +49,10 @@ class Comparison:
         """FP32 runs whose initial weights were moved by one ulp, by seed."""
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
 
+    def recorded_losses(self, precision: str) -> int:
+        """How many losses the runs of one precision recorded."""
+        return sum(len(run.losses) for run in self.of(precision))
+
     def peak(self, precision: str) -> float | None:
         """Peak memory of one precision in bytes: the median over its runs; None where none recorded it."""
         found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
@@ -50,18 +60,16 @@ class Comparison:
 
     def metrics(self, precision: str) -> dict[int, float]:
         """The final metric of each run of one precision, by seed, from the pairs that the verdict lists."""
+        of_baseline = precision == self.baseline
         found: dict[int, float] = {}
-        for values in (
-            self.candidates.values() if precision == self.baseline else [self.candidates.get(precision, {})]
-        ):
+        for values in self.candidates.values() if of_baseline else [self.candidates.get(precision, {})]:
             pairs = values.get("pairs")
             for one in pairs if isinstance(pairs, list) else []:
-                key = f"{self.baseline}_metric" if precision == self.baseline else "metric"
-                seed, value = (
-                    (finite(one.get("seed")), finite(one.get(key))) if isinstance(one, dict) else (None, None)
-                )
-                if seed is not None and value is not None:
-                    found[int(seed)] = value
+                if isinstance(one, dict):
+                    seed = finite(one.get("seed"))
+                    value = finite(one.get(f"{self.baseline}_metric" if of_baseline else "metric"))
+                    if seed is not None and value is not None:
+                        found[int(seed)] = value
         return dict(sorted(found.items()))
 
 
@@ -99,11 +107,41 @@ def read(directory: Path) -> Comparison:
 
 
 def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
-    inside = verdict.get("request")
-    if isinstance(inside, dict):
-        return inside
-    try:
-        found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    found = verdict.get("request")
+    if not isinstance(found, dict):
+        try:
+            found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
+
+
+def command_line(comparison: Comparison) -> str:
+    """``mezzo compare ...`` as it was asked for, quoted for a POSIX shell."""
+    request, started = comparison.request, comparison.started
+    written = request.get("command") or comparison.verdict.get("command")
+    if isinstance(written, str) and written:
+        return written
+    if isinstance(written, (list, tuple)) and written:
+        return shlex.join(str(word) for word in written)
+    words = ["mezzo", "compare"]
+    script = request.get("target") or request.get("script") or (started.script if started else "SCRIPT")
+    if request.get("demo"):
+        words += ["--demo", str(request["demo"])]
+    else:
+        words += ["-m", str(script)] if request.get("is_module") else [str(script)]
+        if request.get("framework", "pytorch") != "pytorch":
+            words += ["--framework", str(request["framework"])]
+    precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
+    # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
+    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
+        words += ["--precision", str(one)]
+    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+        if request.get(key) not in (None, "", "auto"):
+            words += [f"--{key.replace('_', '-')}", str(request[key])]
+    # In the same folder the finished runs would be kept, and nothing run again.
+    words += ["--out", comparison.directory.resolve().name, "--fresh"]
+    arguments = request.get("argv", started.argv if started else [])
+    if isinstance(arguments, (list, tuple)) and arguments:
+        words += ["--", *(str(word) for word in arguments)]
+    return shlex.join(words)
