@@ -18,7 +18,20 @@ from hypothesis import strategies as st
 from mezzo.report import series
 from mezzo.report.charts import CUT, Axis, Row, axis_over, bars, gauge
 from mezzo.report.figures import metric
-from mezzo.report.numbers import count, finite, number, pair, ratio, seconds, significant, size, tick_label
+from mezzo.report.numbers import (
+    count,
+    finite,
+    number,
+    pair,
+    percent,
+    power_of_two,
+    ratio,
+    scale_text,
+    seconds,
+    significant,
+    size,
+    tick_label,
+)
 from mezzo.report.page import _environment
 from test_report import drawn
 
@@ -51,6 +64,10 @@ def test_no_template_and_no_filter_turns_escaping_off() -> None:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
+        (significant(0.0123456), "0.01235"), (significant(-2.5e-7), "−2.500e-07"), (significant(12345.678), "12,346"),
+        (percent(0.005), "0.50\u00a0%"), (percent(-0.0131), "−1.3\u00a0%"), (percent(0.934, 0), "93\u00a0%"),
+        (percent(None), "not measured"), (size(421_700_000), "422 MB"), (scale_text(65536.0), "2¹⁶"),
+        (scale_text(1.0), "1"), (scale_text(1000.0), "1,000"), (power_of_two(-3), "2⁻³"),
         (significant(0.5), "0.5000"), (significant(999999.0), "999,999"), (significant(1e6), "1.000e+06"),
         (significant(-0.0), "0"), (significant("inf"), "infinity"), (significant(float("-inf")), "−infinity"),
         (significant(None), "not measured"), (significant(True), "not measured"),
@@ -77,7 +94,7 @@ def test_numbers_read_as_people_write_them(shown: str, text: str) -> None:
 def test_an_interval_is_two_finite_numbers(value: object, low_high: tuple[float, float] | None) -> None:
     assert pair(value) == low_high
     assert finite("nan") is None
-    assert number("inf") == float("inf")
+    assert (number("inf"), number(None), number(True), number(3)) == (float("inf"), None, None, 3.0)
 
 
 values = st.lists(st.one_of(st.floats(-1e3, 1e3), st.sampled_from([np.nan, np.inf])), max_size=40)

@@ -1,8 +1,8 @@
-"""Charts as values: axes, lines with bands, marks, bars, dots, histograms and maps. `figures.html` writes them as SVG.
+"""Charts as values: axes, lines with bands, marks, bars, dots, histograms and maps. `charts.html` writes them as SVG.
 
-A chart is an SVG as wide as the page allows, and its text keeps its size. Curves lie in an inner drawing of 1000 by 1000
-units that is stretched to the frame; labels, marks and grid lines are placed by percentages in the outer one, which is
-not stretched. So one drawing is readable at 340 pixels, at 1200 and on paper, without a script.
+A chart is an SVG as wide as the page allows, and its text keeps its size. Curves lie in an inner drawing of 1000 by
+1000 units that is stretched to the frame; labels, marks and grid lines are placed by percentages in the outer one,
+which is not stretched. So one drawing is readable at 340 pixels, at 1200 and on paper, without a script.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +19,23 @@ from numpy.typing import ArrayLike
 from mezzo.report.numbers import power_of_two, printable, signed, significant, tick_label
 from mezzo.report.series import Array, sample
 
-LOG_FROM = 20.0
-"""From this ratio of largest to smallest a loss axis is logarithmic: a linear one would flatten the end of training."""
+LOG_FROM = 20.0  # from this ratio of largest to smallest a loss axis is logarithmic
 LARGEST = 1e280
 UNITS = 1000
 TABLE_ROWS = 13
-EDGE = 3.0
-"""A gap beyond so many margins is an arrow at the gauge's end instead of a dot."""
-MOST = 2.0
-"""How many times the longest bar an interval may make the axis: an uncertain one would leave no bar to be seen."""
+EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
+MOST = 2.0  # how many times the longest bar an interval may make the axis
 CUT = "An arrow: it goes on to the number beside it."
-DECADES = 6
-"""Shares from 10 to the minus this up to 1 have a height in a histogram; a smaller one is a sliver."""
-UP_TO = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
-"""A cell of a map has the level of the first of these that its share does not exceed."""
+DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
+UP_TO = (
+    0.0,
+    0.001,
+    0.01,
+    0.05,
+    0.2,
+    0.5,
+    1.0,
+)  # a cell's level: the first of these that its share does not exceed
 BROKEN, UNSEEN = "x", "u"
 
 
@@ -119,6 +123,15 @@ def shape(tag: str, style: str, title: str = "", **attributes: str | int | float
     return Shape(tag, {**attributes, "class": style}, title)
 
 
+def box(
+    axis: Axis, left: float, right: float, y: str | int, height: str | int, style: str, title: str = ""
+) -> Shape:
+    """A rectangle from one value of an axis to another."""
+    start, stop = axis.at(left), axis.at(right)
+    width = f"{float(stop[:-1]) - float(start[:-1]):.2f}%"
+    return shape("rect", style, title, x=start, y=y, width=width, height=height)
+
+
 def across(y: str, style: str) -> Shape:
     """A horizontal line from edge to edge."""
     return shape("line", style, x1=0, x2="100%", y1=y, y2=y)
@@ -149,7 +162,7 @@ LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cel
 
 
 class Table(NamedTuple):
-    """Numbers in a table: a heading for each column, and rows of (first cell, others, whether it departs, a drawing)."""
+    """Numbers in a table: headings, and rows of (first cell, others, whether it departs, a small drawing)."""
 
     head: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str], bool, Any]]
@@ -159,14 +172,8 @@ class Table(NamedTuple):
 class Chart:
     """Curves in a frame: add bands, lines and marks; the template draws what was added.
 
-    Args:
-        title: the figure's heading.
-        described: what a reader who cannot see it should know, in a sentence or two.
-        x, y: the axes.
-        x_name: what the x axis counts.
-        unit: what the figure shows, below the heading.
-        height: the class of its height, ``tall``, ``low`` or ``middling``.
-        powers: whether heights are powers of two, and marked so.
+    ``described`` tells a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
+    of two or as plain numbers; ``height`` is a class of style.css, ``tall`` or ``low``.
     """
 
     title: str
@@ -209,15 +216,9 @@ class Chart:
 
     def span(self, low: float, high: float, start: float, stop: float, series: str, name: str) -> None:
         """Rule two heights from edge to edge, and shade what lies between them from ``start`` to ``stop``."""
-        left, right, top, bottom = (
-            self.x.at(start),
-            self.x.at(stop),
-            self.y.at(high, up=True),
-            self.y.at(low, up=True),
-        )
-        self.outer.insert(
-            0, shape("rect", f"band {series}", x=left, y=top, **_size(left, right, top, bottom))
-        )
+        top, bottom = self.y.at(high, up=True), self.y.at(low, up=True)
+        height = f"{float(bottom[:-1]) - float(top[:-1]):.2f}%"
+        self.outer.insert(0, box(self.x, start, stop, top, height, f"band {series}"))
         for edge in (high, low):
             self.rule(edge, f"edge {series}")
         self.keys.append(Key(series, "band", name))
@@ -235,40 +236,26 @@ class Chart:
         """A vertical stroke through the whole frame at one x."""
         self.outer.append(down(self.x.at(x), f"tick {series}", label))
 
-    def read(self, x: Sequence[float], columns: Sequence[tuple[str, str, Sequence[float]]]) -> None:
-        """Give the numbers behind the curves, (name, series class, values), for pointer and table."""
-        shown = [[_shown(value) for value in values] for _, _, values in columns]
-        self.readout = {
-            "x": [float(value) for value in x],
-            "low": self.x.low,
-            "high": self.x.high,
-            "name": self.x_name,
-            "columns": [
-                {"name": printable(name), "values": values} for (name, _, _), values in zip(columns, shown)
-            ],
-        }
-        rows = [
-            (f"{x[i]:,.0f}", [values[i] for values in shown], False, None) for i in sample(len(x), TABLE_ROWS)
-        ]
-        self.table = Table([self.x_name, *(name for name, _, _ in columns)], rows)
+    def read(self, x: Sequence[int], columns: Sequence[tuple[str, Sequence[float]]]) -> None:
+        """Give the numbers behind the curves, (name, values), for pointer and table."""
+        shown = [[significant(one) if math.isfinite(one) else "–" for one in values] for _, values in columns]
+        named = [{"name": printable(name), "values": values} for (name, _), values in zip(columns, shown)]
+        self.readout = {"x": x, "low": self.x.low, "high": self.x.high, "name": self.x_name, "columns": named}
+        picks = sample(len(x), TABLE_ROWS)
+        rows = [(f"{x[i]:,}", [values[i] for values in shown], False, None) for i in picks]
+        self.table = Table([self.x_name, *(name for name, _ in columns)], rows)
 
     @property
     def grid(self) -> list[Shape]:
         """Lines and labels behind the curves."""
         parts = []
         for value in self.y.powers(4) if self.powers else self.y.ticks(5):
-            y, label = (
-                self.y.at(value, up=True),
-                power_of_two(math.log2(value)) if self.powers else tick_label(value),
-            )
+            y = self.y.at(value, up=True)
+            label = power_of_two(math.log2(value)) if self.powers else tick_label(value)
             parts += [across(y, "grid"), text(label, -8, y, "label end", "0.32em")]
         for value in self.x.ticks(5):
             if value == round(value) or self.x.high - self.x.low < 3:
-                x = self.x.at(value)
-                parts += [
-                    shape("line", "nub", x1=x, x2=x, y1="100%", y2="100%"),
-                    text(tick_label(value), x, "100%", dy="1.45em"),
-                ]
+                parts.append(text(tick_label(value), self.x.at(value), "100%", dy="1.45em"))
         return [*parts, across("100%", "base"), text(self.x_name, "100%", "100%", "label end", "2.8em")]
 
     def _path(self, x: Array, y: Array) -> str:
@@ -278,32 +265,14 @@ class Chart:
         return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in kept) if len(kept) else ""
 
 
-def _shown(value: float) -> str:
-    return significant(value) if math.isfinite(value) else "–"
-
-
 def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
     """The stretches of an array that are True, as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], ok.astype(np.int8), [0]))))
     return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
 
 
-def _size(left: str, right: str, top: str, bottom: str) -> dict[str, str]:
-    width, height = (float(b[:-1]) - float(a[:-1]) for a, b in ((left, right), (top, bottom)))
-    return {"width": f"{width:.2f}%", "height": f"{height:.2f}%"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a bar chart: a bar, or dots, and what is printed beside them.
-
-    Args:
-        name, series: what the row is called, and the class of its colour.
-        value: the bar's length; None: no bar.
-        shown, detail: the number in words, and a smaller line below it.
-        interval: around the bar's end.
-        dots: label -> value.
-    """
+class Row(NamedTuple):
+    """A row of a bar chart: a bar with an interval around its end, or dots by label, and what is printed beside."""
 
     name: str
     series: str
@@ -311,12 +280,11 @@ class Row:
     shown: str
     detail: str = ""
     interval: tuple[float, float] | None = None
-    dots: Mapping[str, float] = field(default_factory=dict)
+    dots: Mapping[str, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Rows of bars or dots in a table, which is the figure and its own fallback: (row, drawing), and labelled ticks."""
+class Bars(NamedTuple):
+    """Rows of bars or dots, each with its drawing, and labelled ticks. The table is the figure and its own fallback."""
 
     title: str
     unit: str
@@ -333,21 +301,14 @@ def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
     axis = Axis(0.0, most / 0.98)  # a little room on the right: the whisker's cap is not cut
 
     def drawn(row: Row) -> list[Shape]:
-        parts = []
-        if row.value is not None:
-            parts.append(
-                shape("rect", f"fill {row.series}", x=0, y=3, width=axis.at(row.value), height=14, rx=2)
-            )
+        parts = [] if row.value is None else [box(axis, 0.0, row.value, 3, 14, f"fill {row.series}")]
         parts.append(down(axis.at(reference), "reference", bottom=20))
         if row.interval:
             low, high = (axis.at(min(edge, most)) for edge in row.interval)
-            parts += [
-                shape("line", "whisker", x1=low, x2=high, y1=10, y2=10),
-                down(low, "whisker", "", 6, 14),
-            ]
-            goes_on = row.interval[1] > most
-            parts.append(Shape("arrow", {"x": high, "y": 10, "class": "whisker", "d": "M-5-4L0 0L-5 4"}) if goes_on
-                         else down(high, "whisker", "", 6, 14))  # fmt: skip
+            goes_on = Shape("arrow", {"x": high, "y": 10, "class": "whisker", "d": "M-5-4L0 0L-5 4"})
+            end = goes_on if row.interval[1] > most else down(high, "whisker", "", 6, 14)
+            line = shape("line", "whisker", x1=low, x2=high, y1=10, y2=10)
+            parts += [line, down(low, "whisker", "", 6, 14), end]
         return parts
 
     return Bars(title, f"{unit} {CUT}" if whole > most else unit, [(row, drawn(row)) for row in rows], 20)
@@ -358,39 +319,40 @@ def dots(title: str, unit: str, rows: Sequence[Row]) -> Bars:
     axis = axis_over([np.array(list(row.dots.values())) for row in rows], log=False)
     # One number alone gives no scale.
     ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
-    grid = [down(axis.at(tick), "grid") for tick in ticks]
-    drawn = [
-        (row, [*grid, *(shape("circle", f"dot {row.series}", f"{label}: {significant(value, 5)}",
-                              cx=axis.at(value), cy=14, r=4.5) for label, value in row.dots.items())])
-        for row in rows
-    ]  # fmt: skip
-    return Bars(title, unit, drawn, 28, [text(tick_label(tick), axis.at(tick), 12) for tick in ticks])
 
+    def drawn(row: Row) -> list[Shape]:
+        return [down(axis.at(tick), "grid") for tick in ticks] + [
+            shape(
+                "circle",
+                f"dot {row.series}",
+                f"{label}: {significant(value, 5)}",
+                cx=axis.at(value),
+                cy=14,
+                r=4.5,
+            )
+            for label, value in row.dots.items()
+        ]
 
-class Gauge(NamedTuple):
-    """A gap, its interval and the margin, on one line."""
-
-    described: str
-    shapes: Sequence[Shape]
+    labels = [text(tick_label(tick), axis.at(tick), 12) for tick in ticks]
+    return Bars(title, unit, [(row, drawn(row)) for row in rows], 28, labels)
 
 
 def gauge(
     value: float | None, margin: float | None, interval: tuple[float, float] | None, series: str
-) -> Gauge | None:
-    """The gauge of a gap from FP32, or None without a gap and a margin above 0; all in one unit."""
+) -> tuple[str, list[Shape]] | None:
+    """A gap from FP32, its interval and the margin on one line, described and drawn; all in one unit.
+
+    None without a gap and a margin above 0.
+    """
     if value is None or not margin or margin < 0:
         return None
     reach = max([abs(value)] + [abs(edge) for edge in interval or ()]) / margin
     half = margin * min(EDGE, max(1.6, 1.15 * reach))
     axis = Axis(-half, half)
-    left, right, at = axis.at(-margin), axis.at(margin), axis.at(0.0 if math.isnan(value) else value)
     described = f"gap {signed(value)}, margin ±{significant(margin, 3)}"
-    parts = [
-        across("12", "rail"),
-        shape("rect", "band margin", x=left, y=4, width=_size(left, right, left, right)["width"], height=16),
-        *(down(edge, "edge margin", "", 2, 22) for edge in (left, right)),
-        down("50%", "zero", "", 5, 19),
-    ]
+    parts = [across("12", "rail"), box(axis, -margin, margin, 4, 16, "band margin")]
+    parts += [down(axis.at(edge), "edge margin", "", 2, 22) for edge in (-margin, margin)]
+    parts.append(down("50%", "zero", "", 5, 19))
     if interval:
         described += f", interval {signed(interval[0])} to {signed(interval[1])}"
         low, high = axis.at(interval[0]), axis.at(interval[1])
@@ -398,11 +360,11 @@ def gauge(
         parts += [down(end, f"gapline {series}", "", 8, 16) for end in (low, high)]
     if abs(value) > half:
         turn = "M-5-5L2 0L-5 5" if value > 0 else "M5-5L-2 0L5 5"
-        parts.append(Shape("arrow", {"x": at, "y": 12, "class": f"cross {series}", "d": turn}))
+        parts.append(Shape("arrow", {"x": axis.at(value), "y": 12, "class": f"cross {series}", "d": turn}))
     elif math.isfinite(value):
-        parts.append(shape("circle", f"dot {series}", cx=at, cy=12, r=4.5))
-    labels = ((signed(-margin, 2), left), ("0", "50%"), (signed(margin, 2), right))
-    return Gauge(described, [*parts, *(text(label, x, 36) for label, x in labels)])
+        parts.append(shape("circle", f"dot {series}", cx=axis.at(value), cy=12, r=4.5))
+    labels = ((signed(-margin, 2), -margin), ("0", 0.0), (signed(margin, 2), margin))
+    return described, [*parts, *(text(label, axis.at(at), 36) for label, at in labels)]
 
 
 def bar_path(bins: Sequence[int]) -> str:

@@ -13,38 +13,22 @@ import numpy as np
 from mezzo.core.curve import final_count
 from mezzo.core.finding import CAUSES, Finding
 from mezzo.core.records import UpdateRecord
+from mezzo.report import numbers
 from mezzo.report.charts import Axis, Bars, Chart, Key, Row, axis_over, bars, dots
 from mezzo.report.comparison import Comparison
-from mezzo.report.numbers import (
-    counted,
-    finite,
-    listed,
-    pair,
-    ratio,
-    scale_text,
-    seconds,
-    signed,
-    significant,
-    size,
-)
+from mezzo.report.numbers import counted, finite, listed, ratio, scale_text, significant
 from mezzo.report.run import Run
 from mezzo.report.series import Array, align, band, sample, smooth, thin, thin_band, window_for
 
-CUT = 5.0
-"""A loss that explodes would squeeze all else into one line: the frame ends so many of FP32's falls above its top."""
-SHOWN = 0.98
-"""The frame of a difference shows this share of the smoothed values; the rest, the first steps mostly, may leave it."""
+CUT = 5.0  # the frame of a loss that explodes ends so many of FP32's falls above its top
+SHOWN = 0.98  # the share of the smoothed differences in the frame; the first steps mostly leave it
 POINTS = 160
-STROKES = 200
-"""More strokes than this would be a wall of colour: one a bucket is drawn, and the note gives the true count."""
+STROKES = 200  # of more skipped updates one per bucket is drawn, and the note gives the true count
 NAMED = 12
 ALARMS = 4
-REASONS, LETTERS = 2, 60
-"""Of the reasons of skipped updates, how many a caption has, and how much of each."""
+REASONS, LETTERS = 2, 60  # of skipped updates in a caption: how many, and how much of each
 _SPREAD = 1000  # updates of all optimizers to one of these: beyond, an index is broken
-
-Group = tuple[str, str, list[Run]]
-"""A precision's name, its colour, and its runs."""
+Group = tuple[str, str, list[Run]]  # a precision's name, its colour, and its runs
 
 
 def loss(title: str, groups: Sequence[Group]) -> Chart | None:
@@ -82,7 +66,7 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
             chart.band(*thin_band(low, high), series=colour)
         # FP32 is drawn broad and pale under the candidate, so that both are seen where they agree.
         chart.line(*thin(mean), series=colour, name=name, style="line" if name == groups[-1][0] else "under")
-        columns.append((name, colour, _at(mean, picks)))
+        columns.append((name, _at(mean, picks)))
         chart.notes += _faults(chart, name, colour, runs, alone)
         good = mean[np.isfinite(mean)]
         if len(good):
@@ -165,7 +149,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
     described = "No step has a finite loss in both runs."
     if len(good):
         told = "" if margin is None else f"; the margin is {significant(margin, 3)}"
-        described = f"{candidate} ends {signed(good[-1])} from FP32{told}."
+        described = f"{candidate} ends {numbers.signed(good[-1])} from FP32{told}."
     over = f"mean over {counted(len(rows), 'pair')}" if len(rows) > 1 else "one pair"
     chart = Chart(
         title=f"Difference: {candidate} minus FP32 of the same seed",
@@ -182,9 +166,10 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
         n = rows.shape[1]
         words = f"margin ±{significant(margin, 2)}, shaded where it counts"
         chart.span(-margin, margin, float(n - final_count(n)), float(n - 1), "margin", words)
-    columns = [(f"{candidate} − FP32", series, mean)]
+    picks = sample(steps, POINTS)
+    columns = [(f"{candidate} − FP32", _at(mean, picks))]
     if noise:
-        columns.append(("twin − FP32", "noise", noise.mean))
+        columns.append(("twin − FP32", _at(noise.mean, picks)))
         if len(twins) > 1:
             chart.band(*thin_band(noise.low, noise.high), "noise", "FP32 twins moved by one ulp (noise)")
         else:
@@ -199,8 +184,7 @@ def difference(comparison: Comparison, candidate: str, series: str, margin: floa
             chart.notes.append(
                 f"The curve leaves the frame in places: its largest size is {significant(largest, 3)}."
             )
-    picks = sample(steps, POINTS)
-    chart.read(picks, [(name, colour, _at(values, picks)) for name, colour, values in columns])
+    chart.read(picks, columns)
     return chart
 
 
@@ -229,14 +213,10 @@ def _difference_axis(parts: Sequence[Array], margin: float | None, base: Array) 
 
 
 class Track(NamedTuple):
-    """The updates of one optimizer of a run: each has a loss scale of its own.
+    """The updates of one optimizer of a run, each with its own loss scale; ``who`` is "" where there is one alone.
 
-    Args:
-        who: what to call it; ``""`` where there is one alone.
-        updates: of it, in order.
-        places: where they stand: at their own index among the run's, as findings and ranges name them. Those of several
-            loops in one file have the same indices: they are counted.
-        found: index of an update -> what was found out about it.
+    ``places`` is where they stand: at their own index among the run's, as findings and ranges name them. Those of
+    several loops in one file have the same indices: they are counted. ``found`` is what was found out, by that index.
     """
 
     who: str
@@ -251,15 +231,9 @@ class Track(NamedTuple):
 
 
 def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
-    """The loss scale over updates: every skipped one marked, alarms with their culprit.
+    """The loss scale over the updates of one precision's runs: skipped ones marked, alarms with their culprit.
 
-    Args:
-        runs: of one precision.
-        series: the class of its colour.
-        name: of the precision.
-
-    Returns:
-        None where no update was scaled and none was skipped.
+    None where no update was scaled and none was skipped.
     """
     tracks = [track for run in runs for track in _tracks(run, alone=len(runs) == 1)]
     updates = [update for track in tracks for update in track.updates]
@@ -313,12 +287,12 @@ def told_of(finding: Finding) -> str:
 
 
 def _tracks(run: Run, *, alone: bool) -> list[Track]:
-    numbers = sorted({update.optimizer for update in run.updates})
+    optimizers = sorted({update.optimizer for update in run.updates})
     found = {record.update: record.finding for record in run.overflows}
     tracks = []
-    for number in numbers:
+    for number in optimizers:
         words = ([] if alone else [f"Seed {run.seed}"]) + (
-            [f"optimizer {number}"] if len(numbers) > 1 else []
+            [f"optimizer {number}"] if len(optimizers) > 1 else []
         )
         updates = tuple(update for update in run.updates if update.optimizer == number)
         places = [update.index for update in updates]
@@ -412,11 +386,11 @@ def speed(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
     times = times if isinstance(times, dict) else {}
 
     def step(value: object) -> list[str]:
-        return [] if finite(value) is None else [f"{seconds(value)} a step"]
+        return [] if finite(value) is None else [f"{numbers.seconds(value)} a step"]
 
     rows = [Row("FP32", "s0", 1.0, "1.00×", "".join(step(times.get(comparison.baseline))))]
     for name, values in comparison.candidates.items():
-        found, interval = finite(values.get("speedup")), pair(values.get("speedup_interval"))
+        found, interval = finite(values.get("speedup")), numbers.pair(values.get("speedup_interval"))
         detail = [f"{interval[0]:.2f} to {interval[1]:.2f}"] if interval else []
         detail += step(values.get("step_seconds", times.get(name)))
         rows.append(Row(name, colours[name], found, ratio(found), ", ".join(detail), interval))
@@ -433,12 +407,12 @@ def memory(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
     ratios = {name: finite(values.get("peak_memory_ratio")) for name, values in comparison.candidates.items()}
     if base is not None and any(peaks.values()):
         hows = sorted({run.memory.how for run in comparison.runs if run.memory})
-        rows = [Row("FP32", "s0", base, size(base))] + [
+        rows = [Row("FP32", "s0", base, numbers.size(base))] + [
             Row(
                 name,
                 colours[name],
                 peaks[name],
-                size(peaks[name]),
+                numbers.size(peaks[name]),
                 f"{ratio(found)} of FP32" if found else "",
             )
             for name, found in ratios.items()

@@ -33,11 +33,7 @@ def printable(text: str) -> str:
 
 
 def number(value: object) -> float | None:
-    """The value as a float, NaN and infinities included; None where it is not a number (a bool is not one either).
-
-    >>> number("inf"), number(None), number(True), number(3)
-    (inf, None, None, 3.0)
-    """
+    """The value as a float, NaN and infinities included; None where it is not a number (a bool is not one either)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -61,11 +57,7 @@ def pair(value: object) -> tuple[float, float] | None:
 
 
 def significant(value: object, digits: int = 4) -> str:
-    """To so many significant digits, with a true minus sign: losses and metrics.
-
-    >>> significant(0.0123456), significant(-2.5e-7), significant(12345.678), significant(float("nan"))
-    ('0.01235', '−2.500e-07', '12,346', 'NaN')
-    """
+    """To so many significant digits, with a true minus sign: losses and metrics (``−2.500e-07``, ``12,346``)."""
     found = number(value)
     if found is None:
         return MISSING
@@ -97,11 +89,7 @@ def ratio(value: object) -> str:
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break.
-
-    >>> [" ".join(percent(share).split()) for share in (0.005, -0.0131, None)], percent(0.934, 0)[:2]
-    (['0.50 %', '−1.3 %', 'not measured'], '93')
-    """
+    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break."""
     found = finite(value)
     if found is None:
         return MISSING
@@ -139,11 +127,7 @@ def listed(numbers: list[int], most: int) -> str:
 
 
 def size(value: object) -> str:
-    """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits.
-
-    >>> size(421_700_000), size(1.2e9), size(512)
-    ('422 MB', '1.20 GB', '512 B')
-    """
+    """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits: ``422 MB``, ``512 B``."""
     found = finite(value)
     if found is None:
         return MISSING
@@ -168,20 +152,12 @@ def seconds(value: object) -> str:
 
 
 def power_of_two(exponent: float) -> str:
-    """Two to a whole power, as it is written by hand.
-
-    >>> power_of_two(16), power_of_two(-3)
-    ('2¹⁶', '2⁻³')
-    """
+    """Two to a whole power, as it is written by hand: ``2⁻³``."""
     return "2" + str(round(exponent)).translate(_SUPERSCRIPT)
 
 
 def scale_text(value: float) -> str:
-    """A loss scale: as a power of two where it is one.
-
-    >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0)
-    ('2¹⁶', '1', '1,000')
-    """
+    """A loss scale: as a power of two where it is one, ``2¹⁶``, ``1``, ``1,000``."""
     if value != 1 and 0 < value < math.inf and math.frexp(value)[0] == 0.5:
         return power_of_two(math.log2(value))
     return f"{value:,.6g}" if math.isfinite(value) else str(value)

@@ -23,131 +23,87 @@ import jinja2
 from markupsafe import Markup, escape
 
 from mezzo.core.finding import Finding
-from mezzo.core.records import OverflowRecord, RunStarted
+from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers
 from mezzo.report.comparison import Comparison, command_line
-from mezzo.report.numbers import count, counted, finite, listed, percent, printable, significant, size
+from mezzo.report.numbers import counted, finite, listed, percent, printable, significant, size
 from mezzo.report.range_figures import range_figures
+from mezzo.report.ranges import FORMATS
 from mezzo.report.run import Run
 
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")
 """Classes that style.css colours; a seventh candidate shares the first one's colour and keeps its name."""
-PARITY = {
-    "equivalent": ("M3 8.5L6.5 12L13 4.5", "The gap's whole interval lies within the margin."),
-    "consistent": (
-        "M2.5 6.5C5 4 6.5 8 8 6.5S11 5 13.5 6.5M2.5 10.5C5 8 6.5 12 8 10.5S11 9 13.5 10.5",
-        "No harm seen, with fewer pairs than would prove its absence.",
-    ),
-    "inconclusive": (
-        "M5.5 6A2.5 2.5 0 1 1 8.9 8.3C8.2 8.6 8 9 8 9.8M8 12.6V12.7",
-        "The runs cannot tell; more seeds may.",
-    ),
-    "divergent": (
-        "M4 4L12 12M12 4L4 12",
-        "The result differs from FP32 by more than the margin, or training broke.",
-    ),
-}
-"""Parity word -> its icon's path in a 16-unit square, and the word in one line. Colour never stands alone."""
-RULES = {
-    "lower": "computed in the 16-bit format",
-    "fp32": "computed in FP32",
-    "internal_fp32": "16 bits in and out, FP32 inside",
-    "promote": "computed in the widest input's format",
-    "banned": "refused in this format",
-}
 
 
 def render(comparison: Comparison) -> str:
     """The page of a comparison. The same folder gives the same text, whenever and wherever it is made."""
     request, runs, candidates = comparison.request, comparison.runs, comparison.candidates
-    started = next((run.started for run in runs if run.started), None)
-    target = request.get("demo") or request.get("target") or (started.script if started else "")
-    name = PurePath(str(target)).name or comparison.directory.resolve().name
+    target = request.get("demo") or request.get("target")
     verdicts = ", ".join(f"{key} {_parity(values)}" for key, values in candidates.items())
-    told = [
-        {finite(values.get(key)) for values in candidates.values()} - {None} for key in ("seeds", "steps")
-    ]
-    seeds, steps = (int(one.pop() or 0) if len(one) == 1 else None for one in told)
+    facts = []
+    for key, words in (("seeds", "paired seed"), ("steps", "step")):
+        found = {values for one in candidates.values() if (values := finite(one.get(key))) is not None}
+        if len(found) == 1:
+            facts.append(counted(int(found.pop()), words) + (" a run" if key == "steps" else ""))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(candidates)}
+    base = ("FP32", "s0", comparison.of(comparison.baseline))
     curves: list[charts.Chart | None] = []
-    for candidate, colour in colours.items():
-        groups = [
-            ("FP32", "s0", comparison.of(comparison.baseline)),
-            (candidate, colour, comparison.of(candidate)),
-        ]
-        margin = finite(candidates[candidate].get("margin"))
-        curves += [
-            figures.loss(f"Loss: {candidate} over FP32", groups),
-            figures.difference(comparison, candidate, colour, margin),
-        ]
+    for name, colour in colours.items():
+        curves.append(figures.loss(f"Loss: {name} over FP32", [base, (name, colour, comparison.of(name))]))
+        margin = finite(candidates[name].get("margin"))
+        curves.append(figures.difference(comparison, name, colour, margin))
     # A run of each precision stands for its seeds: their exponents are alike, and a page has an end.
     watched = [
         [run for run in comparison.of(one) if run.ranges][:1] for one in (comparison.baseline, *colours)
     ]
     return _page(
-        title=f"{name}: {verdicts}" if verdicts else name,
+        runs,
+        target and PurePath(str(target)).name,
+        comparison.directory.resolve().name,
+        verdicts,
         kicker="Mixed precision against FP32",
-        heading=name,
-        facts=[
-            counted(seeds, "paired seed") if seeds is not None else "",
-            f"{count(steps)} steps a run" if steps is not None else "",
-            *_where_and_when(started),
-        ],
+        facts=facts,
         comparison=comparison,
         colours=colours,
-        runs=runs,
         curves=curves,
         scales=[figures.loss_scale(comparison.of(one), colour, one) for one, colour in colours.items()],
         ranges=[range_figures(run) for some in watched for run in some],
         formats=_ops((one, comparison.of(one)) for one in colours),
-        machine=comparison.verdict.get("machine"),
+        machine=_machine(comparison.verdict.get("machine"), runs),
         kinds="cw" if any(run.ranges or run.overflows for run in runs) else "c",
     )
 
 
 def render_runs(runs: Sequence[Run], place: str) -> str:
-    """The page of runs without a verdict: what they did, and what was seen in them.
-
-    Args:
-        runs: at least one.
-        place: the name of their folder or file, for a run that does not say which script it is.
-    """
-    started = next((run.started for run in runs if run.started), None)
-    name = PurePath(started.script).name if started else place
+    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is."""
     policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
-    named = [
-        (run.name if len(runs) > 1 or not run.started else run.ran_by, run, COLOURS[i % len(COLOURS)])
-        for i, run in enumerate(runs)
-    ]
+    names = [run.name if len(runs) > 1 or not run.started else run.ran_by for run in runs]
+    named = [(name, COLOURS[i % len(COLOURS)], run) for i, (name, run) in enumerate(zip(names, runs))]
     return _page(
-        title=f"{name}: {', '.join(policies)}" if policies else name,
+        runs,
+        "",
+        place,
+        ", ".join(policies),
         kicker="A training run" if len(runs) == 1 else "Training runs",
-        heading=name,
-        facts=[*policies, *_where_and_when(started)],
+        facts=policies,
         comparison=None,
-        runs=runs,
-        curves=[figures.loss(f"Loss: {one}", [(one, colour, [run])]) for one, run, colour in named],
-        scales=[figures.loss_scale([run], colour, one) for one, run, colour in named],
+        curves=[figures.loss(f"Loss: {name}", [(name, colour, [run])]) for name, colour, run in named],
+        scales=[figures.loss_scale([run], colour, name) for name, colour, run in named],
         ranges=[range_figures(run) for run in runs if run.ranges],
-        formats=_ops((one, [run]) for one, run, _ in named),
-        machine=None,
+        formats=_ops((name, [run]) for name, _, run in named),
+        machine=_machine(None, runs),
         kinds="r",
     )
 
 
-def _page(*, facts: Sequence[str], runs: Sequence[Run], machine: object, **values: Any) -> str:
-    values.update(runs=runs, findings=_findings(runs), machine=_machine(machine, runs))
-    page = _environment().get_template("page.html").render(facts=" · ".join(filter(None, facts)), **values)
+def _page(runs: Sequence[Run], target: str | None, place: str, told: str, **values: Any) -> str:
+    started = next((run.started for run in runs if run.started), None)
+    name = target or (PurePath(started.script).name if started else "") or place
+    values.update(runs=runs, heading=name, title=f"{name}: {told}" if told else name, started=started)
+    page = _environment().get_template("page.html").render(findings=_findings(runs), **values)
     return page.strip() + "\n"
-
-
-def _where_and_when(started: RunStarted | None) -> list[str]:
-    if started is None:
-        return []
-    machine = started.machine
-    return [str(machine.get("gpu") or machine.get("cpu") or ""), started.started.replace("T", " ")[:16]]
 
 
 @cache
@@ -179,8 +135,8 @@ def _environment() -> jinja2.Environment:
         script_hash=_hash(script),
         version=VERSION,
         parity=_parity,
-        PARITY=PARITY,
         LEVELS=charts.LEVELS,
+        FORMATS=FORMATS,
         gauge=charts.gauge,
         command_line=command_line,
         noted=_noted,
@@ -227,12 +183,7 @@ def _parity(values: Mapping[str, Any]) -> str:
 class Group:
     """The same finding, as often as it was made.
 
-    Args:
-        scale: what is true of the loss scale (`Run.too_high`) in its runs, of a finding about that.
-        constant: the loss scale of those runs, if their policy has a constant one.
-        lasting: whether that scale stays as it is, so that it has to be mended.
-        records: in order.
-        runs: the names of the runs in which it was made.
+    Of one about the loss scale: `Run.too_high`, `Run.constant_scale` and `Run.lasting` of the runs that made it.
     """
 
     scale: str
@@ -291,14 +242,10 @@ def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
             continue
         # Departures first, then what was called most: what a reader looks for is at the top.
         rows = sorted(watched.ops, key=lambda op: (op.as_planned, op.rule, -op.calls, op.op, op.module))
-        rules = "; ".join(
-            f"{times} {rule or 'without a rule'}" + (f" ({RULES[rule]})" if rule in RULES else "")
-            for rule, times in Counter(op.rule for op in rows).most_common()
-        )
-        where = f" of seed {watched.seed}" if len(runs) > 1 else ""
-        told = f"{counted(len(rows), 'op')} in one watched step{where}: {rules}."
+        rules = Counter(op.rule for op in rows).most_common()
         departed = [op for op in rows if not op.as_planned]
-        found.append({"name": name, "rows": rows, "departed": departed, "told": told})
+        seed = watched.seed if len(runs) > 1 else None
+        found.append({"name": name, "rows": rows, "departed": departed, "rules": rules, "seed": seed})
     return found
 
 
@@ -315,13 +262,9 @@ def _machine(known: object, runs: Sequence[Run]) -> list[tuple[str, str]]:
     """The machine as it is known, else as the first run that says so recorded it."""
     found = known if isinstance(known, dict) and known else None
     found = found or next((run.started.machine for run in runs if run.started), {})
-    return [
-        (
-            key.removesuffix("_bytes").replace("_", " "),
-            size(value) if key.endswith("_bytes") else _plain(value),
-        )
-        for key, value in found.items()
-    ]
+    named = {key.removesuffix("_bytes").replace("_", " "): key for key in found}
+    shown = {key: size(found[key]) if key.endswith("_bytes") else _plain(found[key]) for key in found}
+    return [(name, shown[key]) for name, key in named.items()]
 
 
 def _plain(value: Any) -> str:

@@ -9,37 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, shift_of
-from mezzo.report.charts import (
-    DECADES,
-    Axis,
-    Chart,
-    Key,
-    Shape,
-    Table,
-    across,
-    bar_height,
-    bar_path,
-    cells,
-    down,
-    level,
-    shape,
-    text,
-)
-from mezzo.report.numbers import (
-    count,
-    counted,
-    percent,
-    power_of_two,
-    printable,
-    share_text,
-    significant,
-)
+from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
+from mezzo.report import charts
+from mezzo.report.charts import Axis, Chart, Key, Shape, Table, across, down, shape, text
+from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
 from mezzo.report.series import Array, sample
@@ -56,8 +33,7 @@ MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
 SLIDER = (-24, 32)
-"""The ends of the loss scale's slider as powers of two, moved out for a run that went further; from 0 on where no scale
-was below."""
+"""The ends of the loss scale's slider, as powers of two. It starts at 0 where no scale was below 1."""
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
 _STRIP = 17
@@ -70,21 +46,17 @@ def range_figures(run: Run) -> dict[str, Any]:
     # An update that was not watched may have changed the scale since.
     scales = [update.loss_scale for update in run.updates] or seen.scales
     shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
-    used = [shift, *(shift_of(scale) for scale in scales)]
-    least = min(0, *used)
-    to = f" to {seen.updates[-1]:,}" if len(seen.updates) > 1 else ""
+    used = [0, shift, *map(shift_of, scales)]
+    least = min(SLIDER[0], *used) if min(used) < 0 else 0
+    tracks = {what: seen.of(what) for what in ORDER}
     return {
         "name": run.name,
-        "told": f"{counted(len(seen.updates), 'watched step')}, update {seen.updates[0]:,}{to}; "
-        f"{counted(len(seen.tracks), 'tensor')}. Histograms are of all watched steps together; zeros are left out.",
+        "seen": seen,
         "shift": shift,
-        "slider": (min(SLIDER[0], least) if least < 0 else 0, max(SLIDER[1], *used)),
+        "slider": (least, max(SLIDER[1], *used)),
         "format": formats["activation gradient"],
-        "formats": FORMATS,
-        "exponents": [
-            exponents(what, tracks, formats[what], shift) for what in ORDER if (tracks := seen.of(what))
-        ],
-        "maps": [found for what in MAPS if (found := heat(what, seen, formats[what]))],
+        "exponents": [exponents(what, some, formats[what], shift) for what, some in tracks.items() if some],
+        "maps": list(filter(None, (heat(what, seen, formats[what]) for what in MAPS))),
         "ratios": update_ratios(seen),
     }
 
@@ -98,30 +70,8 @@ def _format(seen: Ranges, what: str) -> str:
     return FORMATS[0]
 
 
-@dataclass(frozen=True)
-class Exponents:
-    """How often each exponent occurs in a kind of tensor, over strips that show what each format can hold."""
-
-    title: str
-    sentence: str
-    scale: str
-    described: str
-    grid: list[Shape]
-    bins: str
-    ends: list[Shape]
-    strips: list[Shape]
-    strips_height: int
-    broken: bool
-    not_finite: str
-    shares: Table
-    told: str
-    tensors: Table
-    tensors_name: str
-    data: dict[str, Any]
-
-
-def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> Exponents:
-    """The figure of one kind.
+def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
+    """How often each exponent occurs in a kind of tensor, over strips that show what each format can hold.
 
     Args:
         what: a key of `WHAT`.
@@ -133,83 +83,65 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> Ex
     shift = shift if moves else 0
     total = together(tracks)
     # Everything that occurs, and the ends of fp16 and the fp8 formats in any case. What lies beyond is at the edge.
-    low = max(_WINDOW[0], min(total.lowest + shift - 1, -28))
-    high = min(_WINDOW[1], max(total.lowest + len(total.counts) + shift + 1, 20))
-    axis = Axis(low, high)
-    worst = sorted(tracks, key=lambda track: -_gone(track, format, shift))[:LISTED]
-    name = f"Each of {counted(len(tracks), 'tensor')}"
-    if len(worst) < len(tracks):
-        name = f"The {len(worst):,} with the most to lose, of {len(tracks):,} tensors"
-    shares = {one: total.shares(one, shift) for one in FORMATS}
-    described = "; ".join(
-        f"in {one} {percent(found.underflow)} become zero and {percent(found.overflow)} overflow"
-        for one, found in shares.items()
-        if found
-    )
-    described = f"Of all tensors together, {described}." if described else "No finite number but zero."
-    broken, elements = _broken(total), total.elements
-    not_finite = (
-        f"{broken:,} of {counted(elements, 'number')} ({share_text(broken / elements if elements else 0.0)}) "
-        f"{'is' if broken == 1 else 'are'} infinite or NaN already. The shares below are of the finite ones."
-    )
-    return Exponents(
-        title=what.capitalize(),
-        sentence=f"{WHAT[what][0].upper()}{WHAT[what][1:]}.",
-        scale=power_of_two(shift) if moves else "",
-        described=f"{not_finite} {described}" if broken else described,
-        grid=_grid(axis),
-        bins=bar_path(_bins(total, axis, shift)),
-        ends=[
-            down(axis.at(edge), "edge skip", words)
-            for edge, words in (
-                (LIMITS[format].zero, f"below: zero in {format}"),
-                (LIMITS[format].overflow, f"from here on: beyond {format}"),
-            )
-            if low < edge < high
+    first, last = total.lowest + shift, total.lowest + len(total.counts) + shift
+    axis = Axis(max(_WINDOW[0], min(first - 1, -28)), min(_WINDOW[1], max(last + 1, 20)))
+
+    def gone(track: Track) -> float:
+        shares = track.total.shares(format, shift)
+        return (shares.underflow + shares.overflow if shares else 0.0) + bool(broken(track.total))
+
+    worst = sorted(tracks, key=gone, reverse=True)[:LISTED]
+    rows = []
+    for track in worst:
+        lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
+        numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
+        rows.append((track.label, numbers, bool(bad), _small(track.total, axis, shift, format)))
+    ends = ((LIMITS[format].zero, "below: zero in"), (LIMITS[format].overflow, "from here on: beyond"))
+    shares = {name: total.shares(name, shift) for name in FORMATS}
+    return {
+        "what": what,
+        "sentence": WHAT[what],
+        "power": power_of_two(shift) if moves else "",
+        "total": total,
+        "broken": broken(total),
+        "grid": _grid(axis),
+        "bins": charts.bar_path(_bins(total, axis, shift)),
+        "ends": [
+            down(axis.at(end), "edge skip", f"{words} {format}")
+            for end, words in ends
+            if axis.low < end < axis.high
         ],
-        strips=_strips(axis),
-        strips_height=_STRIP * len(LIMITS),
-        broken=bool(broken),
-        not_finite=not_finite,
-        shares=Table(
+        "strips": _strips(axis),
+        "strips_height": _STRIP * len(LIMITS),
+        "lost": {name: found for name, found in shares.items() if found},
+        "shares": Table(
             ("In", "to zero", "subnormal", "kept", "overflow"),
-            [
-                (
-                    one,
-                    [
-                        share_text(part)
-                        for part in (found.underflow, found.subnormal, found.normal, found.overflow)
-                    ]
-                    if found
-                    else ["–"] * 4,
-                    False,
-                    None,
-                )
-                for one, found in shares.items()
-            ],
+            [(name, _cells(found), False, None) for name, found in shares.items()],
         ),
-        told=f"{counted(elements, 'number')}: {count(total.zeros)} of them zero, "
-        f"{count(broken)} infinite or NaN, the largest {significant(total.largest, 3)}.",
-        tensors=_tensors(worst, format, shift, axis),
-        tensors_name=name,
-        data={
-            "low": low,
-            "high": high,
+        "tensors": Table(
+            ("Tensor", "Exponents", f"to zero in {format}", "overflow", "largest", "not finite"), rows
+        ),
+        "of": len(tracks),
+        "data": {
+            "low": axis.low,
+            "high": axis.high,
             "moves": moves,
             "limits": {name: [one.zero, one.normal, one.overflow] for name, one in LIMITS.items()},
             "names": [printable(track.label) for track in worst],
-            "rows": [_plain(total), *(_plain(track.total) for track in worst)],
+            "rows": [_plain(one) for one in (total, *(track.total for track in worst))],
         },
-    )
+    }
 
 
-def _broken(histogram: Histogram) -> int:
+def broken(histogram: Histogram) -> int:
+    """How many numbers are infinite or NaN."""
     return histogram.infinities + histogram.nans
 
 
-def _gone(track: Track, format: str, shift: int) -> float:
-    shares = track.total.shares(format, shift)
-    return (shares.underflow + shares.overflow if shares else 0.0) + (1.0 if _broken(track.total) else 0.0)
+def _cells(shares: Shares | None) -> list[str]:
+    if shares is None:
+        return ["–"] * 4
+    return [share_text(one) for one in (shares.underflow, shares.subnormal, shares.normal, shares.overflow)]
 
 
 def _bins(histogram: Histogram, axis: Axis, shift: int) -> list[int]:
@@ -223,63 +155,43 @@ def _bins(histogram: Histogram, axis: Axis, shift: int) -> list[int]:
 def _plain(histogram: Histogram) -> list[float]:
     """A histogram for the script: lowest exponent, zeros, infinities and NaNs, largest, and the counts."""
     largest = float(f"{histogram.largest:.4g}")
-    return [histogram.lowest, histogram.zeros, _broken(histogram), largest, *histogram.counts]
+    return [histogram.lowest, histogram.zeros, broken(histogram), largest, *histogram.counts]
 
 
 def _grid(axis: Axis) -> list[Shape]:
-    parts = []
+    parts = [across("100%", "base")]
     for decade, label in _PERCENT.items():
-        y = f"{100 * decade / DECADES:.2f}%"
+        y = f"{100 * decade / charts.DECADES:.2f}%"
         parts += [across(y, "grid"), text(label, -6, y, "label end", "0.32em")]
     every = 10 if axis.high - axis.low > 36 else 5
     for exponent in range(-(-int(axis.low) // every) * every, int(axis.high) + 1, every):
         x = axis.at(exponent)
         parts += [down(x, "grid"), text(power_of_two(exponent), x, "100%", dy="1.45em")]
-    return [*parts, across("100%", "base")]
+    return parts
 
 
 def _strips(axis: Axis) -> list[Shape]:
     """A strip for each format: pale where it has fewer bits, full where it has all."""
     parts = []
     for place, (name, limits) in enumerate(LIMITS.items()):
-        top = place * _STRIP
-        parts.append(text(name, -6, top + 9, "label end", "0.32em"))
-        for start, stop, style in (
-            (limits.zero, limits.normal, "subnormal"),
-            (limits.normal, limits.overflow, "normal"),
-        ):
-            left, right = axis.at(start), axis.at(stop)
-            if left != right:
-                width = f"{float(right[:-1]) - float(left[:-1]):.2f}%"
+        y = place * _STRIP
+        parts.append(text(name, -6, y + 9, "label end", "0.32em"))
+        ends = (("subnormal", limits.zero, limits.normal), ("normal", limits.normal, limits.overflow))
+        for style, start, stop in ends:
+            if axis.at(start) != axis.at(stop):
                 title = f"{name}: {style} from 2^{start} to 2^{stop}"
-                parts.append(
-                    shape("rect", f"strip {style}", title, x=left, y=top + 2, width=width, height=_STRIP - 4)
-                )
+                parts.append(charts.box(axis, start, stop, y + 2, _STRIP - 4, f"strip {style}", title))
     return parts
-
-
-def _tensors(tracks: Sequence[Track], format: str, shift: int, axis: Axis) -> Table:
-    """Each tensor with its own small histogram and what the format makes of it."""
-    rows = []
-    for track in tracks:
-        shares, broken = track.total.shares(format, shift), _broken(track.total)
-        lost = [share_text(shares.underflow), share_text(shares.overflow)] if shares else ["–", "–"]
-        numbers = [*lost, significant(track.total.largest, 3), count(broken)]
-        rows.append((track.label, numbers, bool(broken), _small(track.total, axis, shift, format)))
-    return Table(("Tensor", "Exponents", f"to zero in {format}", "overflow", "largest", "not finite"), rows)
 
 
 def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, Any]:
     """One outline in a unit for each exponent, from the first that occurs to the last."""
     bins = _bins(total, axis, shift)
-    number = sum(bins)
     used = [place for place, one in enumerate(bins) if one]
     shapes = []
     if used:
-        heights = [
-            bins[place] and max(0.02, bar_height(bins[place] / number))
-            for place in range(used[0], used[-1] + 1)
-        ]
+        inner = bins[used[0] : used[-1] + 1]
+        heights = [number and max(0.02, charts.bar_height(number / sum(bins))) for number in inner]
         path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
         shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
     for edge in (LIMITS[format].zero, LIMITS[format].overflow):
@@ -288,80 +200,49 @@ def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, A
     return {"width": len(bins), "shapes": shapes}
 
 
-@dataclass(frozen=True)
-class Heat:
-    """Tensors by watched steps: how much of each is lost in a format, with a colour for each range of shares."""
-
-    title: str
-    format: str
-    unit: str
-    described: str
-    broken: bool
-    labels: list[str]
-    width: int
-    cells: list[Shape]
-    first: int
-    last: int
-    left_out: str
-    table: Table
-    table_name: str
-    data: dict[str, Any]
-
-
-def heat(what: str, ranges: Ranges, format: str) -> Heat | None:
-    """The map of one kind of tensor in a format, or None where it was seen in fewer than two steps."""
+def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
+    """A map of tensors by watched steps: how much of each is lost in a format; None for fewer than two steps."""
     tracks = ranges.of(what)
     columns = sorted({column for track in tracks for column in track.columns})
     if len(columns) < 2:
         return None
     size = math.ceil(len(columns) / COLUMNS)
     groups = [columns[start : start + size] for start in range(0, len(columns), size)]
-    shown, listed = _worst(tracks, format, LINES), _worst(tracks, format, LISTED)
+    # Those that lose most, in the order in which they came.
+    means = [(any(track.broken), track.mean_lost(format)) for track in tracks]
+    weights = [(bad, 0.0 if math.isnan(mean) else mean) for bad, mean in means]
+    by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
+    shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
     levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
     updates = [ranges.updates[group[0]] for group in groups]
-    most = {name: _described(tracks, name, ranges) for name in FORMATS}
-    unit = (
-        "Share of the updates too small to move a weight stored in this format, estimated from their ratios"
-        if what == RATIO
-        else "Share of the numbers that round to zero or overflow in this format"
-    )
-    if size > 1:
-        unit += f"; each column is the worst of up to {size} watched steps"
-    cut, every = len(listed) < len(tracks), "These figures as a table, for every format"
-    return Heat(
-        title="Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
-        format=format,
-        unit=f"{unit}.",
-        described=most[format],
-        broken=any(any(track.broken) for track in tracks),
-        labels=[track.label for track in shown],
-        width=len(groups),
-        cells=cells(levels[format]),
-        first=updates[0],
-        last=ranges.updates[columns[-1]],
-        left_out=f"{len(shown)} of {len(tracks):,} tensors: those that lose most."
-        if len(shown) < len(tracks)
-        else "",
-        table=_heat_table(listed, format, ranges),
-        table_name=f"{every}: the {len(listed):,} that lose most" if cut else every,
-        data={
+    described = {name: _described(tracks, name, ranges) for name in FORMATS}
+    rows = []
+    for track in listed:
+        share, column = track.worst_lost(format)
+        numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
+        numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
+        rows.append((track.label, numbers, any(track.broken), None))
+    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
+    return {
+        "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
+        "is_ratio": what == RATIO,
+        "format": format,
+        "every": size,
+        "described": described[format],
+        "broken": any(bad for bad, _ in weights),
+        "labels": [track.label for track in shown],
+        "width": len(groups),
+        "cells": charts.cells(levels[format]),
+        "updates": (updates[0], ranges.updates[columns[-1]]),
+        "of": len(tracks),
+        "table": Table(head, rows),
+        "data": {
             "names": [printable(track.label) for track in shown],
             "updates": updates,
             "levels": levels,
-            "most": {name: printable(words) for name, words in most.items()},
+            "most": {name: printable(words) for name, words in described.items()},
         },
-    )
-
-
-def _worst(tracks: Sequence[Track], format: str, most: int) -> list[Track]:
-    """Those that lose most in a format, in the order in which they came."""
-
-    def weight(place: int) -> tuple[bool, float]:
-        mean = tracks[place].mean_lost(format)
-        return any(tracks[place].broken), 0.0 if math.isnan(mean) else mean
-
-    kept = sorted(range(len(tracks)), key=weight, reverse=True)[:most]
-    return [tracks[place] for place in sorted(kept)]
+    }
 
 
 def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
@@ -371,7 +252,7 @@ def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
     for group in groups:
         found = [seen[column] for column in group if column in seen]
         shares = [share for share, _ in found if not math.isnan(share)]
-        line += level(max(shares, default=math.nan), sum(broken for _, broken in found))
+        line += charts.level(max(shares, default=math.nan), sum(broken for _, broken in found))
     return line
 
 
@@ -396,67 +277,39 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
     return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"
 
 
-def _heat_table(tracks: Sequence[Track], format: str, ranges: Ranges) -> Table:
-    rows = []
-    for track in tracks:
-        share, column = track.worst_lost(format)
-        at = f"{ranges.updates[column]:,}" if column >= 0 else "–"
-        means = [share_text(track.mean_lost(name)) for name in FORMATS]
-        broken = sum(track.broken)
-        rows.append((track.label, [*means, share_text(share), at, f"{broken:,}"], bool(broken), None))
-    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
-    return Table(head, rows)
-
-
 def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
     """Updates over weights, a chart for each tensor, those with the most lost updates first.
 
     None where fewer than two steps have any.
     """
     tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
-    if not tracks:
-        return None
-    means = {id(track): track.mean_lost("bf16") for track in tracks}
-    tracks.sort(key=lambda track: 0.0 if math.isnan(means[id(track)]) else -means[id(track)])
-    charts = [_ratio_chart(track, ranges) for track in tracks[:FIGURES]]
+    lost = {track.label: [track.mean_lost(name) for name, _, _ in MOVES] for track in tracks}
+    tracks.sort(key=lambda track: -np.nan_to_num(lost[track.label][0]))
     rows = []
     for track in tracks[:LISTED]:
-        medians = [track.quantiles[1][end] for end in (0, -1)]
-        cells = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in medians]
-        cells += [share_text(track.mean_lost(name)) for name, _, _ in MOVES]
-        rows.append((track.label, cells, False, None))
-    cut = f"{LISTED} of " if len(tracks) > LISTED else ""
-    return {
-        "charts": charts,
-        "table": Table(
-            (
-                "Tensor",
-                "first median",
-                "last median",
-                *(f"lost in {name}, estimated" for name, _, _ in MOVES),
-            ),
-            rows,
-        ),
-        "name": f"Update ratios of {cut}{len(tracks):,} tensors as a table",
-    }
+        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.quantiles[1]]
+        rows.append(
+            (track.label, [medians[0], medians[-1], *map(share_text, lost[track.label])], False, None)
+        )
+    head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in MOVES))
+    figures = [_ratio_chart(track, ranges, lost[track.label]) for track in tracks[:FIGURES]]
+    return {"charts": figures, "table": Table(head, rows), "of": len(tracks)} if tracks else None
 
 
-def _ratio_chart(track: Track, ranges: Ranges) -> Chart:
+def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
     picks = sample(len(track.columns), POINTS)
     at = np.array([ranges.updates[track.columns[pick]] for pick in picks], dtype=float)
-    low, middle, high = (
-        np.exp2(np.clip(np.array([values[pick] for pick in picks], dtype=float), -200, 200))
-        for values in track.quantiles
-    )
-    lost = " and ".join(
-        f"{share_text(track.mean_lost(name))} of the updates would be lost in {name}" for name, _, _ in MOVES
-    )
-    ends = [one for part in (0, 2) for one in track.quantiles[part] if math.isfinite(one)]
+    found = np.array(track.quantiles, dtype=float)
+    low, middle, high = np.exp2(np.clip(found[:, picks], -200, 200))
+    shares = [
+        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, _, _) in zip(lost, MOVES)
+    ]
+    ends = found[np.isfinite(found)]
     bottom, top = min([-14.0, *ends]), max([-4.0, *ends])
     chart = Chart(
         title=track.label,
-        described=f"{_course(at, middle)} On average an estimated {lost}.",
-        x=Axis(float(at[0]), max(float(at[-1]), float(at[0]) + 1.0)),
+        described=f"{_course(at, middle)} On average an estimated {' and '.join(shares)}.",
+        x=Axis(at[0], max(at[-1], at[0] + 1.0)),
         y=Axis(2.0 ** (math.floor(max(bottom, -60)) - 1), 2.0 ** (math.ceil(min(top, 20)) + 1), log=True),
         x_name="update",
         unit="Update over weight.",
@@ -478,11 +331,13 @@ def _course(at: Array, middle: Array) -> str:
     seen = np.flatnonzero(np.isfinite(middle)).tolist()
     if not seen:
         return "No update has a ratio: nothing moved, or only weights that were 0."
-    ends = [
-        power_of_two(math.log2(middle[place])) + (f" at update {int(at[place]):,}" if place != end else "")
+    first, last = (
+        power_of_two(math.log2(middle[place])) + (f" at update {at[place]:,.0f}" if place != end else "")
         for place, end in ((seen[0], 0), (seen[-1], len(middle) - 1))
-    ]
-    told = f"The median ratio goes from {ends[0]} to {ends[1]}."
-    if len(seen) < len(middle):
-        told += " A step has none where nothing moved, or only weights that were 0."
-    return told
+    )
+    why = (
+        " A step has none where nothing moved, or only weights that were 0."
+        if len(seen) < len(middle)
+        else ""
+    )
+    return f"The median ratio goes from {first} to {last}.{why}"

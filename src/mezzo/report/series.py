@@ -108,4 +108,5 @@ def thin_band(low: Array, high: Array, buckets: int = BUCKETS) -> tuple[Array, A
 
 def sample(steps: int, most: int) -> list[int]:
     """At most so many step numbers, evenly placed, first and last among them."""
-    return np.unique(np.linspace(0, steps - 1, min(steps, most)).round().astype(int)).tolist()
+    found: list[int] = np.unique(np.linspace(0, steps - 1, min(steps, most)).round().astype(int)).tolist()
+    return found
