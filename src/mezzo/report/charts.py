@@ -56,6 +56,10 @@ class Axis:
             low, high = math.log(low), math.log(high)
         return np.asarray((found - low) / (high - low))
 
+    def holds(self, value: float) -> bool:
+        """Whether a value lies between both ends."""
+        return self.low < value < self.high
+
     def at(self, value: float, *, up: bool = False) -> str:
         """The place of one value that the axis reaches, in percent; ``up`` counts from the top."""
         place = float(np.clip(self.place(value), 0, 1))

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.records import RunStarted, file_name
+from mezzo.core.records import file_name
 from mezzo.report.numbers import finite
 from mezzo.report.run import Run, read_run
 
@@ -32,17 +32,10 @@ class Comparison:
     runs: tuple[Run, ...] = ()
     request: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def started(self) -> RunStarted | None:
-        """How the first run that says so began."""
-        return next((run.started for run in self.runs if run.started), None)
-
     def of(self, precision: str) -> list[Run]:
         """The paired runs of one precision, by seed, without the one-ulp twins."""
-        return sorted(
-            (run for run in self.runs if run.precision == precision and not run.nudged),
-            key=lambda run: run.seed,
-        )
+        found = (run for run in self.runs if run.precision == precision and not run.nudged)
+        return sorted(found, key=lambda run: run.seed)
 
     @property
     def twins(self) -> list[Run]:
@@ -61,15 +54,16 @@ class Comparison:
     def metrics(self, precision: str) -> dict[int, float]:
         """The final metric of each run of one precision, by seed, from the pairs that the verdict lists."""
         of_baseline = precision == self.baseline
+        key = f"{self.baseline}_metric" if of_baseline else "metric"
         found: dict[int, float] = {}
         for values in self.candidates.values() if of_baseline else [self.candidates.get(precision, {})]:
             pairs = values.get("pairs")
             for one in pairs if isinstance(pairs, list) else []:
-                if isinstance(one, dict):
-                    seed = finite(one.get("seed"))
-                    value = finite(one.get(f"{self.baseline}_metric" if of_baseline else "metric"))
-                    if seed is not None and value is not None:
-                        found[int(seed)] = value
+                seed, value = map(
+                    finite, (one.get("seed"), one.get(key)) if isinstance(one, dict) else ("", "")
+                )
+                if seed is not None and value is not None:
+                    found[int(seed)] = value
         return dict(sorted(found.items()))
 
 
@@ -96,10 +90,7 @@ def read(directory: Path) -> Comparison:
             f"{path}: schema {schema!r}, and this version of Mezzo reads schema {SCHEMA}. "
             "Use the version that wrote it, or run `mezzo compare` again."
         )
-    candidates = {
-        str(name): values if isinstance(values, dict) else {}
-        for name, values in verdict["candidates"].items()
-    }
+    candidates = {name: one if isinstance(one, dict) else {} for name, one in verdict["candidates"].items()}
     baseline = str(verdict.get("baseline", "fp32"))
     known = {file_name(name): name for name in (baseline, *candidates)}
     runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
@@ -118,7 +109,8 @@ def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def command_line(comparison: Comparison) -> str:
     """``mezzo compare ...`` as it was asked for, quoted for a POSIX shell."""
-    request, started = comparison.request, comparison.started
+    request = comparison.request
+    started = next((run.started for run in comparison.runs if run.started), None)
     written = request.get("command") or comparison.verdict.get("command")
     if isinstance(written, str) and written:
         return written

@@ -28,6 +28,11 @@ NAMED = 12
 ALARMS = 4
 REASONS, LETTERS = 2, 60  # of skipped updates in a caption: how many, and how much of each
 _SPREAD = 1000  # updates of all optimizers to one of these: beyond, an index is broken
+MARKS = (
+    Key("skip", "tick", "skipped update"),
+    Key("probe", "tick", "skipped: the scale was too high"),
+    Key("alarm", "cross", "skipped: an alarm"),
+)
 Group = tuple[str, str, list[Run]]  # a precision's name, its colour, and its runs
 
 
@@ -43,16 +48,11 @@ def loss(title: str, groups: Sequence[Group]) -> Chart | None:
     window = window_for(steps)
     alone = len(groups) == 1 and seeds == 1
     over = f"mean over {counted(seeds, 'seed')}, " if seeds > 1 else "" if alone else "one seed, "
-    chart = Chart(
-        title=title,
-        described="",
-        x=Axis(0.0, float(max(1, steps - 1))),
-        y=_loss_axis(rows),
-        x_name="step",
-        unit=f"Each loss that gradients were taken of, {over}{_smoothed(window)}",
+    x, y = Axis(0.0, float(max(1, steps - 1))), _loss_axis(rows)
+    unit = (
+        f"Each loss that gradients were taken of, {over}{_smoothed(window)}{' Logarithmic.' if y.log else ''}"
     )
-    if chart.y.log:
-        chart.unit += " Logarithmic."
+    chart = Chart(title, "", x, y, "step", unit)
     columns, described = [], []
     picks = sample(steps, POINTS)
     for (name, colour, runs), raw in zip(groups, rows):
@@ -254,7 +254,6 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
         keys=[Key(series, "line", "loss scale")],
         notes=[*told, *_culprits(tracks)],
     )
-    drawn = set()
     for track in tracks:
         chart.line(*_corners(track), series=series, style="line" if len(tracks) == 1 else "thin")
         label = f"{track.who}, " if track.who else ""
@@ -266,16 +265,8 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
             chart.tick(place, kind, f"{label}update {place:,.0f} skipped{why}")
             if kind == "alarm":
                 chart.cross(place, "alarm", f"{label}update {place:,.0f}{why}")
-            drawn.add(kind)
-    chart.keys += [
-        Key(kind, form, words)
-        for kind, form, words in (
-            ("skip", "tick", "skipped update"),
-            ("probe", "tick", "skipped: the scale was too high"),
-            ("alarm", "cross", "skipped: an alarm"),
-        )
-        if kind in drawn
-    ]
+    drawn = " ".join(str(one.attributes["class"]) for one in chart.outer)
+    chart.keys += [key for key in MARKS if f"tick {key.series}" in drawn]
     return chart
 
 
@@ -291,15 +282,13 @@ def _tracks(run: Run, *, alone: bool) -> list[Track]:
     found = {record.update: record.finding for record in run.overflows}
     tracks = []
     for number in optimizers:
-        words = ([] if alone else [f"Seed {run.seed}"]) + (
-            [f"optimizer {number}"] if len(optimizers) > 1 else []
-        )
+        words = ("" if alone else f"Seed {run.seed}", f"optimizer {number}" if len(optimizers) > 1 else "")
         updates = tuple(update for update in run.updates if update.optimizer == number)
         places = [update.index for update in updates]
         rising = all(a < b for a, b in zip([-1, *places], places))
         if not rising or places[-1] >= _SPREAD * len(places):
             places = list(range(len(places)))
-        tracks.append(Track(", ".join(words), updates, places, found))
+        tracks.append(Track(", ".join(filter(None, words)), updates, places, found))
     return tracks
 
 
@@ -326,8 +315,7 @@ def _summary(tracks: Sequence[Track]) -> list[str]:
     for track in tracks:
         names.setdefault(_told(track), []).append(track.who)
     return [
-        f"{'; '.join(who)}: {what}" if any(who) else f"{what[0].upper()}{what[1:]}"
-        for what, who in names.items()
+        f"{'; '.join(who)}: {what}" if any(who) else what[0].upper() + what[1:] for what, who in names.items()
     ]
 
 
@@ -402,44 +390,31 @@ def speed(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
 
 def memory(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
     """Peak memory of a training step beside FP32's; None where no run recorded it and no candidate has a ratio."""
-    base = comparison.peak(comparison.baseline)
-    peaks = {name: comparison.peak(name) for name in colours}
+    base, peaks = comparison.peak(comparison.baseline), {name: comparison.peak(name) for name in colours}
     ratios = {name: finite(values.get("peak_memory_ratio")) for name, values in comparison.candidates.items()}
-    if base is not None and any(peaks.values()):
-        hows = sorted({run.memory.how for run in comparison.runs if run.memory})
-        rows = [Row("FP32", "s0", base, numbers.size(base))] + [
-            Row(
-                name,
-                colours[name],
-                peaks[name],
-                numbers.size(peaks[name]),
-                f"{ratio(found)} of FP32" if found else "",
-            )
-            for name, found in ratios.items()
-        ]
-        return bars(
-            "Peak memory of a training step", f"By {' and '.join(hows)}; shorter is smaller.", rows, base
-        )
-    if not any(ratios.values()):
-        return None
-    # Ratios alone, from a folder whose run records are gone.
     rows = [Row("FP32", "s0", 1.0, "1.00×")]
-    rows += [Row(name, colours[name], found, ratio(found)) for name, found in ratios.items()]
-    return bars("Peak memory", "Times FP32; shorter is smaller.", rows, 1.0)
+    if base is None or not any(peaks.values()):  # ratios alone, from a folder whose run records are gone
+        rows += [Row(name, colours[name], found, ratio(found)) for name, found in ratios.items()]
+        return (
+            bars("Peak memory", "Times FP32; shorter is smaller.", rows, 1.0)
+            if any(ratios.values())
+            else None
+        )
+    rows = [Row("FP32", "s0", base, numbers.size(base))]
+    for name, found in ratios.items():
+        detail = f"{ratio(found)} of FP32" if found else ""
+        rows.append(Row(name, colours[name], peaks[name], numbers.size(peaks[name]), detail))
+    hows = " and ".join(sorted({run.memory.how for run in comparison.runs if run.memory}))
+    return bars("Peak memory of a training step", f"By {hows}; shorter is smaller.", rows, base)
 
 
 def metric(comparison: Comparison, colours: Mapping[str, str]) -> Bars | None:
     """The final metric, a dot for each seed; None where no metric was found in what the script printed."""
     rows = []
-    for name, colour, precision in (
-        ("FP32", "s0", comparison.baseline),
-        *((n, c, n) for n, c in colours.items()),
-    ):
-        found = comparison.metrics(precision)
+    for name, colour in {comparison.baseline: "s0", **colours}.items():
+        found = comparison.metrics(name)
         mean = significant(float(np.mean(list(found.values()))), 5) if found else "–"
-        rows.append(
-            Row(name, colour, None, mean, dots={f"seed {seed}": value for seed, value in found.items()})
-        )
-    if not any(row.dots for row in rows):
-        return None
-    return dots("Final metric", "A dot for each seed; the number is their mean.", rows)
+        seeds = {f"seed {seed}": value for seed, value in found.items()}
+        rows.append(Row("FP32" if name == comparison.baseline else name, colour, None, mean, dots=seeds))
+    unit = "A dot for each seed; the number is their mean."
+    return dots("Final metric", unit, rows) if any(row.dots for row in rows) else None

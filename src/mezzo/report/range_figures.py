@@ -21,19 +21,18 @@ from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
 from mezzo.report.series import Array, sample
 
-LISTED = 150
-"""Rows of a table of tensors; those with the most to lose come first."""
-LINES, COLUMNS = 48, 72
-"""Tensors in a map, of more those that lose most; columns of a map, of more steps each is the worst of its share."""
-FIGURES, POINTS = 36, 80
-"""Of update ratios: figures drawn, and steps in each."""
+LISTED = 150  # rows of a table of tensors; those with the most to lose come first
+LINES, COLUMNS = (
+    48,
+    72,
+)  # of a map: the tensors that lose most, and columns, each the worst of its share of steps
+FIGURES, POINTS = 36, 80  # of update ratios: figures drawn, and steps in each
+# Formats whose weights move by every ratio above 2 to this power, and by none below half of that.
 MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
-"""Formats whose weights move by every ratio above 2 to this power, and by none below half of that."""
 # Gradients first: they are what a format loses first.
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
-SLIDER = (-24, 32)
-"""The ends of the loss scale's slider, as powers of two. It starts at 0 where no scale was below 1."""
+SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 where no scale was below 1
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
 _STRIP = 17
@@ -71,13 +70,9 @@ def _format(seen: Ranges, what: str) -> str:
 
 
 def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
-    """How often each exponent occurs in a kind of tensor, over strips that show what each format can hold.
+    """How often each exponent occurs in a kind of tensor (of `WHAT`), over strips that show what each format can hold.
 
-    Args:
-        what: a key of `WHAT`.
-        tracks: the tensors, in the model's order; at least one.
-        format: the one whose ends are drawn, and by which the table is sorted.
-        shift: log2 of the loss scale at which gradients are drawn.
+    The ends of ``format`` are drawn and the table is sorted by it; gradients are drawn at a loss scale of ``2**shift``.
     """
     moves = what in GRADIENTS
     shift = shift if moves else 0
@@ -107,9 +102,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "grid": _grid(axis),
         "bins": charts.bar_path(_bins(total, axis, shift)),
         "ends": [
-            down(axis.at(end), "edge skip", f"{words} {format}")
-            for end, words in ends
-            if axis.low < end < axis.high
+            down(axis.at(end), "edge skip", f"{words} {format}") for end, words in ends if axis.holds(end)
         ],
         "strips": _strips(axis),
         "strips_height": _STRIP * len(LIMITS),
@@ -195,7 +188,7 @@ def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, A
         path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
         shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
     for edge in (LIMITS[format].zero, LIMITS[format].overflow):
-        if axis.low < edge < axis.high:
+        if axis.holds(edge):
             shapes.append(shape("path", "edge skip", d=f"M{edge - int(axis.low)} 0V20"))
     return {"width": len(bins), "shapes": shapes}
 

@@ -132,9 +132,9 @@ class Run:
         )
 
     @property
-    def alarms(self) -> list[records.OverflowRecord]:
-        """Failed updates that no smaller loss scale would have kept."""
-        return [record for record in self.overflows if record.finding.alarms]
+    def alarms(self) -> int:
+        """How many failed updates no smaller loss scale would have kept."""
+        return sum(record.finding.alarms for record in self.overflows)
 
     @property
     def skipped(self) -> list[int]:
