@@ -196,6 +196,9 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
         .split()
     ).replace("\udcff", "\\udcff")
     # Reason twice, op name, rule, formats, module, why, note, script's name, machine, rerun ...
+    assert not re.search(
+        "[\x00\x1b\u202e\udcff]", (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    )
     assert found.text.count(shown) >= 15
     for value in found.values("data-readout"):
         json.loads(value)

@@ -43,10 +43,12 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         OSError: they cannot be read, or the page cannot be written (a full disk); nothing is left behind.
     """
     place = _named(records)
-    target, name, files = place.with_suffix(".html"), place.stem, [place] if place.is_file() else []
     if place.is_dir():
         target, name = place / "report.html", place.resolve().name
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
+    else:
+        target, name = place.with_suffix(".html"), place.stem
+        files = [place] if place.is_file() else []
     if not files:
         raise UsageError(
             f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "

@@ -28,7 +28,7 @@ from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
 from mezzo.report import charts, figures, numbers
 from mezzo.report.comparison import Comparison, command_line
-from mezzo.report.numbers import counted, finite, listed, percent, printable, significant, size
+from mezzo.report.numbers import counted, finite, listed, printable, size
 from mezzo.report.range_figures import range_figures
 from mezzo.report.ranges import FORMATS
 from mezzo.report.run import Run
@@ -123,27 +123,11 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     style, script = Markup(packaged("style.css")), Markup(packaged("script.js"))
-    found.globals.update(
-        {
-            name: value
-            for name, value in vars(numbers).items()
-            if callable(value) and not name.startswith("_")
-        },
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        version=VERSION,
-        parity=_parity,
-        LEVELS=charts.LEVELS,
-        FORMATS=FORMATS,
-        gauge=charts.gauge,
-        command_line=command_line,
-        noted=_noted,
-        two_digits=lambda value: significant(value, 2),
-        whole_percent=lambda value: percent(value, 0),
-    )
-    found.globals.update({draw.__name__: draw for draw in (figures.speed, figures.memory, figures.metric)})
+    given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
+    given += [figures.speed, figures.memory, figures.metric, charts.gauge, command_line]
+    found.globals.update({one.__name__: one for one in given}, LEVELS=charts.LEVELS, FORMATS=FORMATS)
+    found.globals.update(style=style, style_hash=_hash(style), script=script, script_hash=_hash(script))
+    found.globals.update(version=VERSION, parity=_parity, noted=_noted)
     found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
     return found
 

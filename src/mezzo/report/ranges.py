@@ -42,28 +42,24 @@ LIMITS = {
 
 @dataclass
 class Track:
-    """One tensor over the watched steps.
+    """One tensor over the watched steps. What is kept for each of them is in their order.
 
-    Args:
-        label: what the page calls it: path of the module, with the parameter's name where it is a parameter's.
-        what: a key of `mezzo.core.ranges.WHAT`.
-        format: what it has in the run.
-        total: all its histograms together; of gradients without the loss scale.
-        columns: the places in `Ranges.updates` of the steps in which it was seen.
-        lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
-            scale; of an update ratio, what `Histogram.lost` estimates for that format. NaN where there is no
-            finite number but zero.
-        broken: for each of those steps, how many elements were infinite or NaN (of ratios, NaN alone).
-        quantiles: of an update ratio, for each of those steps, the log2 of the `QUANTILES`.
+    A share ``lost`` rounds to zero or overflows at that step's loss scale; of an update ratio it is what
+    `Histogram.lost` estimates. It is NaN where there is no finite number but zero.
     """
 
-    label: str
-    what: str
-    format: str
-    total: Histogram = field(default_factory=Histogram)
-    columns: array[int] = field(default_factory=lambda: array("l"))
+    label: str  # path of the module, with the parameter's name where it is a parameter's
+    what: str  # a key of `mezzo.core.ranges.WHAT`
+    format: str  # what it has in the run
+    total: Histogram = field(default_factory=Histogram)  # of all steps; of gradients without the loss scale
+    columns: array[int] = field(
+        default_factory=lambda: array("l")
+    )  # the steps, as places in `Ranges.updates`
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
-    broken: array[int] = field(default_factory=lambda: array("q"))
+    broken: array[int] = field(
+        default_factory=lambda: array("q")
+    )  # elements infinite or NaN (of ratios, NaN alone)
+    # Of an update ratio, the log2 of the `QUANTILES`.
     quantiles: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("f") for _ in QUANTILES))
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
@@ -101,16 +97,10 @@ class Track:
 
 @dataclass
 class Ranges:
-    """All tracks of a run.
+    """All tracks of a run, in the order in which they were first seen."""
 
-    Args:
-        updates: index of the update of each watched step, in order.
-        scales: the loss scale that each of them used.
-        tracks: in the order in which they were first seen.
-    """
-
-    updates: list[int] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)  # index of the update of each watched step
+    scales: list[float] = field(default_factory=list)  # the loss scale that each of them used
     tracks: dict[tuple[int, str, str, str], Track] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -31,40 +31,25 @@ _NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """What a run left behind."""
 
-    Args:
-        name: of its file, without the ending.
-        precision: the name of its policy.
-        seed: what was added to the script's own seeds.
-        nudged: whether it is a one-ulp twin.
-        losses: of every outermost backward, unscaled; NaN at the places in `lost`.
-        lost: places of losses whose lines were not read.
-        overflows: a record for each skipped update that was looked into.
-        ranges: what was seen of the exponents of its tensors.
-        fault: what is wrong with the records; ``""`` where nothing is.
-        records: how many lines of the file are records.
-        unread: how many are none, or were left unread after one that is none.
-        log: the last lines that the script printed.
-    """
-
-    name: str
-    precision: str
-    seed: int
-    nudged: bool
-    losses: Array
-    lost: frozenset[int] = frozenset()
+    name: str  # of its file, without the ending
+    precision: str  # the name of its policy
+    seed: int  # what was added to the script's own seeds
+    nudged: bool  # whether it is a one-ulp twin
+    losses: Array  # of every outermost backward, unscaled; NaN at the places in `lost`
+    lost: frozenset[int] = frozenset()  # places of losses whose lines were not read
     updates: tuple[records.UpdateRecord, ...] = ()
     started: records.RunStarted | None = None
     memory: records.MemoryRecord | None = None
     ops: tuple[records.OpFormats, ...] = ()
     ended: records.RunEnded | None = None
-    overflows: tuple[records.OverflowRecord, ...] = ()
-    ranges: Ranges = field(default_factory=Ranges)
-    fault: str = ""
-    records: int = 0
-    unread: int = 0
-    log: str = ""
+    overflows: tuple[records.OverflowRecord, ...] = ()  # one for each skipped update that was looked into
+    ranges: Ranges = field(default_factory=Ranges)  # what was seen of the exponents of its tensors
+    fault: str = ""  # what is wrong with the records
+    records: int = 0  # how many lines of the file are records
+    unread: int = 0  # how many are not, or were left unread after one that is not
+    log: str = ""  # the last lines that the script printed
 
     @property
     def failed(self) -> bool:
