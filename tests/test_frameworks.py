@@ -17,8 +17,7 @@ from mezzo.cli.main import main
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
-from mezzo.report.reading import Comparison
-from mezzo.report.rerun import command_line
+from mezzo.report.comparison import Comparison, command_line
 from mezzo.verify import judgement
 from mezzo.verify.finished import FinishedRun
 from mezzo.verify.frameworks import FRAMEWORKS, framework

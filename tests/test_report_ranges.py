@@ -17,16 +17,23 @@ from hypothesis import strategies as st
 import run_records
 from mezzo.core.formats import named
 from mezzo.core.ranges import WHAT, Histogram, RangeRow, shift_of
-from mezzo.core.records import LossRecord, RangesRecord
+from mezzo.core.records import LossRecord, RangesRecord, Record, UpdateRecord
 from mezzo.report import build_run
-from mezzo.report.charts.exponents import bars, exponents, share_text
-from mezzo.report.charts.heat import COLUMNS, LINES, heat, level
-from mezzo.report.charts.update_ratio import FIGURES, update_ratios
-from mezzo.report.range_section import ranges as section
+from mezzo.report.charts import bar_path, level
+from mezzo.report.numbers import share_text
+from mezzo.report.page import render_runs
+from mezzo.report.range_figures import (
+    COLUMNS,
+    FIGURES,
+    LINES,
+    exponents,
+    heat,
+    range_figures,
+    update_ratios,
+)
 from mezzo.report.ranges import FORMATS, LIMITS, Ranges, quantiles
-from mezzo.report.run import read_run
-from mezzo.report.run_page import render_runs
-from test_report import Outline
+from mezzo.report.run import Run, read_run
+from test_report import Outline, drawn
 
 histograms = st.builds(
     lambda lowest, counts: Histogram(lowest, [1, *counts, 1]),
@@ -37,6 +44,11 @@ histograms = st.builds(
 
 def record(update: int, rows: list[RangeRow], scale: float = 1.0, optimizer: int = 0) -> RangesRecord:
     return RangesRecord(update, optimizer, 0.1 * update, scale, rows)
+
+
+def section(run: Run) -> str:
+    """What the page says of a run's ranges."""
+    return drawn("ranges", range_figures(run), False, template="sections.html")
 
 
 def gathered(*records: RangesRecord) -> Ranges:
@@ -158,12 +170,12 @@ def test_no_numbers_have_no_quantile() -> None:
 
 
 def test_bars_are_logarithms_of_shares() -> None:
-    found = re.findall(r"M(\d+) 1000V(\d+)H(\d+)V1000Z", bars([0, 999_000, 1000, 0]))
+    found = re.findall(r"M(\d+) 1000V(\d+)H(\d+)V1000Z", bar_path([0, 999_000, 1000, 0]))
     assert [(int(left), int(right)) for left, _, right in found] == [(250, 500), (500, 750)]
     assert int(found[0][1]) == 0
     assert int(found[1][1]) == 500  # a thousandth: three of six decades
-    assert bars([0, 0]) == ""
-    assert re.search(r"V996H", bars([10**9, 1]))  # too rare for a height: a sliver all the same
+    assert bar_path([0, 0]) == ""
+    assert re.search(r"V996H", bar_path([10**9, 1]))  # too rare for a height: a sliver all the same
 
 
 @pytest.mark.parametrize(
@@ -180,18 +192,15 @@ def test_gradients_are_drawn_at_the_last_loss_scale(tmp_path: Path) -> None:
     histogram = Histogram(-30, [7], largest=2.0**-30)
     for what, zero in (("activation gradient", "0"), ("activation", "100 %")):
         seen = gathered(record(0, [RangeRow("m", what, "fp16", histogram)], 2.0**10))
-        figure = exponents(what, seen.of(what), "fp16", shift_of(seen.scales[-1]), "s1")
-        assert figure is not None
+        figure = drawn("exponents", exponents(what, seen.of(what), "fp16", shift_of(seen.scales[-1])))
         row = re.search(r'<th scope="row">fp16</th><td>(.*?)</td>', figure)
         assert row
         assert row[1].replace("\u00a0", " ") == zero
-    assert exponents("weight", [], "fp16", 0, "s1") is None
 
 
 def test_the_figure_holds_the_bands_of_every_format() -> None:
     seen = gathered(record(0, [RangeRow("m", "activation", "fp16", Histogram(-2, [3, 4]))]))
-    figure = exponents("activation", seen.of("activation"), "fp16", 0, "s1")
-    assert figure is not None
+    figure = drawn("exponents", exponents("activation", seen.of("activation"), "fp16", 0))
     for name, limits in LIMITS.items():
         assert f"{name}: normal from 2^{limits.normal} to 2^{limits.overflow}" in figure
         assert f"{name}: subnormal from 2^{limits.zero} to 2^{limits.normal}" in figure or name == "bf16"
@@ -212,7 +221,7 @@ def cells(figure: str) -> dict[tuple[int, int], str]:
     """Of a map as drawn, (line, column) -> level."""
     found: dict[tuple[int, int], str] = {}
     svg = figure[figure.index('class="heatmap"') :]
-    for d, name in re.findall(r'<path d="([^"]+)" class="h(\w)">', svg[: svg.index("</svg>")]):
+    for d, name in re.findall(r'<path d="([^"]+)" class="h(\w)"', svg[: svg.index("</svg>")]):
         for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1", d):
             for column in range(int(x), int(x) + int(width)):
                 assert (int(y), column) not in found
@@ -229,19 +238,18 @@ def test_the_map_shows_each_step_and_agrees_with_its_data() -> None:
         for step in range(3)
     ]
     records[1].rows.pop(0)
-    figure = heat("activation", gathered(*records), "fp16")
-    assert figure is not None
-    drawn = cells(figure)
-    assert drawn == {
+    figure = drawn("heat", heat("activation", gathered(*records), "fp16"))
+    found = cells(figure)
+    assert found == {
         (0, 0): "6", (0, 1): "u", (0, 2): "x",
         (1, 0): "0", (1, 1): "6", (1, 2): "0",
         (2, 0): "0", (2, 1): "0", (2, 2): "6",
     }  # fmt: skip
-    found = re.search(r'data-heat="([^"]+)"', figure)
-    assert found
-    data = json.loads(unescape(found[1]))
-    assert data["levels"]["fp16"] == ["6.x", "060", "006"]
-    assert data["levels"]["bf16"] == ["0.x", "000", "000"]
+    attribute = re.search(r'data-heat="([^"]+)"', figure)
+    assert attribute
+    data = json.loads(unescape(attribute[1]))
+    assert data["levels"]["fp16"] == ["6ux", "060", "006"]
+    assert data["levels"]["bf16"] == ["0ux", "000", "000"]
     assert data["updates"] == [0, 10, 20]
     assert "1 of 33 elements is infinite or NaN" in figure
     assert "Of the finite ones the most is 100" in figure
@@ -254,11 +262,10 @@ def test_a_maps_columns_are_the_worst_of_their_steps() -> None:
         record(step, [RangeRow("m", "activation", "fp16", Histogram(30 if step == 777 else 0, [4]))])
         for step in range(1000)
     ]
-    figure = heat("activation", gathered(*records), "fp16")
-    assert figure is not None
-    drawn = cells(figure)
-    assert len(drawn) <= COLUMNS
-    assert [place for place, name in drawn.items() if name == "6"] == [(0, 777 // math.ceil(1000 / COLUMNS))]
+    figure = drawn("heat", heat("activation", gathered(*records), "fp16"))
+    found = cells(figure)
+    assert len(found) <= COLUMNS
+    assert [place for place, name in found.items() if name == "6"] == [(0, 777 // math.ceil(1000 / COLUMNS))]
     assert "at update 777" in figure
 
 
@@ -267,8 +274,7 @@ def test_of_many_tensors_those_that_lose_most_are_drawn_in_their_order() -> None
         return RangeRow(f"m{module}", "activation", "fp16", Histogram(-40 if module % 10 == 3 else 0, [4]))
 
     records = [record(step, [row(module) for module in range(300)]) for step in range(2)]
-    figure = heat("activation", gathered(*records), "fp16")
-    assert figure is not None
+    figure = drawn("heat", heat("activation", gathered(*records), "fp16"))
     found = re.search(r'data-heat="([^"]+)"', figure)
     assert found
     names = json.loads(unescape(found[1]))["names"]
@@ -285,8 +291,9 @@ def test_ratio_curves_follow_the_median_and_count_what_is_lost() -> None:
     seen = gathered(
         *(record(5 * s, [RangeRow("fc", "update ratio", "fp32", ratio(s), "weight")]) for s in range(4))
     )
-    content = update_ratios(seen, "s1")
-    assert content is not None
+    found = update_ratios(seen)
+    assert found is not None
+    content = drawn("plots", found["charts"]) + drawn("table", found["table"])
     text = Outline(content).text
     assert "fc.weight" in text
     assert "The median ratio goes from 2⁻⁶ to 2⁻¹²" in text  # -5.5 and -11.5, drawn between their binades
@@ -296,7 +303,7 @@ def test_ratio_curves_follow_the_median_and_count_what_is_lost() -> None:
     assert "2⁻⁸: bf16 loses none above, all below 2⁻⁹" in text
     assert "2⁻¹¹: fp16 loses none above, all below 2⁻¹²" in text
     assert "lost in fp16, estimated" in text
-    assert update_ratios(gathered(record(0, [])), "s1") is None
+    assert update_ratios(gathered(record(0, []))) is None
 
 
 RATIOS = [
@@ -316,10 +323,11 @@ RATIOS = [
 def test_a_step_without_a_ratio_is_said_to_have_none(counts: list[list[int]], words: str) -> None:
     histograms = [Histogram(-6, one, infinities=3) if one else Histogram(infinities=3) for one in counts]
     rows = [[RangeRow("fc", "update ratio", "fp32", one, "bias")] for one in histograms]
-    content = update_ratios(gathered(*(record(step, row) for step, row in enumerate(rows))), "s1")
-    assert content is not None
-    assert words in Outline(content).text
-    assert "none to" not in Outline(content).text
+    found = update_ratios(gathered(*(record(step, row) for step, row in enumerate(rows))))
+    assert found is not None
+    text = Outline(drawn("plots", found["charts"])).text
+    assert words in text
+    assert "none to" not in text
 
 
 def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) -> None:
@@ -328,15 +336,12 @@ def test_formats_are_the_runs_own_and_else_those_it_computes_in(tmp_path: Path) 
             tmp_path / f"{format}.jsonl",
             run_records.records(steps=20, every=5, modules=["a", "b"], format=format),
         )
-        content = section([read_run(path)])
-        assert content is not None
-        return Outline(content).text
+        return Outline(section(read_run(path))).text
 
     assert "Activation gradient: lost in fp16" in shown("fp16")
     assert "Activation gradient: lost in bf16" in shown("bf16")
     assert "Weight gradient: lost in bf16" in shown("bf16")
     assert "Activation: lost in fp16" in shown("fp32")  # an FP32 run is asked what fp16 would make of it
-    assert section([]) is None
 
 
 def test_one_watched_step_has_histograms_and_no_maps(tmp_path: Path) -> None:
@@ -350,6 +355,62 @@ def test_a_kind_that_only_a_newer_version_knows_is_passed_over(tmp_path: Path) -
     rows = [RangeRow("m", "optimizer state", "posit8", Histogram(0, [1]))]
     run_records.write(tmp_path / "r" / "runs" / "run.jsonl", [LossRecord(0, 1.0, 0.0), record(0, rows)])
     build_run(tmp_path / "r")
+
+
+def test_gradients_are_drawn_at_the_scale_that_the_run_ended_with(tmp_path: Path) -> None:
+    """Not at the last watched step's, and however small: the slider reaches down to it."""
+    histogram = Histogram(-3, [7], largest=0.125)
+    rows = [RangeRow("m", "activation gradient", "fp16", histogram)]
+    for name, scales, want in (
+        ("sunk", [1.0, 2.0**-14], (-24, 32, -14)),
+        ("later", [2.0**16, 2.0**14], (0, 32, 14)),
+        ("deep", [2.0**-30, 2.0**-30], (-30, 32, -30)),
+        ("high", [2.0**40, 2.0**34], (0, 40, 34)),
+        ("never", [1.0, 1.0], (0, 32, 0)),
+    ):
+        made: list[Record] = [record(0, rows, scales[0])]
+        made += [UpdateRecord(index, 0, True, False, scale, 0.1) for index, scale in enumerate(scales)]
+        content = section(read_run(run_records.write(tmp_path / f"{name}.jsonl", made)))
+        slider = re.search(r'type="range" min="(-?\d+)" max="(\d+)" step="1" value="(-?\d+)"', content)
+        assert slider
+        assert tuple(map(int, slider.groups())) == want, name
+        power = str(want[2]).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+        assert f'Drawn at a loss scale of <span class="scaled">2{power}</span>.' in content
+
+
+def test_what_is_not_finite_is_said_before_any_share() -> None:
+    """A "nothing is lost" above a map of infinities, or "overflow 0" beside them, is the opposite of the truth."""
+    kept, bad = Histogram(0, [4], largest=1.0), Histogram(0, [2], infinities=5, nans=1, largest=1.0)
+    lost = Histogram(-40, [2], nans=2, largest=2.0**-40)
+
+    def figures(*histograms: Histogram) -> tuple[str, str, str]:
+        seen = gathered(
+            *(
+                record(
+                    4 * step,
+                    [RangeRow("m", "activation", "fp16", one), RangeRow("n", "activation", "fp16", kept)],
+                )
+                for step, one in enumerate(histograms)
+            )
+        )
+        map = drawn("heat", heat("activation", seen, "fp16"))
+        bars = drawn("exponents", exponents("activation", seen.of("activation"), "fp16", 0))
+        return Outline(map).text, Outline(bars).text, bars
+
+    text, told, _ = figures(kept, bad)
+    assert "6 of 20 elements are infinite or NaN, in 1 of 2 tensors, first at update 4." in text
+    assert "Nothing is lost" not in text
+    words = (
+        "6 of 20 numbers (30.0\u00a0%) are infinite or NaN already. The shares below are of the finite ones."
+    )
+    assert " ".join(words.split()) in told
+    assert told.index("infinite or NaN already") < told.index("overflow")
+    text, _, _ = figures(kept, lost)
+    assert "first at update 4. Of the finite ones the most is 100" in text
+    assert "Nothing is lost" not in text
+    text, _, bars = figures(kept, kept)
+    assert "Nothing is lost in fp16." in text
+    assert re.search(r'class="note bad broken" hidden>', bars)
 
 
 @pytest.mark.heavy

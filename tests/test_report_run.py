@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import comparisons
@@ -15,9 +16,9 @@ from mezzo.core.errors import UsageError
 from mezzo.core.finding import Finding, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, Record, RunEnded, RunStarted, UpdateRecord
 from mezzo.report import build, build_any, build_run
-from mezzo.report.charts.loss_scale import STROKES, loss_scale
-from mezzo.report.run import read_run
-from test_report import Outline
+from mezzo.report.figures import STROKES, loss_scale
+from mezzo.report.run import Run, read_run
+from test_report import Outline, drawn
 
 
 def made(place: Path, records: list[Record] | None = None) -> Path:
@@ -75,8 +76,7 @@ def test_a_curve_that_mixes_the_losses_of_two_optimizers_says_so(
 
 
 def test_marks_tell_probing_from_alarms(tmp_path: Path) -> None:
-    figure = loss_scale([read_run(made(tmp_path))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path))], "s1", "fp16"))
     assert figure.count('class="tick probe"') == 2 + 1  # two updates, and the legend
     assert figure.count('class="tick alarm"') == 3
     assert figure.count('class="cross alarm"') == 3 + 1
@@ -94,8 +94,7 @@ def test_of_many_skips_the_alarm_is_drawn(tmp_path: Path) -> None:
         records.append(UpdateRecord(index, 0, False, True, 2.0, 0.0, "inf"))
         if index == 2013:
             records.append(OverflowRecord(index, 0, 0.0, 2.0, run_records.EXP))
-    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path, records))], "s1", "fp16"))
     assert figure.count("<line") < STROKES + 40
     assert figure.count('class="tick alarm"') == 1
     assert "update 2,013 skipped: forward of exp" in figure
@@ -322,8 +321,7 @@ def test_the_caption_of_the_scale_is_short_and_in_order_of_step(tmp_path: Path) 
         UpdateRecord(index, 0, index not in reasons, index in reasons, 2.0**16, 0.0, reasons.get(index, ""))
         for index in range(10)
     ]
-    figure = loss_scale([read_run(made(tmp_path, records))], "s1", "fp16")
-    assert figure is not None
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path, records))], "s1", "fp16"))
     found = re.search(r'<p class="note">(4 of 10 .*?)</p>', figure)
     assert found
     told = found[1]
@@ -356,3 +354,153 @@ def test_a_run_that_was_left_alone_is_not_headed_by_a_policy_that_ruled_nothing(
     )
     made(tmp_path / "s", records)
     assert "<h3>fp16</h3>" in build_run(tmp_path / "s").read_text(encoding="utf-8")
+
+
+def of_scale(policy: str | None, scales: list[float]) -> list[Record]:
+    """A run all of whose updates but the last were skipped because the loss scale was too large."""
+    made: list[Record] = []
+    if policy is not None:
+        made.append(RunStarted("a.py", [], policy, 0, False, {}, "2026-11-21T04:00:00"))
+    one = replace(run_records.SCALE, remedies=["nothing, if the loss scale is dynamic"])
+    for index, scale in enumerate(scales):
+        last = index == len(scales) - 1
+        made += [
+            LossRecord(index, 1.0, 0.0),
+            UpdateRecord(index, 0, last, not last, scale, 0.0, "" if last else "inf"),
+        ]
+        if not last:
+            made.append(OverflowRecord(index, 0, 0.0, scale, one))
+    return made
+
+
+TOO_HIGH = {
+    "constant": ("fp16,loss_scale=1048576", [2.0**20] * 3, "the constant loss scale 2²⁰ is too large for this step"),
+    "dynamic": ("fp16", [4.0, 2.0, 1.0], "the loss scale was finding its height (gradients overflow at this one"),
+    "a loop's, that never moved": (None, [8.0] * 3, "the loss scale, 2³ in all of this run, is too large for this"),
+    "a loop's, that moved": (None, [4.0, 2.0, 1.0], "the loss scale was finding its height ("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_HIGH)
+def test_what_is_said_of_a_scale_too_high_is_true_of_the_runs_own(name: str, tmp_path: Path) -> None:
+    policy, scales, told = TOO_HIGH[name]
+    path = made(tmp_path / "r", of_scale(policy, scales))
+    text = outline(tmp_path / "r").text
+    assert f" 2 skipped updates: {told}" in text
+    mended_by_itself = "finding its height" in told
+    assert ("No alarm." in text) is mended_by_itself  # a scale that stays too large is no good news
+    assert text.count(told) >= 2  # and in the row
+    figure = drawn("chart", loss_scale([read_run(path)], "s1", "fp16"))
+    assert f"update 1 skipped: {told}" in figure
+    others = {one[2] for one in TOO_HIGH.values() if one[2] not in told and told not in one[2]}
+    assert not [one for one in others if one in text]
+    # A remedy for the other kind of scale is none.
+    assert ("nothing, if the loss scale is dynamic" in text) is (name != "constant")
+    assert ("a smaller constant, fp16,loss_scale=65536" in text) is (name == "constant")
+
+
+def test_the_row_says_what_was_found_and_not_what_the_word_means(tmp_path: Path) -> None:
+    facts = TensorFacts("input 0", [4], "fp32", 1e6, 1.0, 0, 0, 0)
+    out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
+    one = Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
+    log = Finding("invalid", "head", "log", inputs=[facts])
+    records: list[Record] = []
+    for index, each in enumerate((one, log)):
+        records += [
+            UpdateRecord(index, 0, False, True, 8.0, 0.0, "inf"),
+            OverflowRecord(index, 0, 0.0, 8.0, each),
+        ]
+    made(tmp_path / "r", records)
+    text = outline(tmp_path / "r").text
+    table = text[text.index("What to try") :]
+    assert one.why in table
+    assert "1e+06 does not fit fp16" in table
+    assert "a logarithm has one only above 0" in table
+
+
+def test_one_place_is_told_once_though_its_numbers_are_others_each_time(tmp_path: Path) -> None:
+    out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
+    records: list[Record] = []
+    for index in range(6):
+        facts = TensorFacts("input 0", [4], "fp32", 1e6 + index * 1e5, 1.0, 0, 0, 0)
+        records += [
+            UpdateRecord(index, 0, False, True, 8.0, 0.0, "inf"),
+            OverflowRecord(
+                index, 0, 0.0, 8.0, Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
+            ),
+        ]
+    figure = drawn("chart", loss_scale([read_run(made(tmp_path / "r", records))], "s1", "fp16"))
+    assert "Updates 0, 1, 2, 3, 4, 5: forward of linear in head: an input of 1e+06 does not fit" in figure
+    assert "more culprits" not in figure
+    text = outline(tmp_path / "r").text
+    assert "6 skipped updates to look into, of 1 kind." in text
+    assert "Skipped 6 6 alarms Last" in text  # and nothing of a scale, which was not too high once
+
+
+def cut(path: Path, *kinds_and_numbers: tuple[str, int]) -> None:
+    """Damage the lines of these records."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    places = {
+        kind: [place for place, line in enumerate(lines) if line.startswith(f'{{"kind": "{kind}"')]
+        for kind, _ in kinds_and_numbers
+    }
+    for kind, number in kinds_and_numbers:
+        lines[places[kind][number]] = "?" + lines[places[kind][number]][20:]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def test_behind_a_loss_that_was_not_read_the_others_stand_at_their_own_step(tmp_path: Path) -> None:
+    path = made(tmp_path / "r", run_records.records(steps=100, findings=False))
+    whole = read_run(path)
+    cut(path, ("loss", 10), ("loss", 11), ("loss", 40))
+    run = read_run(path)
+    assert run.lost == {10, 11, 40}
+    assert len(run.losses) == 100
+    assert run.recorded_losses == 97
+    kept = [place for place in range(100) if place not in run.lost]
+    assert run.losses[kept].tolist() == whole.losses[kept].tolist()
+    text = outline(tmp_path / "r").text
+    assert "97 losses recorded" in text
+    assert "the loss is NaN" not in text  # it was not read, which is another thing
+    assert "what follows stands at its step" in text
+
+
+def test_a_real_nan_behind_a_lost_loss_is_told_at_its_own_step(tmp_path: Path) -> None:
+    records: list[Record] = [LossRecord(i, float("nan") if i == 7 else 1.0, 0.0) for i in range(9)]
+    path = made(tmp_path / "r", records)
+    cut(path, ("loss", 3))
+    assert "the loss is NaN at step 7." in outline(tmp_path / "r").text
+
+
+def test_behind_an_update_that_was_not_read_the_scale_stands_at_its_own_update(tmp_path: Path) -> None:
+    path = made(tmp_path / "r", run_records.records(steps=200))
+    cut(path, ("update", 20), ("update", 30))
+    figure = drawn("chart", loss_scale([read_run(path)], "s1", "fp16"))
+    assert "Updates 90, 91: forward of exp" in figure
+    assert "Update 170: backward of SqrtBackward0" in figure
+    assert "5 of 198 updates skipped, at 1, 3, 90, 91, 170" in figure
+
+
+@pytest.mark.parametrize("indices", [[0, 0, 1, 1, 2, 2], [0, 10**12, 1, 2], [5, 6, 7], [-3, -2, -1]])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_indices_that_no_single_loop_gives_leave_the_order_as_it_is(
+    indices: list[int], damaged: bool, tmp_path: Path
+) -> None:
+    """Two loops that share a file, an index that is itself broken, a file whose head is gone."""
+    records: list[Record] = []
+    for index in indices:
+        records += [
+            LossRecord(index, float(len(records)), 0.0),
+            UpdateRecord(index, 0, True, False, 2.0, 0.0),
+        ]
+    path = made(tmp_path / "r", records)
+    if damaged:
+        path.write_text("?\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    run = read_run(path)
+    assert run.losses[~run_lost(run)].tolist() == [2.0 * n for n in range(len(indices))]
+    assert len(run.losses) < 100
+    outline(tmp_path / "r")
+
+
+def run_lost(run: Run) -> np.ndarray:  # type: ignore[type-arg]
+    return np.isin(np.arange(len(run.losses)), list(run.lost))

@@ -12,7 +12,7 @@ import run_records
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import LossRecord, RangesRecord, Record
 from mezzo.report import build_run
-from mezzo.report.charts.exponents import share_text
+from mezzo.report.numbers import share_text
 from mezzo.report.ranges import FORMATS, together
 from mezzo.report.run import read_run
 from test_report_browser import probe

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.report.page import render
-from mezzo.report.reading import read
+from mezzo.report.comparison import read
+from mezzo.report.page import render, render_runs
 from mezzo.report.run import read_run
-from mezzo.report.run_page import render_runs
 
 __all__ = ["build", "build_any", "build_run"]
 
@@ -18,12 +17,11 @@ __all__ = ["build", "build_any", "build_run"]
 def build(directory: str | os.PathLike[str]) -> Path:
     """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path.
 
-    Equals ``(directory / "report.html").write_text(render(read(directory)))``, except that the file appears
-    whole or not at all. It is one file that asks the network for nothing, and the same folder gives the same
-    bytes.
+    Equals ``(directory / "report.html").write_text(render(read(directory)))``, except that the file appears whole or
+    not at all. It is one file that asks the network for nothing, and the same folder gives the same bytes.
 
-    Losses that are NaN or infinite are gaps in a curve and are told in words; runs that are missing, crashed
-    or broken are listed with their fault.
+    Losses that are NaN or infinite are gaps in a curve and are told in words; runs that are missing, crashed or broken
+    are listed with their fault.
 
     Raises:
         UsageError: there is no `verdict.json` in the folder, or it is not one that this version reads.
@@ -46,11 +44,11 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     """
     place = _named(records)
     if place.is_dir():
+        target, name = place / "report.html", place.resolve().name
         files = sorted((place / "runs").glob("*.jsonl")) or sorted(place.glob("*.jsonl"))
-        target = place / "report.html"
     else:
+        target, name = place.with_suffix(".html"), place.stem
         files = [place] if place.is_file() else []
-        target = place.with_suffix(".html")
     if not files:
         raise UsageError(
             f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "
@@ -60,32 +58,22 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     if not any(run.records for run in runs):
         for file in files:  # one that cannot be read may hold some
             file.open("rb").close()
-        none = (
-            f"{files[0]}: holds no run record"
-            if len(files) == 1
-            else f"{place}: none of its {len(files)} .jsonl files holds a run record"
-        )
+        none = f"{place}: none of its {len(files)} .jsonl files holds a run record"
         raise UsageError(
-            f"{none}. Name the folder or the .jsonl file that `mezzo run --watch SCRIPT`, "
-            "`mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) or "
-            "mezzo.keras.PrecisionMonitor wrote."
+            f"{none if len(files) > 1 else f'{files[0]}: holds no run record'}. Name the folder or the .jsonl file "
+            "that `mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
+            "MixedPrecision(records=RecordWriter(FILE)) or mezzo.keras.PrecisionMonitor wrote."
         )
-    name = place.resolve().name if place.is_dir() else place.stem
     return write_whole(target, render_runs(runs, name))
 
 
 def build_any(place: str | os.PathLike[str]) -> Path:
-    """`build` for a folder that holds a `verdict.json`, else `build_run`.
-
-    Raises:
-        UsageError: there is neither a verdict nor a record.
-        OSError: as for both.
-    """
+    """`build` for a folder that holds a `verdict.json`, else `build_run`; raises as they do."""
     return build(place) if (_named(place) / "verdict.json").exists() else build_run(place)
 
 
 def _named(place: str | os.PathLike[str]) -> Path:
-    """The path. An empty name would be the folder that one happens to be in: a shell variable that was not set."""
+    # An empty name would be the folder that one happens to be in: a shell variable that was not set.
     if not os.fspath(place):
         raise UsageError(
             '"": no folder or file is named. Name one with run records, "." for the current folder.'

@@ -13,12 +13,12 @@ def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if words else 2
-    for word in words:
-        try:
+    try:
+        for word in words:
             print(build_any(word))
-        except (MezzoError, OSError) as error:
-            print(f"mezzo.report: {error}", file=sys.stderr)
-            return 2
+    except (MezzoError, OSError) as error:
+        print(f"mezzo.report: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,23 +1,39 @@
-"""Numbers as the page prints them: one way for each quantity, and the same words where a number is missing.
+"""Numbers and words as the page prints them: one way for each quantity, and the same words where a number is missing.
 
-Each function takes what `verdict.json` may hold (a number, None, or a string such as ``"nan"``) and returns
-text.
+Each function takes what `verdict.json` may hold (a number, None, or a string such as ``"nan"``) and returns text.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 MISSING = "not measured"
 MINUS = "\u2212"
+# Control characters, bidirectional overrides, and halves of surrogate pairs (an argument that was not UTF-8). A browser
+# would drop them, reorder the line by them, or refuse the file for them.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def printable(text: str) -> str:
+    """The text, with each character that a browser would drop, obey or refuse shown as its code.
+
+    >>> printable("a\\x00b\\u202e")
+    'a\\\\x00b\\\\u202e'
+    """
+
+    def code(match: re.Match[str]) -> str:
+        number = ord(match.group())
+        return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
+    return _UNPRINTABLE.sub(code, text.replace("\r\n", "\n"))
 
 
 def number(value: object) -> float | None:
-    """The value as a float, NaN and infinities included; None where it is no number (a bool is none either).
-
-    >>> number("inf"), number(None), number(True), number(3)
-    (inf, None, None, 3.0)
-    """
+    """The value as a float, NaN and infinities included; None where it is not a number (a bool is not one either)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -41,24 +57,19 @@ def pair(value: object) -> tuple[float, float] | None:
 
 
 def significant(value: object, digits: int = 4) -> str:
-    """To so many significant digits, with a true minus sign: losses and metrics.
-
-    >>> significant(0.0123456), significant(-2.5e-7), significant(12345.678), significant(float("nan"))
-    ('0.01235', '−2.500e-07', '12,346', 'NaN')
-    """
+    """To so many significant digits, with a true minus sign: losses and metrics (``−2.500e-07``, ``12,346``)."""
     found = number(value)
     if found is None:
         return MISSING
     if math.isnan(found):
         return "NaN"
-    if math.isinf(found):
-        return "infinity" if found > 0 else f"{MINUS}infinity"
     size = abs(found)
-    if size == 0:
+    if math.isinf(size):
+        text = "infinity"
+    elif size == 0:
         text = "0"
     elif 1e-4 <= size < 1e6:
-        places = max(0, digits - 1 - math.floor(math.log10(size)))
-        text = f"{size:,.{places}f}"
+        text = f"{size:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
     else:
         text = f"{size:.{digits - 1}e}"
     return (MINUS if found < 0 else "") + text
@@ -78,15 +89,25 @@ def ratio(value: object) -> str:
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break.
-
-    >>> [" ".join(percent(share).split()) for share in (0.005, -0.0131, None)], percent(0.934, 0)[:2]
-    (['0.50 %', '−1.3 %', 'not measured'], '93')
-    """
+    """A share as a percentage, to so many significant digits, or to whole percents with 0; it does not break."""
     found = finite(value)
     if found is None:
         return MISSING
     return (significant(100 * found, digits) if digits else f"{100 * found:.0f}") + "\u00a0%"
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage that never rounds something to nothing: ``0``, ``<0.01 %``, ``3.2 %``."""
+    shown = 100 * share
+    if math.isnan(share):
+        return "–"
+    if share == 0:
+        return "0"
+    if shown < 0.01:
+        return "<0.01\u00a0%"
+    if shown >= 99.95:
+        return "100\u00a0%" if share == 1 else ">99.9\u00a0%"
+    return f"{shown:.2f}\u00a0%" if shown < 10 else f"{shown:.1f}\u00a0%"
 
 
 def count(value: object) -> str:
@@ -95,12 +116,18 @@ def count(value: object) -> str:
     return MISSING if found is None else f"{round(found):,}"
 
 
-def size(value: object) -> str:
-    """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits.
+def counted(how_many: int, noun: str, plural: str = "") -> str:
+    """A count with its noun: ``1 seed``, ``3 seeds``."""
+    return f"{how_many:,} {noun if how_many == 1 else plural or noun + 's'}"
 
-    >>> size(421_700_000), size(1.2e9), size(512)
-    ('422 MB', '1.20 GB', '512 B')
-    """
+
+def listed(numbers: list[int], most: int) -> str:
+    """Whole numbers in a row, the first `most` of them: ``1, 2, …``."""
+    return ", ".join(f"{one:,}" for one in numbers[:most]) + (", …" if len(numbers) > most else "")
+
+
+def size(value: object) -> str:
+    """Bytes in decimal units (1 MB is 10^6 bytes), three significant digits: ``422 MB``, ``512 B``."""
     found = finite(value)
     if found is None:
         return MISSING
@@ -117,16 +144,31 @@ def seconds(value: object) -> str:
     found = finite(value)
     if found is None:
         return MISSING
-    if found < 1e-3:
-        return f"{significant(found * 1e6, 3)} µs"
-    if found < 1:
-        return f"{significant(found * 1e3, 3)} ms"
-    if found < 60:
-        return f"{significant(found, 3)} s"
+    for below, scale, unit in ((1e-3, 1e6, "µs"), (1, 1e3, "ms"), (60, 1, "s")):
+        if found < below:
+            return f"{significant(found * scale, 3)} {unit}"
     minutes, rest = divmod(round(found), 60)
     return f"{minutes} min {rest} s"
 
 
-def counted(how_many: int, noun: str, plural: str = "") -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``."""
-    return f"{how_many:,} {noun if how_many == 1 else plural or noun + 's'}"
+def power_of_two(exponent: float) -> str:
+    """Two to a whole power, as it is written by hand: ``2⁻³``."""
+    return "2" + str(round(exponent)).translate(_SUPERSCRIPT)
+
+
+def scale_text(value: float) -> str:
+    """A loss scale: as a power of two where it is one, ``2¹⁶``, ``1``, ``1,000``."""
+    if value != 1 and 0 < value < math.inf and math.frexp(value)[0] == 0.5:
+        return power_of_two(math.log2(value))
+    return f"{value:,.6g}" if math.isfinite(value) else str(value)
+
+
+def tick_label(value: float) -> str:
+    """The number at a tick, as short as it goes: ``0.02``, ``1,500``, ``1e-05``, ``20k``."""
+    sign, size = (MINUS if value < 0 else ""), abs(value)
+    if size and (size >= 1e7 or size < 1e-4):
+        mantissa, power = f"{size:.2e}".split("e")
+        return f"{sign}{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
+    if size >= 10_000:
+        return f"{sign}{size / 1000:,.4g}k"
+    return f"{sign}{float(f'{size:.6g}'):,.10g}"

@@ -1,113 +1,261 @@
-"""The page of a comparison: its sections in the order in which a reader asks."""
+"""The page as a file: what the templates are given, and how they escape it.
+
+Names, arguments, reasons and logs come from code that Mezzo did not write. The templates escape every value, and
+`_shown` makes control characters visible. A content policy in the head forbids every request and every script but the
+one shipped here, named by its hash: an escape that was missed would still be inert.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import base64
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from pathlib import PurePath
+from typing import Any
 
-from mezzo.report.cards import card, parity_of
-from mezzo.report.charts.difference import difference
-from mezzo.report.charts.loss import loss_over
-from mezzo.report.charts.loss_scale import loss_scale
-from mezzo.report.charts.memory import memory
-from mezzo.report.charts.metric import metric
-from mezzo.report.charts.speed import speed
-from mezzo.report.document import Section, document, empty, maybe, plots
-from mezzo.report.findings import findings
-from mezzo.report.gaps import gaps
-from mezzo.report.glossary import COMPARISON, WATCHED, glossary
-from mezzo.report.machine import machine
-from mezzo.report.markup import element
-from mezzo.report.numbers import count, counted, finite
-from mezzo.report.ops import ops
-from mezzo.report.range_section import ranges
-from mezzo.report.reading import Comparison
-from mezzo.report.rerun import rerun
-from mezzo.report.runs import runs
+import jinja2
+from markupsafe import Markup, escape
 
-# Series classes that style.css colours; a seventh candidate shares the first one's colour and keeps its name.
+from mezzo.core.finding import Finding
+from mezzo.core.records import OverflowRecord
+from mezzo.core.remedies import of_constant_scale
+from mezzo.core.version import VERSION
+from mezzo.report import charts, figures, numbers
+from mezzo.report.comparison import Comparison, command_line
+from mezzo.report.numbers import counted, finite, listed, printable, size
+from mezzo.report.range_figures import range_figures
+from mezzo.report.ranges import FORMATS
+from mezzo.report.run import Run
+
 COLOURS = ("s1", "s2", "s3", "s4", "s5", "s6")
+"""Classes that style.css colours; a seventh candidate shares the first one's colour and keeps its name."""
 
 
 def render(comparison: Comparison) -> str:
-    """The whole file as text. The same folder gives the same text, whenever and wherever it is made."""
-    name = _name(comparison)
-    verdicts = ", ".join(f"{key} {parity_of(values)}" for key, values in comparison.candidates.items())
-    return document(
-        title=f"{name}: {verdicts}" if verdicts else name,
-        kicker="Mixed precision against FP32",
-        heading=name,
-        facts=_facts(comparison),
-        sections=_sections(comparison),
-    )
-
-
-def _name(comparison: Comparison) -> str:
-    started = next((run.started for run in comparison.runs if run.started), None)
-    target = (
-        comparison.request.get("demo")
-        or comparison.request.get("target")
-        or (started.script if started else "")
-    )
-    return PurePath(str(target)).name or comparison.directory.resolve().name
-
-
-def _facts(comparison: Comparison) -> str:
-    """One line under the name: how many seeds and steps, when."""
-    values = list(comparison.candidates.values())
-    seeds = {int(n) for n in (finite(v.get("seeds")) for v in values) if n is not None}
-    steps = {int(n) for n in (finite(v.get("steps")) for v in values) if n is not None}
-    words = []
-    if len(seeds) == 1:
-        words.append(counted(seeds.pop(), "paired seed"))
-    if len(steps) == 1:
-        words.append(f"{count(steps.pop())} steps a run")
-    started = next((run.started for run in comparison.runs if run.started), None)
-    if started:
-        if started.machine.get("cpu") or started.machine.get("gpu"):
-            words.append(str(started.machine.get("gpu") or started.machine.get("cpu")))
-        words.append(started.started.replace("T", " ")[:16])
-    return " · ".join(words)
-
-
-def _sections(comparison: Comparison) -> Iterable[Section | None]:
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(comparison.candidates)}
-    cards = [card(comparison, name, colour) for name, colour in colours.items()]
-    yield (
-        "verdict",
-        "Verdict",
-        element("div", cards, class_="cards") if cards else empty("No candidate was compared."),
-    )
-    curves = []
+    """The page of a comparison. The same folder gives the same text, whenever and wherever it is made."""
+    request, runs, candidates = comparison.request, comparison.runs, comparison.candidates
+    target = request.get("demo") or request.get("target")
+    verdicts = ", ".join(f"{key} {_parity(values)}" for key, values in candidates.items())
+    facts = []
+    for key, words in (("seeds", "paired seed"), ("steps", "step")):
+        found = {values for one in candidates.values() if (values := finite(one.get(key))) is not None}
+        if len(found) == 1:
+            facts.append(counted(int(found.pop()), words) + (" a run" if key == "steps" else ""))
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(candidates)}
+    base = ("FP32", "s0", comparison.of(comparison.baseline))
+    curves: list[charts.Chart | None] = []
     for name, colour in colours.items():
-        margin = gaps(comparison.candidates[name])[0].margin
-        curves += [loss_over(comparison, name, colour), difference(comparison, name, colour, margin)]
-    silent = [
-        empty(f"{name} recorded no loss.")
-        for name in colours
-        if not any(len(r.losses) for r in comparison.of(name))
-    ]
-    yield "loss", "Loss", element("div", plots(curves), silent)
-    yield maybe("metric", "Metric", plots([metric(comparison, colours)]))
-    yield maybe("speed", "Speed and memory", plots([speed(comparison, colours), memory(comparison, colours)]))
-    scales = [loss_scale(comparison.of(name), colour, name) for name, colour in colours.items()]
-    yield maybe("scale", "Loss scale", plots(scales))
-    yield maybe("findings", "What made steps fail", findings(comparison.runs))
+        curves.append(figures.loss(f"Loss: {name} over FP32", [base, (name, colour, comparison.of(name))]))
+        margin = finite(candidates[name].get("margin"))
+        curves.append(figures.difference(comparison, name, colour, margin))
     # A run of each precision stands for its seeds: their exponents are alike, and a page has an end.
     watched = [
-        next((run for run in comparison.of(name) if run.ranges), None)
-        for name in (comparison.baseline, *colours)
+        [run for run in comparison.of(one) if run.ranges][:1] for one in (comparison.baseline, *colours)
     ]
-    yield maybe("ranges", "Ranges", ranges([run for run in watched if run is not None]))
-    tables = [table for table in (ops(comparison.of(name), name) for name in colours) if table is not None]
-    yield maybe("formats", "Formats", element("div", tables) if tables else None)
-    yield maybe("runs", "Runs", runs(comparison.runs))
-    yield maybe("machine", "Machine", machine(comparison.verdict.get("machine"), comparison.runs))
-    yield "rerun", "Run it again", rerun(comparison)
-    yield (
-        "reading",
-        "How to read this page",
-        glossary(
-            COMPARISON + (WATCHED if any(run.ranges or run.overflows for run in comparison.runs) else ())
-        ),
+    return _page(
+        runs,
+        target and PurePath(str(target)).name,
+        comparison.directory.resolve().name,
+        verdicts,
+        kicker="Mixed precision against FP32",
+        facts=facts,
+        comparison=comparison,
+        colours=colours,
+        curves=curves,
+        scales=[figures.loss_scale(comparison.of(one), colour, one) for one, colour in colours.items()],
+        ranges=[range_figures(run) for some in watched for run in some],
+        formats=_ops((one, comparison.of(one)) for one in colours),
+        machine=_machine(comparison.verdict.get("machine"), runs),
+        kinds="cw" if any(run.ranges or run.overflows for run in runs) else "c",
     )
+
+
+def render_runs(runs: Sequence[Run], place: str) -> str:
+    """The page of runs (at least one) without a verdict; ``place`` names it if no run says which script it is."""
+    policies = list(dict.fromkeys(run.ran_by for run in runs if run.started))
+    names = [run.name if len(runs) > 1 or not run.started else run.ran_by for run in runs]
+    named = [(name, COLOURS[i % len(COLOURS)], run) for i, (name, run) in enumerate(zip(names, runs))]
+    return _page(
+        runs,
+        "",
+        place,
+        ", ".join(policies),
+        kicker="A training run" if len(runs) == 1 else "Training runs",
+        facts=policies,
+        comparison=None,
+        curves=[figures.loss(f"Loss: {name}", [(name, colour, [run])]) for name, colour, run in named],
+        scales=[figures.loss_scale([run], colour, name) for name, colour, run in named],
+        ranges=[range_figures(run) for run in runs if run.ranges],
+        formats=_ops((name, [run]) for name, _, run in named),
+        machine=_machine(None, runs),
+        kinds="r",
+    )
+
+
+def _page(runs: Sequence[Run], target: str | None, place: str, told: str, **values: Any) -> str:
+    started = next((run.started for run in runs if run.started), None)
+    name = target or (PurePath(started.script).name if started else "") or place
+    values.update(runs=runs, heading=name, title=f"{name}: {told}" if told else name, started=started)
+    page = _environment().get_template("page.html").render(findings=_findings(runs), **values)
+    return page.strip() + "\n"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """Templates that escape every value; the only texts that are not escaped are this package's own files."""
+    package = files("mezzo.report")
+
+    def packaged(name: str) -> str:
+        return package.joinpath(name).read_text(encoding="utf-8")
+
+    found = jinja2.Environment(
+        loader=jinja2.FunctionLoader(packaged),
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style, script = Markup(packaged("style.css")), Markup(packaged("script.js"))
+    given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
+    given += [figures.speed, figures.memory, figures.metric, charts.gauge, command_line]
+    found.globals.update({one.__name__: one for one in given}, LEVELS=charts.LEVELS, FORMATS=FORMATS)
+    found.globals.update(style=style, style_hash=_hash(style), script=script, script_hash=_hash(script))
+    found.globals.update(version=VERSION, parity=_parity, noted=_noted)
+    found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
+    return found
+
+
+def _shown(value: Any) -> Any:
+    """What an expression in a template writes: text without control characters; it is escaped after this."""
+    return value if isinstance(value, Markup) else "" if value is None else printable(str(value))
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json(value: Any) -> str:
+    """For an attribute that the script reads: escaped as any text is."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _prose(text: str) -> Markup:
+    """A sentence whose parts in backquotes are code.
+
+    >>> str(_prose("`bf16`, or a < `b`"))
+    '<code>bf16</code>, or a &lt; <code>b</code>'
+    """
+    parts = [escape(printable(part)) for part in re.split(r"`([^`\n]+)`", text)]
+    parts[1::2] = [Markup("<code>{}</code>").format(part) for part in parts[1::2]]
+    return Markup("").join(parts)
+
+
+def _parity(values: Mapping[str, Any]) -> str:
+    """The parity word as recorded; ``no verdict`` where there is none."""
+    word = values.get("parity")
+    return word if isinstance(word, str) and word else "no verdict"
+
+
+@dataclass
+class Group:
+    """The same finding, as often as it was made.
+
+    Of one about the loss scale: `Run.too_high`, `Run.constant_scale` and `Run.lasting` of the runs that made it.
+    """
+
+    scale: str
+    constant: float | None
+    lasting: bool
+    records: list[OverflowRecord] = field(default_factory=list)
+    runs: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def finding(self) -> Finding:
+        """The first of them: what followed may be its consequence."""
+        return self.records[0].finding
+
+    @property
+    def remedies(self) -> list[str]:
+        """What to try."""
+        return self.finding.remedies if self.constant is None else of_constant_scale(self.constant)
+
+    @property
+    def when(self) -> str:
+        """At which updates."""
+        updates = [record.update for record in self.records]
+        return (
+            listed(updates, 8)
+            if len(updates) == 1
+            else f"{counted(len(updates), 'time')}: {listed(updates, 8)}"
+        )
+
+
+def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """What made steps fail: a group for each thing that was found out; None where nothing was."""
+    groups: dict[tuple[str, ...], Group] = {}
+    by_scale: Counter[tuple[str, bool]] = Counter()
+    for run in runs:
+        for record in run.overflows:
+            alarm = record.finding.alarms
+            scale, lasting = ("", False) if alarm else (run.too_high, run.lasting)
+            new = Group(scale, None if alarm else run.constant_scale, lasting)
+            group = groups.setdefault((*record.finding.place, scale), new)
+            group.records.append(record)
+            group.runs[run.name] = None
+            if not alarm:
+                by_scale[scale, lasting] += 1
+    alarms = [group for group in groups.values() if group.finding.alarms]
+    probes = [group for group in groups.values() if not group.finding.alarms]
+    steps = sum(len(group.records) for group in alarms)
+    return {"alarms": alarms, "probes": probes, "steps": steps, "by_scale": by_scale} if groups else None
+
+
+def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
+    """Which ops ran in which format, of each precision that watched them: departures first."""
+    found = []
+    for name, runs in groups:
+        watched = next((run for run in runs if run.ops), None)
+        if watched is None:
+            continue
+        # Departures first, then what was called most: what a reader looks for is at the top.
+        rows = sorted(watched.ops, key=lambda op: (op.as_planned, op.rule, -op.calls, op.op, op.module))
+        rules = Counter(op.rule for op in rows).most_common()
+        departed = [op for op in rows if not op.as_planned]
+        seed = watched.seed if len(runs) > 1 else None
+        found.append({"name": name, "rows": rows, "departed": departed, "rules": rules, "seed": seed})
+    return found
+
+
+def _noted(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """What runs noted, and which did. The same note from every seed is one note."""
+    told: dict[str, list[str]] = {}
+    for run in runs:
+        for note in run.ended.notes if run.ended else []:
+            told.setdefault(str(note), []).append(run.name)
+    return told
+
+
+def _machine(known: object, runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """The machine as it is known, else as the first run that says so recorded it."""
+    found = known if isinstance(known, dict) and known else None
+    found = found or next((run.started.machine for run in runs if run.started), {})
+    named = {key.removesuffix("_bytes").replace("_", " "): key for key in found}
+    shown = {key: size(found[key]) if key.endswith("_bytes") else _plain(found[key]) for key in found}
+    return [(name, shown[key]) for name, key in named.items()]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping) and value:
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list) and value:
+        return ", ".join(_plain(item) for item in value)
+    return str(value) if value or value == 0 else "none"

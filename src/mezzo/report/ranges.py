@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mezzo.core.formats import named
 from mezzo.core.ranges import GRADIENTS, Histogram, shift_of
@@ -17,74 +18,53 @@ from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 """The formats that a report answers for, whichever of them the run used."""
-"""What a loss scale multiplies."""
 RATIO = "update ratio"
 QUANTILES = (0.05, 0.5, 0.95)
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """A format's ends as exponents: what lies in a binade is decided by its exponent alone.
 
-    Args:
-        zero: below ``2**zero`` a number rounds to zero.
-        normal: from ``2**normal`` on it keeps every bit of the format's precision.
-        overflow: from ``2**overflow`` on it is beyond the largest.
+    Below ``2**zero`` a number rounds to zero; from ``2**normal`` on it keeps every bit of the format's precision; from
+    ``2**overflow`` on it is beyond the largest.
     """
 
     zero: int
     normal: int
     overflow: int
 
-    @classmethod
-    def of(cls, name: str) -> Limits:
-        """Of a format by name."""
-        form = named(name)
-        return cls(form.minexp - form.nmant - 1, form.minexp, form.maxexp)
 
-
-LIMITS = {name: Limits.of(name) for name in FORMATS}
+_FORMS = {name: named(name) for name in FORMATS}
+LIMITS = {
+    name: Limits(form.minexp - form.nmant - 1, form.minexp, form.maxexp) for name, form in _FORMS.items()
+}
 
 
 @dataclass
 class Track:
-    """One tensor over the watched steps.
+    """One tensor over the watched steps. What is kept for each of them is in their order.
 
-    Args:
-        label: what the page calls it: path of the module, with the parameter's name where it is a parameter's.
-        what: a key of `mezzo.core.ranges.WHAT`.
-        format: what it has in the run.
-        counts: of each exponent, over all steps; of gradients without the loss scale.
-        zeros, infinities, nans, largest: likewise.
-        columns: the places in `Ranges.updates` of the steps in which it was seen.
-        lost: format -> for each of those steps, the share that rounds to zero or overflows at that step's loss
-            scale; of an update ratio, what `Histogram.lost` estimates for that format. NaN where there is no
-            finite number but zero.
-        broken: for each of those steps, how many elements were infinite or NaN (of ratios, NaN alone).
-        quantiles: of an update ratio, for each of those steps, the log2 of the `QUANTILES`.
+    A share ``lost`` rounds to zero or overflows at that step's loss scale; of an update ratio it is what
+    `Histogram.lost` estimates. It is NaN where there is no finite number but zero.
     """
 
-    label: str
-    what: str
-    format: str
-    counts: dict[int, int] = field(default_factory=dict)
-    zeros: int = 0
-    infinities: int = 0
-    nans: int = 0
-    largest: float = 0.0
-    columns: array[int] = field(default_factory=lambda: array("l"))
+    label: str  # path of the module, with the parameter's name where it is a parameter's
+    what: str  # a key of `mezzo.core.ranges.WHAT`
+    format: str  # what it has in the run
+    total: Histogram = field(default_factory=Histogram)  # of all steps; of gradients without the loss scale
+    columns: array[int] = field(
+        default_factory=lambda: array("l")
+    )  # the steps, as places in `Ranges.updates`
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
-    broken: array[int] = field(default_factory=lambda: array("q"))
+    broken: array[int] = field(
+        default_factory=lambda: array("q")
+    )  # elements infinite or NaN (of ratios, NaN alone)
+    # Of an update ratio, the log2 of the `QUANTILES`.
     quantiles: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("f") for _ in QUANTILES))
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
-        for exponent, count in enumerate(histogram.counts, histogram.lowest):
-            self.counts[exponent] = self.counts.get(exponent, 0) + count
-        self.zeros += histogram.zeros
-        self.infinities += histogram.infinities
-        self.nans += histogram.nans
-        self.largest = max(self.largest, histogram.largest)
+        self.total = self.total.plus(histogram)
         self.columns.append(column)
         # An infinite ratio is an update of a weight that was 0: nothing is wrong with it.
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
@@ -103,41 +83,24 @@ class Track:
             for kept, value in zip(self.quantiles, quantiles(histogram, QUANTILES)):
                 kept.append(value)
 
-    @property
-    def total(self) -> Histogram:
-        """All its histograms together."""
-        first, last = min(self.counts, default=0), max(self.counts, default=-1)
-        counts = [self.counts.get(exponent, 0) for exponent in range(first, last + 1)]
-        return Histogram(first, counts, self.zeros, self.infinities, self.nans, self.largest)
-
     def mean_lost(self, name: str) -> float:
         """Mean of the shares lost in a format over the steps that have one; NaN where none has."""
         shares = [share for share in self.lost[name] if not math.isnan(share)]
         return sum(shares) / len(shares) if shares else math.nan
 
     def worst_lost(self, name: str) -> tuple[float, int]:
-        """The largest share lost in a format, and the column where; NaN and -1 where there is none."""
-        found = [
-            (share, -column) for share, column in zip(self.lost[name], self.columns) if not math.isnan(share)
-        ]
-        if not found:
-            return math.nan, -1
-        share, column = max(found)
-        return share, -column
+        """The largest share lost in a format, and the first column where; NaN and -1 where there is none."""
+        found = [(share, -at) for share, at in zip(self.lost[name], self.columns) if not math.isnan(share)]
+        share, at = max(found, default=(math.nan, 1))
+        return share, -at
 
 
 @dataclass
 class Ranges:
-    """All tracks of a run.
+    """All tracks of a run, in the order in which they were first seen."""
 
-    Args:
-        updates: index of the update of each watched step, in order.
-        scales: the loss scale that each of them used.
-        tracks: in the order in which they were first seen.
-    """
-
-    updates: list[int] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)  # index of the update of each watched step
+    scales: list[float] = field(default_factory=list)  # the loss scale that each of them used
     tracks: dict[tuple[int, str, str, str], Track] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -1,20 +1,30 @@
-// What a script adds to a page that works without one: the theme's switch, sorting, copying, the read-out under the
-// pointer, and folded lists that unfold on paper. Text is only ever set as text.
+// What a script adds to a page that works without one: the theme's switch, sorting, copying, folded lists that unfold on
+// paper, values under the pointer; and of ranges one tensor in place of all, another loss scale, another format. Text is
+// only ever set as text. The arithmetic of ranges is that of core/ranges.py; a test holds the two together.
 "use strict";
 (() => {
   const root = document.documentElement;
+  const each = (query, run, within = document) => within.querySelectorAll(query).forEach(run);
+  const make = (name, text, style = "") => {
+    const element = document.createElement(name);
+    element.textContent = text;
+    element.className = style;
+    return element;
+  };
+  const comma = (number) => number.toLocaleString("en");
+  const clamp = (value, most) => Math.max(0, Math.min(most, value));
   root.dataset.script = "on";
 
   const theme = document.getElementById("theme");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const name = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
   theme.hidden = false;
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); });
-  dark.addEventListener("change", name);
+  system.addEventListener("change", name);
   name();
 
-  for (const button of document.querySelectorAll("button.copy")) {
+  each("button.copy", (button) => {
     button.hidden = false;
     button.addEventListener("click", async () => {
       const code = button.parentElement.querySelector("code");
@@ -27,56 +37,45 @@
       }
       setTimeout(() => { button.textContent = "Copy"; }, 1600);
     });
-  }
+  });
 
-  for (const table of document.querySelectorAll("table.sortable")) {
-    table.querySelectorAll("thead th").forEach((head, column) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = head.textContent;
-      head.replaceChildren(button);
-      button.addEventListener("click", () => {
-        const up = head.getAttribute("aria-sort") !== "ascending";
-        for (const other of table.querySelectorAll("thead th")) other.removeAttribute("aria-sort");
-        head.setAttribute("aria-sort", up ? "ascending" : "descending");
-        const text = (row) => row.cells[column].textContent.trim();
-        const rows = [...table.tBodies[0].rows];
-        rows.sort((a, b) => (up ? 1 : -1) * text(a).localeCompare(text(b), "en", { numeric: true }));
-        table.tBodies[0].append(...rows);
-      });
+  each("table.sortable", (table) => each("thead th", (head) => {
+    const button = make("button", head.textContent);
+    button.type = "button";
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending";
+      each("thead th", (other) => other.removeAttribute("aria-sort"), table);
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const text = (row) => row.cells[head.cellIndex].textContent.trim();
+      const rows = [...table.tBodies[0].rows];
+      rows.sort((a, b) => (up ? 1 : -1) * text(a).localeCompare(text(b), "en", { numeric: true }));
+      table.tBodies[0].append(...rows);
     });
-  }
+  }, table));
 
-  for (const chart of document.querySelectorAll("svg[data-readout]")) {
+  each("svg[data-readout]", (chart) => {
     const data = JSON.parse(chart.dataset.readout);
-    if (!data.x.length) continue;
-    const cursor = chart.querySelector(".cursor");
-    const line = document.createElement("p");
-    line.className = "readout";
-    chart.before(line);
-    line.title = "Point at the curve, or focus it and use the arrow keys, to read other steps.";
     const last = data.x.length - 1;
+    if (last < 0) return;
+    const cursor = chart.querySelector(".cursor");
+    const line = make("p", "", "readout");
+    line.title = "Point at the curve, or focus it and use the arrow keys, to read other steps.";
+    chart.before(line);
     let at = last;
-    const rest = () => { show(last); cursor.setAttribute("visibility", "hidden"); };
     const show = (index) => {
-      at = Math.max(0, Math.min(last, index));
+      at = clamp(index, last);
       const left = (100 * (data.x[at] - data.low)) / (data.high - data.low) + "%";
-      cursor.setAttribute("x1", left);
-      cursor.setAttribute("x2", left);
-      cursor.setAttribute("visibility", "visible");
-      line.replaceChildren(`${data.name} ${data.x[at].toLocaleString("en")}`);
-      for (const column of data.columns) {
-        const value = document.createElement("b");
-        value.textContent = column.values[at];
-        line.append(" · ", column.name, " ", value);
-      }
+      for (const [key, value] of [["x1", left], ["x2", left], ["visibility", "visible"]]) cursor.setAttribute(key, value);
+      line.replaceChildren(`${data.name} ${comma(data.x[at])}`);
+      for (const column of data.columns) line.append(" · ", column.name, " ", make("b", column.values[at]));
     };
+    const rest = () => { show(last); cursor.setAttribute("visibility", "hidden"); };
     chart.addEventListener("pointermove", (event) => {
       const box = chart.getBoundingClientRect();
       const want = data.low + ((event.clientX - box.left) / box.width) * (data.high - data.low);
-      let best = 0;
-      data.x.forEach((x, i) => { if (Math.abs(x - want) < Math.abs(data.x[best] - want)) best = i; });
-      show(best);
+      const away = data.x.map((x) => Math.abs(x - want));
+      show(away.indexOf(Math.min(...away)));
     });
     chart.addEventListener("pointerleave", rest);
     chart.setAttribute("tabindex", "0");
@@ -87,18 +86,119 @@
     chart.addEventListener("focus", () => { if (chart.matches(":focus-visible")) show(at); });
     chart.addEventListener("blur", rest);
     rest();
-  }
+  });
 
-  addEventListener("beforeprint", () => {
-    for (const fold of document.querySelectorAll("details:not(.numbers, .more):not([open])")) {
-      fold.open = true;
-      fold.dataset.printed = "yes";
-    }
+  const power = (exponent) => "2" + String(exponent).replace(/./g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+
+  const percent = (share) => {
+    if (Number.isNaN(share)) return "–";
+    if (share === 0) return "0";
+    const shown = 100 * share;
+    if (shown < 0.01) return "<0.01\u00a0%";
+    if (shown >= 99.95) return share === 1 ? "100\u00a0%" : ">99.9\u00a0%";
+    return (shown < 10 ? shown.toFixed(2) : shown.toFixed(1)) + "\u00a0%";
+  };
+
+  // What a format makes of counts by exponent, as shares: to zero, subnormal, kept, overflow.
+  const shares = (counts, lowest, total, [zero, normal, overflow]) => {
+    const found = [0, 0, 0, 0];
+    counts.forEach((count, place) => {
+      const exponent = lowest + place;
+      found[exponent < zero ? 0 : exponent < normal ? 1 : exponent >= overflow ? 3 : 2] += count;
+    });
+    return found.map((one) => (total ? one / total : NaN));
+  };
+
+  const bars = (counts, first, size, total) => {
+    const bins = new Array(size).fill(0);
+    counts.forEach((count, place) => { bins[clamp(first + place, size - 1)] += count; });
+    return bins.map((count, place) => {
+      if (!count) return "";
+      const height = Math.max(0.004, 1 + Math.log10(count / total) / 6);
+      const [left, right] = [place, place + 1].map((edge) => Math.round((1000 * edge) / size));
+      return `M${left} 1000V${Math.round(1000 * (1 - height))}H${right}V1000Z`;
+    }).join("");
+  };
+
+  each(".ranges", (block) => {
+    const slider = block.querySelector("input.scale");
+    const format = block.querySelector("select.format");
+    block.querySelector(".controls").hidden = false;
+
+    each("figure[data-exponents]", (figure) => {
+      const data = JSON.parse(figure.dataset.exponents);
+      const which = figure.querySelector("select.which");
+      const write = (query, text) => each(query, (element) => { element.textContent = text; }, figure);
+      ["all together", ...data.names].forEach((label, place) => which.append(new Option(label, place)));
+      which.parentElement.hidden = data.names.length < 2;
+      const draw = () => {
+        const [start, zeros, broken, largest, ...counts] = data.rows[Number(which.value)];
+        const lowest = start + (data.moves ? Number(slider.value) : 0);
+        const total = counts.reduce((sum, count) => sum + count, 0);
+        const all = total + zeros + broken;
+        const path = bars(counts, lowest - data.low, data.high - data.low, total);
+        figure.querySelector(".bins").setAttribute("d", path);
+        for (const row of figure.querySelector(".shares").tBodies[0].rows) {
+          const found = shares(counts, lowest, total, data.limits[row.cells[0].textContent]);
+          found.forEach((share, place) => { row.cells[place + 1].textContent = percent(share); });
+        }
+        write(".told", `${comma(all)} number${all === 1 ? "" : "s"}: ${comma(zeros)} of them zero, ` +
+          `${comma(broken)} infinite or NaN, the largest ${largest.toPrecision(3)}.`);
+        figure.querySelector(".broken").hidden = !broken;
+        write(".broken", `${comma(broken)} of ${comma(all)} number${all === 1 ? "" : "s"} (${percent(broken / all)}) ` +
+          `${broken === 1 ? "is" : "are"} infinite or NaN already. The shares below are of the finite ones.`);
+        write(".scaled", power(Number(slider.value)));
+      };
+      which.addEventListener("change", draw);
+      if (data.moves) slider.addEventListener("input", draw);
+      draw();
+    }, block);
+    const show = () => { block.querySelector("output").textContent = power(Number(slider.value)); };
+    slider.addEventListener("input", show);
+    show();
+
+    each("figure[data-heat]", (figure) => {
+      const data = JSON.parse(figure.dataset.heat);
+      const map = figure.querySelector(".heatmap");
+      const words = {};
+      each(".legend li", (item) => { words[item.querySelector("rect").getAttribute("class")] = item.textContent; }, figure);
+      const line = make("p", "Point at a cell to read it.", "readout");
+      figure.querySelector(".heatbox").before(line);
+      format.addEventListener("change", () => {
+        const paths = {};
+        data.levels[format.value].forEach((levels, y) => {
+          for (const found of levels.matchAll(/(.)\1*/g)) {
+            const size = found[0].length;
+            paths[found[1]] = (paths[found[1]] || "") + `M${found.index} ${y}h${size}v1h${-size}z`;
+          }
+        });
+        each("path", (path) => path.remove(), map);
+        for (const [level, d] of Object.entries(paths)) {
+          const path = document.createElementNS(map.namespaceURI, "path");
+          path.setAttribute("class", "h" + level);
+          path.setAttribute("d", d);
+          map.append(path);
+        }
+        figure.querySelector(".chosen").textContent = format.value;
+        figure.querySelector(".most").textContent = data.most[format.value];
+      });
+      map.addEventListener("pointermove", (event) => {
+        const box = map.getBoundingClientRect();
+        const lines = data.levels[format.value];
+        const at = (part, size) => clamp(Math.floor(part * size), size - 1);
+        const y = at((event.clientY - box.top) / box.height, lines.length);
+        const x = at((event.clientX - box.left) / box.width, data.updates.length);
+        line.replaceChildren(`${data.names[y]} · update ${comma(data.updates[x])} · `, make("b", words["h" + lines[y][x]]));
+      });
+    }, block);
   });
-  addEventListener("afterprint", () => {
-    for (const fold of document.querySelectorAll("details[data-printed]")) {
-      fold.open = false;
-      delete fold.dataset.printed;
-    }
-  });
+
+  addEventListener("beforeprint", () => each("details:not(.numbers, .more):not([open])", (fold) => {
+    fold.open = true;
+    fold.dataset.printed = "yes";
+  }));
+  addEventListener("afterprint", () => each("details[data-printed]", (fold) => {
+    fold.open = false;
+    delete fold.dataset.printed;
+  }));
 })();

@@ -1,11 +1,12 @@
-"""What a comparison's folder holds, as values: the verdict, and every run that left records.
+"""What a comparison's folder holds, as values: the verdict, every run that left records, and the command that made it.
 
-Only a verdict that is missing or is no JSON is an error: a report is wanted most when something went wrong.
+Only a verdict that is missing or is not JSON is an error: a report is wanted most when something went wrong.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,15 +34,17 @@ class Comparison:
 
     def of(self, precision: str) -> list[Run]:
         """The paired runs of one precision, by seed, without the one-ulp twins."""
-        return sorted(
-            (run for run in self.runs if run.precision == precision and not run.nudged),
-            key=lambda run: run.seed,
-        )
+        found = (run for run in self.runs if run.precision == precision and not run.nudged)
+        return sorted(found, key=lambda run: run.seed)
 
     @property
     def twins(self) -> list[Run]:
         """FP32 runs whose initial weights were moved by one ulp, by seed."""
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
+
+    def recorded_losses(self, precision: str) -> int:
+        """How many losses the runs of one precision recorded."""
+        return sum(len(run.losses) for run in self.of(precision))
 
     def peak(self, precision: str) -> float | None:
         """Peak memory of one precision in bytes: the median over its runs; None where none recorded it."""
@@ -50,15 +53,14 @@ class Comparison:
 
     def metrics(self, precision: str) -> dict[int, float]:
         """The final metric of each run of one precision, by seed, from the pairs that the verdict lists."""
+        of_baseline = precision == self.baseline
+        key = f"{self.baseline}_metric" if of_baseline else "metric"
         found: dict[int, float] = {}
-        for values in (
-            self.candidates.values() if precision == self.baseline else [self.candidates.get(precision, {})]
-        ):
+        for values in self.candidates.values() if of_baseline else [self.candidates.get(precision, {})]:
             pairs = values.get("pairs")
             for one in pairs if isinstance(pairs, list) else []:
-                key = f"{self.baseline}_metric" if precision == self.baseline else "metric"
-                seed, value = (
-                    (finite(one.get("seed")), finite(one.get(key))) if isinstance(one, dict) else (None, None)
+                seed, value = map(
+                    finite, (one.get("seed"), one.get(key)) if isinstance(one, dict) else ("", "")
                 )
                 if seed is not None and value is not None:
                     found[int(seed)] = value
@@ -88,10 +90,7 @@ def read(directory: Path) -> Comparison:
             f"{path}: schema {schema!r}, and this version of Mezzo reads schema {SCHEMA}. "
             "Use the version that wrote it, or run `mezzo compare` again."
         )
-    candidates = {
-        str(name): values if isinstance(values, dict) else {}
-        for name, values in verdict["candidates"].items()
-    }
+    candidates = {name: one if isinstance(one, dict) else {} for name, one in verdict["candidates"].items()}
     baseline = str(verdict.get("baseline", "fp32"))
     known = {file_name(name): name for name in (baseline, *candidates)}
     runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
@@ -99,11 +98,42 @@ def read(directory: Path) -> Comparison:
 
 
 def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
-    inside = verdict.get("request")
-    if isinstance(inside, dict):
-        return inside
-    try:
-        found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    found = verdict.get("request")
+    if not isinstance(found, dict):
+        try:
+            found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
     return found if isinstance(found, dict) else {}
+
+
+def command_line(comparison: Comparison) -> str:
+    """``mezzo compare ...`` as it was asked for, quoted for a POSIX shell."""
+    request = comparison.request
+    started = next((run.started for run in comparison.runs if run.started), None)
+    written = request.get("command") or comparison.verdict.get("command")
+    if isinstance(written, str) and written:
+        return written
+    if isinstance(written, (list, tuple)) and written:
+        return shlex.join(str(word) for word in written)
+    words = ["mezzo", "compare"]
+    script = request.get("target") or request.get("script") or (started.script if started else "SCRIPT")
+    if request.get("demo"):
+        words += ["--demo", str(request["demo"])]
+    else:
+        words += ["-m", str(script)] if request.get("is_module") else [str(script)]
+        if request.get("framework", "pytorch") != "pytorch":
+            words += ["--framework", str(request["framework"])]
+    precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
+    # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
+    for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
+        words += ["--precision", str(one)]
+    for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
+        if request.get(key) not in (None, "", "auto"):
+            words += [f"--{key.replace('_', '-')}", str(request[key])]
+    # In the same folder the finished runs would be kept, and nothing run again.
+    words += ["--out", comparison.directory.resolve().name, "--fresh"]
+    arguments = request.get("argv", started.argv if started else [])
+    if isinstance(arguments, (list, tuple)) and arguments:
+        words += ["--", *(str(word) for word in arguments)]
+    return shlex.join(words)

@@ -1,0 +1,423 @@
+"""Charts as values: axes, lines with bands, marks, bars, dots, histograms and maps. `charts.html` writes them as SVG.
+
+A chart is an SVG as wide as the page allows, and its text keeps its size. Curves lie in an inner drawing of 1000 by
+1000 units that is stretched to the frame; labels, marks and grid lines are placed by percentages in the outer one,
+which is not stretched. So one drawing is readable at 340 pixels, at 1200 and on paper, without a script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mezzo.report.numbers import power_of_two, printable, signed, significant, tick_label
+from mezzo.report.series import Array, sample
+
+LOG_FROM = 20.0  # from this ratio of largest to smallest a loss axis is logarithmic
+LARGEST = 1e280
+UNITS = 1000
+TABLE_ROWS = 13
+EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
+MOST = 2.0  # how many times the longest bar an interval may make the axis
+CUT = "An arrow: it goes on to the number beside it."
+DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
+UP_TO = (
+    0.0,
+    0.001,
+    0.01,
+    0.05,
+    0.2,
+    0.5,
+    1.0,
+)  # a cell's level: the first of these that its share does not exceed
+BROKEN, UNSEEN = "x", "u"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear or logarithmic scale from ``low`` to ``high`` (``low < high``; both above 0 where ``log``)."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, values: ArrayLike) -> Array:
+        """Where values lie, 0 at ``low`` and 1 at ``high``; NaN for NaN and for what a log axis lacks."""
+        found, low, high = np.asarray(values, dtype=float), self.low, self.high
+        if self.log:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                found = np.where(found > 0, np.log(found), np.nan)
+            low, high = math.log(low), math.log(high)
+        return np.asarray((found - low) / (high - low))
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies between both ends."""
+        return self.low < value < self.high
+
+    def at(self, value: float, *, up: bool = False) -> str:
+        """The place of one value that the axis reaches, in percent; ``up`` counts from the top."""
+        place = float(np.clip(self.place(value), 0, 1))
+        return f"{100 * (1 - place if up else place):.2f}%"
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """About so many round numbers on the axis: 1, 2 or 5 times a power of ten."""
+        if self.log and len(found := _log_ticks(self.low, self.high, about)) >= 2:
+            return found
+        raw = (self.high - self.low) / max(1, about)
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+    def powers(self, about: int = 4) -> list[float]:
+        """About so many powers of two on a logarithmic axis, evenly placed."""
+        first, last = math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9)
+        return [2.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / about)))]
+
+
+def _log_ticks(low: float, high: float, about: int) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        found = [f * 10.0**d for d in decades for f in factors if low * 0.999 <= f * 10.0**d <= high * 1.001]
+        if len(found) <= about + 2:
+            return found
+    return found[:: math.ceil(len(found) / (about + 1))]
+
+
+def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bool = False) -> Axis:
+    """The axis that shows every finite value of ``parts``, with a little room.
+
+    Args:
+        parts: the values to show.
+        log: whether it is logarithmic; None: where all are positive and span a ratio of `LOG_FROM`.
+        about_zero: whether zero must be on it.
+    """
+    values = np.concatenate([np.ravel(part) for part in parts] or [np.zeros(0)])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return Axis(0.0, 1.0)
+    # The bound keeps the arithmetic of the axis itself finite.
+    low, high = (float(np.clip(edge, -LARGEST, LARGEST)) for edge in (values.min(), values.max()))
+    if low > 0 and (log if log is not None else high / low >= LOG_FROM):
+        logs = math.log(max(low, 1 / LARGEST)), math.log(high)
+        reach = 0.05 * (logs[1] - logs[0]) or 0.4
+        return Axis(math.exp(logs[0] - reach), math.exp(logs[1] + reach), log=True)
+    if about_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return Axis(low - room, high + room)
+
+
+class Shape(NamedTuple):
+    """An SVG element: its name, its attributes, and a title that is shown on hovering."""
+
+    tag: str
+    attributes: Mapping[str, str | int | float]
+    title: str = ""
+
+
+def shape(tag: str, style: str, title: str = "", **attributes: str | int | float) -> Shape:
+    """A `Shape` with a class."""
+    return Shape(tag, {**attributes, "class": style}, title)
+
+
+def box(
+    axis: Axis, left: float, right: float, y: str | int, height: str | int, style: str, title: str = ""
+) -> Shape:
+    """A rectangle from one value of an axis to another."""
+    start, stop = axis.at(left), axis.at(right)
+    width = f"{float(stop[:-1]) - float(start[:-1]):.2f}%"
+    return shape("rect", style, title, x=start, y=y, width=width, height=height)
+
+
+def across(y: str, style: str) -> Shape:
+    """A horizontal line from edge to edge."""
+    return shape("line", style, x1=0, x2="100%", y1=y, y2=y)
+
+
+def down(x: str, style: str, title: str = "", top: str | int = 0, bottom: str | int = "100%") -> Shape:
+    """A vertical line, from edge to edge unless told otherwise."""
+    return shape("line", style, title, x1=x, x2=x, y1=top, y2=bottom)
+
+
+def text(label: str, x: str | int, y: str | int, style: str = "label middle", dy: str = "") -> Shape:
+    """A label."""
+    return Shape("text", {"x": x, "y": y, "dy": dy or "0", "class": style, "label": label})
+
+
+class Key(NamedTuple):
+    """One entry of a legend: the colour's class (``s0`` is FP32), how it is drawn, and its name."""
+
+    series: str
+    shape: str
+    name: str
+
+
+_SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
+LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
+LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cell", "not seen")]
+"""The legend of a map."""
+
+
+class Table(NamedTuple):
+    """Numbers in a table: headings, and rows of (first cell, others, whether it departs, a small drawing)."""
+
+    head: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str], bool, Any]]
+
+
+@dataclass
+class Chart:
+    """Curves in a frame: add bands, lines and marks; the template draws what was added.
+
+    ``described`` tells a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
+    of two or as plain numbers; ``height`` is a class of style.css, ``tall`` or ``low``.
+    """
+
+    title: str
+    described: str
+    x: Axis
+    y: Axis
+    x_name: str
+    unit: str
+    height: str = "tall"
+    powers: bool = False
+    keys: list[Key] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    inner: list[Shape] = field(default_factory=list)
+    outer: list[Shape] = field(default_factory=list)
+    readout: dict[str, Any] = field(default_factory=dict)
+    table: Table | None = None
+
+    def band(self, x: Array, low: Array, high: Array, series: str, name: str = "") -> None:
+        """Shade between two curves; a gap in either is a gap."""
+        paths = []
+        for part in _pieces(np.isfinite(low) & np.isfinite(high)):
+            if part.stop - part.start > 1:  # one step alone has no width to shade
+                upper, lower = self._path(x[part], high[part]), self._path(x[part][::-1], low[part][::-1])
+                paths.append(f"{upper}L{lower[1:]}Z")
+        if paths:
+            self.inner.append(shape("path", f"band {series}", d="".join(paths)))
+        if name:
+            self.keys.append(Key(series, "band", name))
+
+    def line(self, x: Array, y: Array, series: str, name: str = "", style: str = "line") -> None:
+        """Draw a curve; a gap stays a gap, and a value alone between gaps is a dot."""
+        paths = []
+        for part in _pieces(np.isfinite(y)):
+            path = self._path(x[part], y[part])
+            paths.append(path if "L" in path else f"{path}L{path[1:]}")
+        if paths:
+            self.inner.append(shape("path", f"{style} {series}", d="".join(paths)))
+        if name:
+            self.keys.append(Key(series, style, name))
+
+    def span(self, low: float, high: float, start: float, stop: float, series: str, name: str) -> None:
+        """Rule two heights from edge to edge, and shade what lies between them from ``start`` to ``stop``."""
+        top, bottom = self.y.at(high, up=True), self.y.at(low, up=True)
+        height = f"{float(bottom[:-1]) - float(top[:-1]):.2f}%"
+        self.outer.insert(0, box(self.x, start, stop, top, height, f"band {series}"))
+        for edge in (high, low):
+            self.rule(edge, f"edge {series}")
+        self.keys.append(Key(series, "band", name))
+
+    def rule(self, height: float, style: str) -> None:
+        """A horizontal line at one height, if the axis reaches it."""
+        if 0 <= self.y.place(height) <= 1:
+            self.outer.append(across(self.y.at(height, up=True), style))
+
+    def cross(self, x: float, series: str, label: str) -> None:
+        """A cross at the top of the frame, with a label on hovering."""
+        self.outer.append(Shape("cross", {"x": self.x.at(x), "class": series}, label))
+
+    def tick(self, x: float, series: str, label: str) -> None:
+        """A vertical stroke through the whole frame at one x."""
+        self.outer.append(down(self.x.at(x), f"tick {series}", label))
+
+    def read(self, x: Sequence[int], columns: Sequence[tuple[str, Sequence[float]]]) -> None:
+        """Give the numbers behind the curves, (name, values), for pointer and table."""
+        shown = [[significant(one) if math.isfinite(one) else "–" for one in values] for _, values in columns]
+        named = [{"name": printable(name), "values": values} for (name, _), values in zip(columns, shown)]
+        self.readout = {"x": x, "low": self.x.low, "high": self.x.high, "name": self.x_name, "columns": named}
+        picks = sample(len(x), TABLE_ROWS)
+        rows = [(f"{x[i]:,}", [values[i] for values in shown], False, None) for i in picks]
+        self.table = Table([self.x_name, *(name for name, _ in columns)], rows)
+
+    @property
+    def grid(self) -> list[Shape]:
+        """Lines and labels behind the curves."""
+        parts = []
+        for value in self.y.powers(4) if self.powers else self.y.ticks(5):
+            y = self.y.at(value, up=True)
+            label = power_of_two(math.log2(value)) if self.powers else tick_label(value)
+            parts += [across(y, "grid"), text(label, -8, y, "label end", "0.32em")]
+        for value in self.x.ticks(5):
+            if value == round(value) or self.x.high - self.x.low < 3:
+                parts.append(text(tick_label(value), self.x.at(value), "100%", dy="1.45em"))
+        return [*parts, across("100%", "base"), text(self.x_name, "100%", "100%", "label end", "2.8em")]
+
+    def _path(self, x: Array, y: Array) -> str:
+        """An SVG path, to a tenth of a unit, cut at ten frames' height, where a renderer is still exact."""
+        points = np.stack([self.x.place(x), 1 - np.clip(self.y.place(y), -10, 11)], axis=1) * UNITS
+        kept = points[np.isfinite(points).all(axis=1)]
+        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in kept) if len(kept) else ""
+
+
+def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
+    """The stretches of an array that are True, as slices."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], ok.astype(np.int8), [0]))))
+    return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2])]
+
+
+class Row(NamedTuple):
+    """A row of a bar chart: a bar with an interval around its end, or dots by label, and what is printed beside."""
+
+    name: str
+    series: str
+    value: float | None
+    shown: str
+    detail: str = ""
+    interval: tuple[float, float] | None = None
+    dots: Mapping[str, float] = MappingProxyType({})
+
+
+class Bars(NamedTuple):
+    """Rows of bars or dots, each with its drawing, and labelled ticks. The table is the figure and its own fallback."""
+
+    title: str
+    unit: str
+    rows: Sequence[tuple[Row, Sequence[Shape]]]
+    height: int
+    ticks: Sequence[Shape] = ()
+
+
+def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
+    """Horizontal bars from 0; ``reference`` draws a line at that value through every row (FP32 itself)."""
+    shown = max([row.value or 0.0 for row in rows] + [reference, 1e-30])
+    whole = max([shown] + [row.interval[1] for row in rows if row.interval])
+    most = min(whole, MOST * shown)
+    axis = Axis(0.0, most / 0.98)  # a little room on the right: the whisker's cap is not cut
+
+    def drawn(row: Row) -> list[Shape]:
+        parts = [] if row.value is None else [box(axis, 0.0, row.value, 3, 14, f"fill {row.series}")]
+        parts.append(down(axis.at(reference), "reference", bottom=20))
+        if row.interval:
+            low, high = (axis.at(min(edge, most)) for edge in row.interval)
+            goes_on = Shape("arrow", {"x": high, "y": 10, "class": "whisker", "d": "M-5-4L0 0L-5 4"})
+            end = goes_on if row.interval[1] > most else down(high, "whisker", "", 6, 14)
+            line = shape("line", "whisker", x1=low, x2=high, y1=10, y2=10)
+            parts += [line, down(low, "whisker", "", 6, 14), end]
+        return parts
+
+    return Bars(title, f"{unit} {CUT}" if whole > most else unit, [(row, drawn(row)) for row in rows], 20)
+
+
+def dots(title: str, unit: str, rows: Sequence[Row]) -> Bars:
+    """A dot for each value of a row, on one scale with ticks below."""
+    axis = axis_over([np.array(list(row.dots.values())) for row in rows], log=False)
+    # One number alone gives no scale.
+    ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
+
+    def drawn(row: Row) -> list[Shape]:
+        return [down(axis.at(tick), "grid") for tick in ticks] + [
+            shape(
+                "circle",
+                f"dot {row.series}",
+                f"{label}: {significant(value, 5)}",
+                cx=axis.at(value),
+                cy=14,
+                r=4.5,
+            )
+            for label, value in row.dots.items()
+        ]
+
+    labels = [text(tick_label(tick), axis.at(tick), 12) for tick in ticks]
+    return Bars(title, unit, [(row, drawn(row)) for row in rows], 28, labels)
+
+
+def gauge(
+    value: float | None, margin: float | None, interval: tuple[float, float] | None, series: str
+) -> tuple[str, list[Shape]] | None:
+    """A gap from FP32, its interval and the margin on one line, described and drawn; all in one unit.
+
+    None without a gap and a margin above 0.
+    """
+    if value is None or not margin or margin < 0:
+        return None
+    reach = max([abs(value)] + [abs(edge) for edge in interval or ()]) / margin
+    half = margin * min(EDGE, max(1.6, 1.15 * reach))
+    axis = Axis(-half, half)
+    described = f"gap {signed(value)}, margin ±{significant(margin, 3)}"
+    parts = [across("12", "rail"), box(axis, -margin, margin, 4, 16, "band margin")]
+    parts += [down(axis.at(edge), "edge margin", "", 2, 22) for edge in (-margin, margin)]
+    parts.append(down("50%", "zero", "", 5, 19))
+    if interval:
+        described += f", interval {signed(interval[0])} to {signed(interval[1])}"
+        low, high = axis.at(interval[0]), axis.at(interval[1])
+        parts.append(shape("line", f"gapline {series}", x1=low, x2=high, y1=12, y2=12))
+        parts += [down(end, f"gapline {series}", "", 8, 16) for end in (low, high)]
+    if abs(value) > half:
+        turn = "M-5-5L2 0L-5 5" if value > 0 else "M5-5L-2 0L5 5"
+        parts.append(Shape("arrow", {"x": axis.at(value), "y": 12, "class": f"cross {series}", "d": turn}))
+    elif math.isfinite(value):
+        parts.append(shape("circle", f"dot {series}", cx=axis.at(value), cy=12, r=4.5))
+    labels = ((signed(-margin, 2), -margin), ("0", 0.0), (signed(margin, 2), margin))
+    return described, [*parts, *(text(label, axis.at(at), 36) for label, at in labels)]
+
+
+def bar_path(bins: Sequence[int]) -> str:
+    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
+
+    >>> bar_path([0, 1])
+    'M500 1000V0H1000V1000Z'
+    """
+    total, width = sum(bins), UNITS / max(1, len(bins))
+    parts = []
+    for place, number in enumerate(bins):
+        if number:
+            top = round_half_up(UNITS * (1 - bar_height(number / total)))
+            parts.append(
+                f"M{round_half_up(place * width)} 1000V{top}H{round_half_up((place + 1) * width)}V1000Z"
+            )
+    return "".join(parts)
+
+
+def bar_height(share: float) -> float:
+    """Between 0 and 1: the logarithm of a share, over `DECADES`."""
+    return max(0.004, 1 + math.log10(share) / DECADES)
+
+
+def round_half_up(value: float) -> int:
+    """As the script's Math.round does."""
+    return math.floor(value + 0.5)
+
+
+def level(share: float, broken: int = 0) -> str:
+    """The character of a map's cell.
+
+    >>> [level(share) for share in (0.0, 0.0005, 0.03, 1.0)], level(0.0, broken=3), level(float("nan"))
+    (['0', '1', '3', '6'], 'x', 'u')
+    """
+    if broken:
+        return BROKEN
+    if math.isnan(share):
+        return UNSEEN
+    return str(next(place for place, edge in enumerate(UP_TO) if share <= edge + 1e-9))
+
+
+def cells(lines: Sequence[str]) -> list[Shape]:
+    """A map, a unit for each cell: a path for each level, of runs of equal cells."""
+    paths: dict[str, str] = {}
+    for y, line in enumerate(lines):
+        start = 0
+        for x in range(1, len(line) + 1):
+            if x == len(line) or line[x] != line[start]:
+                paths[line[start]] = paths.get(line[start], "") + f"M{start} {y}h{x - start}v1h{start - x}z"
+                start = x
+    return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]

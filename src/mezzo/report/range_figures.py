@@ -1,0 +1,336 @@
+"""Where the numbers of a watched run lie, as figures: exponents by kind of tensor, shares lost, updates over weights.
+
+The script picks one tensor in place of all, moves gradients by another loss scale, and shows maps in another format.
+Without it the figures show all tensors, gradients at the loss scale of the run's last update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
+from mezzo.report import charts
+from mezzo.report.charts import Axis, Chart, Key, Shape, Table, across, down, shape, text
+from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
+from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
+from mezzo.report.run import Run
+from mezzo.report.series import Array, sample
+
+LISTED = 150  # rows of a table of tensors; those with the most to lose come first
+LINES, COLUMNS = (
+    48,
+    72,
+)  # of a map: the tensors that lose most, and columns, each the worst of its share of steps
+FIGURES, POINTS = 36, 80  # of update ratios: figures drawn, and steps in each
+# Formats whose weights move by every ratio above 2 to this power, and by none below half of that.
+MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
+# Gradients first: they are what a format loses first.
+ORDER = ("activation gradient", "weight gradient", "activation", "weight")
+MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
+SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 where no scale was below 1
+_WINDOW = (-72, 44)
+_PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
+_STRIP = 17
+
+
+def range_figures(run: Run) -> dict[str, Any]:
+    """All figures of one watched run, for the template."""
+    seen = run.ranges
+    formats = {what: _format(seen, what) for what in WHAT}
+    # An update that was not watched may have changed the scale since.
+    scales = [update.loss_scale for update in run.updates] or seen.scales
+    shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
+    used = [0, shift, *map(shift_of, scales)]
+    least = min(SLIDER[0], *used) if min(used) < 0 else 0
+    tracks = {what: seen.of(what) for what in ORDER}
+    return {
+        "name": run.name,
+        "seen": seen,
+        "shift": shift,
+        "slider": (least, max(SLIDER[1], *used)),
+        "format": formats["activation gradient"],
+        "exponents": [exponents(what, some, formats[what], shift) for what, some in tracks.items() if some],
+        "maps": list(filter(None, (heat(what, seen, formats[what]) for what in MAPS))),
+        "ratios": update_ratios(seen),
+    }
+
+
+def _format(seen: Ranges, what: str) -> str:
+    """The low format that a kind of tensor has in the run; where it has none, that which the run computes in."""
+    for kinds in ((what,), GRADIENTS, ("activation",)):
+        found = Counter(track.format for kind in kinds for track in seen.of(kind) if track.format in FORMATS)
+        if found:
+            return found.most_common(1)[0][0]
+    return FORMATS[0]
+
+
+def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> dict[str, Any]:
+    """How often each exponent occurs in a kind of tensor (of `WHAT`), over strips that show what each format can hold.
+
+    The ends of ``format`` are drawn and the table is sorted by it; gradients are drawn at a loss scale of ``2**shift``.
+    """
+    moves = what in GRADIENTS
+    shift = shift if moves else 0
+    total = together(tracks)
+    # Everything that occurs, and the ends of fp16 and the fp8 formats in any case. What lies beyond is at the edge.
+    first, last = total.lowest + shift, total.lowest + len(total.counts) + shift
+    axis = Axis(max(_WINDOW[0], min(first - 1, -28)), min(_WINDOW[1], max(last + 1, 20)))
+
+    def gone(track: Track) -> float:
+        shares = track.total.shares(format, shift)
+        return (shares.underflow + shares.overflow if shares else 0.0) + bool(broken(track.total))
+
+    worst = sorted(tracks, key=gone, reverse=True)[:LISTED]
+    rows = []
+    for track in worst:
+        lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
+        numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
+        rows.append((track.label, numbers, bool(bad), _small(track.total, axis, shift, format)))
+    ends = ((LIMITS[format].zero, "below: zero in"), (LIMITS[format].overflow, "from here on: beyond"))
+    shares = {name: total.shares(name, shift) for name in FORMATS}
+    return {
+        "what": what,
+        "sentence": WHAT[what],
+        "power": power_of_two(shift) if moves else "",
+        "total": total,
+        "broken": broken(total),
+        "grid": _grid(axis),
+        "bins": charts.bar_path(_bins(total, axis, shift)),
+        "ends": [
+            down(axis.at(end), "edge skip", f"{words} {format}") for end, words in ends if axis.holds(end)
+        ],
+        "strips": _strips(axis),
+        "strips_height": _STRIP * len(LIMITS),
+        "lost": {name: found for name, found in shares.items() if found},
+        "shares": Table(
+            ("In", "to zero", "subnormal", "kept", "overflow"),
+            [(name, _cells(found), False, None) for name, found in shares.items()],
+        ),
+        "tensors": Table(
+            ("Tensor", "Exponents", f"to zero in {format}", "overflow", "largest", "not finite"), rows
+        ),
+        "of": len(tracks),
+        "data": {
+            "low": axis.low,
+            "high": axis.high,
+            "moves": moves,
+            "limits": {name: [one.zero, one.normal, one.overflow] for name, one in LIMITS.items()},
+            "names": [printable(track.label) for track in worst],
+            "rows": [_plain(one) for one in (total, *(track.total for track in worst))],
+        },
+    }
+
+
+def broken(histogram: Histogram) -> int:
+    """How many numbers are infinite or NaN."""
+    return histogram.infinities + histogram.nans
+
+
+def _cells(shares: Shares | None) -> list[str]:
+    if shares is None:
+        return ["–"] * 4
+    return [share_text(one) for one in (shares.underflow, shares.subnormal, shares.normal, shares.overflow)]
+
+
+def _bins(histogram: Histogram, axis: Axis, shift: int) -> list[int]:
+    """A count for each exponent of the axis, of numbers times ``2**shift``."""
+    found = [0] * int(axis.high - axis.low)
+    for exponent, number in enumerate(histogram.counts, histogram.lowest + shift - int(axis.low)):
+        found[min(len(found) - 1, max(0, exponent))] += number
+    return found
+
+
+def _plain(histogram: Histogram) -> list[float]:
+    """A histogram for the script: lowest exponent, zeros, infinities and NaNs, largest, and the counts."""
+    largest = float(f"{histogram.largest:.4g}")
+    return [histogram.lowest, histogram.zeros, broken(histogram), largest, *histogram.counts]
+
+
+def _grid(axis: Axis) -> list[Shape]:
+    parts = [across("100%", "base")]
+    for decade, label in _PERCENT.items():
+        y = f"{100 * decade / charts.DECADES:.2f}%"
+        parts += [across(y, "grid"), text(label, -6, y, "label end", "0.32em")]
+    every = 10 if axis.high - axis.low > 36 else 5
+    for exponent in range(-(-int(axis.low) // every) * every, int(axis.high) + 1, every):
+        x = axis.at(exponent)
+        parts += [down(x, "grid"), text(power_of_two(exponent), x, "100%", dy="1.45em")]
+    return parts
+
+
+def _strips(axis: Axis) -> list[Shape]:
+    """A strip for each format: pale where it has fewer bits, full where it has all."""
+    parts = []
+    for place, (name, limits) in enumerate(LIMITS.items()):
+        y = place * _STRIP
+        parts.append(text(name, -6, y + 9, "label end", "0.32em"))
+        ends = (("subnormal", limits.zero, limits.normal), ("normal", limits.normal, limits.overflow))
+        for style, start, stop in ends:
+            if axis.at(start) != axis.at(stop):
+                title = f"{name}: {style} from 2^{start} to 2^{stop}"
+                parts.append(charts.box(axis, start, stop, y + 2, _STRIP - 4, f"strip {style}", title))
+    return parts
+
+
+def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, Any]:
+    """One outline in a unit for each exponent, from the first that occurs to the last."""
+    bins = _bins(total, axis, shift)
+    used = [place for place, one in enumerate(bins) if one]
+    shapes = []
+    if used:
+        inner = bins[used[0] : used[-1] + 1]
+        heights = [number and max(0.02, charts.bar_height(number / sum(bins))) for number in inner]
+        path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
+        shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
+    for edge in (LIMITS[format].zero, LIMITS[format].overflow):
+        if axis.holds(edge):
+            shapes.append(shape("path", "edge skip", d=f"M{edge - int(axis.low)} 0V20"))
+    return {"width": len(bins), "shapes": shapes}
+
+
+def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
+    """A map of tensors by watched steps: how much of each is lost in a format; None for fewer than two steps."""
+    tracks = ranges.of(what)
+    columns = sorted({column for track in tracks for column in track.columns})
+    if len(columns) < 2:
+        return None
+    size = math.ceil(len(columns) / COLUMNS)
+    groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+    # Those that lose most, in the order in which they came.
+    means = [(any(track.broken), track.mean_lost(format)) for track in tracks]
+    weights = [(bad, 0.0 if math.isnan(mean) else mean) for bad, mean in means]
+    by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
+    shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
+    levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
+    updates = [ranges.updates[group[0]] for group in groups]
+    described = {name: _described(tracks, name, ranges) for name in FORMATS}
+    rows = []
+    for track in listed:
+        share, column = track.worst_lost(format)
+        numbers = [share_text(one) for one in (*map(track.mean_lost, FORMATS), share)]
+        numbers += [f"{ranges.updates[column]:,}" if column >= 0 else "–", f"{sum(track.broken):,}"]
+        rows.append((track.label, numbers, any(track.broken), None))
+    head = ("Tensor", *(f"{name}, mean" for name in FORMATS), f"{format}, most", "at update", "inf or NaN")
+    return {
+        "title": "Updates lost by weights" if what == RATIO else f"{what.capitalize()}: lost",
+        "is_ratio": what == RATIO,
+        "format": format,
+        "every": size,
+        "described": described[format],
+        "broken": any(bad for bad, _ in weights),
+        "labels": [track.label for track in shown],
+        "width": len(groups),
+        "cells": charts.cells(levels[format]),
+        "updates": (updates[0], ranges.updates[columns[-1]]),
+        "of": len(tracks),
+        "table": Table(head, rows),
+        "data": {
+            "names": [printable(track.label) for track in shown],
+            "updates": updates,
+            "levels": levels,
+            "most": {name: printable(words) for name, words in described.items()},
+        },
+    }
+
+
+def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
+    """A line of the map: of each column the worst."""
+    seen = dict(zip(track.columns, zip(track.lost[format], track.broken)))
+    line = ""
+    for group in groups:
+        found = [seen[column] for column in group if column in seen]
+        shares = [share for share, _ in found if not math.isnan(share)]
+        line += charts.level(max(shares, default=math.nan), sum(broken for _, broken in found))
+    return line
+
+
+def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
+    """What is lost at most; before it, what is beyond any share: elements that are not finite at all."""
+    bad = [track for track in tracks if any(track.broken)]
+    told = ""
+    if bad:
+        column = min(next(c for c, broken in zip(track.columns, track.broken) if broken) for track in bad)
+        broken = sum(sum(track.broken) for track in bad)
+        elements = counted(sum(track.total.elements for track in tracks), "element")
+        what = "NaN" if all(track.what == RATIO for track in bad) else "infinite or NaN"
+        told = (
+            f"{broken:,} of {elements} {'is' if broken == 1 else 'are'} {what}, "
+            f"in {len(bad):,} of {counted(len(tracks), 'tensor')}, first at update {ranges.updates[column]:,}."
+        )
+    found = [(*track.worst_lost(format), track.label) for track in tracks]
+    share, column, label = max(found, key=lambda one: one[0] if one[1] >= 0 else -1.0)
+    if column < 0 or share == 0:
+        return told or f"Nothing is lost in {format}."
+    most = f"{share_text(share)} of {label}, at update {ranges.updates[column]:,}."
+    return f"{told} Of the finite ones the most is {most}" if told else f"The most is {most}"
+
+
+def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
+    """Updates over weights, a chart for each tensor, those with the most lost updates first.
+
+    None where fewer than two steps have any.
+    """
+    tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
+    lost = {track.label: [track.mean_lost(name) for name, _, _ in MOVES] for track in tracks}
+    tracks.sort(key=lambda track: -np.nan_to_num(lost[track.label][0]))
+    rows = []
+    for track in tracks[:LISTED]:
+        medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.quantiles[1]]
+        rows.append(
+            (track.label, [medians[0], medians[-1], *map(share_text, lost[track.label])], False, None)
+        )
+    head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in MOVES))
+    figures = [_ratio_chart(track, ranges, lost[track.label]) for track in tracks[:FIGURES]]
+    return {"charts": figures, "table": Table(head, rows), "of": len(tracks)} if tracks else None
+
+
+def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
+    picks = sample(len(track.columns), POINTS)
+    at = np.array([ranges.updates[track.columns[pick]] for pick in picks], dtype=float)
+    found = np.array(track.quantiles, dtype=float)
+    low, middle, high = np.exp2(np.clip(found[:, picks], -200, 200))
+    shares = [
+        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, _, _) in zip(lost, MOVES)
+    ]
+    ends = found[np.isfinite(found)]
+    bottom, top = min([-14.0, *ends]), max([-4.0, *ends])
+    chart = Chart(
+        title=track.label,
+        described=f"{_course(at, middle)} On average an estimated {' and '.join(shares)}.",
+        x=Axis(at[0], max(at[-1], at[0] + 1.0)),
+        y=Axis(2.0 ** (math.floor(max(bottom, -60)) - 1), 2.0 ** (math.ceil(min(top, 20)) + 1), log=True),
+        x_name="update",
+        unit="Update over weight.",
+        height="low",
+        powers=True,
+    )
+    chart.notes.append(chart.described)
+    chart.band(at, low, high, "s1", "5 % to 95 %")
+    chart.line(at, middle, "s1", "median")
+    for name, power, style in MOVES:
+        chart.rule(2.0**power, f"edge {style}")
+        words = f"{power_of_two(power)}: {name} loses none above, all below {power_of_two(power - 1)}"
+        chart.keys.append(Key(style, "edge", words))
+    return chart
+
+
+def _course(at: Array, middle: Array) -> str:
+    """From where to where the median goes; a step has none where nothing moved but weights that were 0."""
+    seen = np.flatnonzero(np.isfinite(middle)).tolist()
+    if not seen:
+        return "No update has a ratio: nothing moved, or only weights that were 0."
+    first, last = (
+        power_of_two(math.log2(middle[place])) + (f" at update {at[place]:,.0f}" if place != end else "")
+        for place, end in ((seen[0], 0), (seen[-1], len(middle) - 1))
+    )
+    why = (
+        " A step has none where nothing moved, or only weights that were 0."
+        if len(seen) < len(middle)
+        else ""
+    )
+    return f"The median ratio goes from {first} to {last}.{why}"
