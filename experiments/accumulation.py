@@ -316,12 +316,13 @@ def _draw_errors(axes: Axes, kind: dict[str, Any], lengths: list[int], factors: 
         for order, line in (("sequential", "-"), ("blocks", "--"), ("pairwise", ":")):
             axes.plot(lengths, kind[form][order], line, color=colour, label=f"{form}, {order}")
     axes.plot(lengths, kind["fp16"]["fp32"], color=figures.FP32, label="FP32")
-    axes.legend(ncols=2)
+    axes.set_ylim(bottom=1e-11)
+    axes.legend(ncols=2, loc="lower right")
 
 
 def _draw_variance(axes: Axes, variance: dict[str, Any], lengths: list[int]) -> None:
     axes.set_yscale("log")
-    axes.set(title="Variance in fp16: error (× then overflows)", xlabel="values in the channel")
+    axes.set(title="Variance in fp16: error (×: overflow)", xlabel="values in the channel")
     axes.set_ylabel("relative error")
     for name, order, line, colour, label in (
         ("unit", "sequential", "-", figures.FP16, "N(0, 1)"),
@@ -333,10 +334,9 @@ def _draw_variance(axes: Axes, variance: dict[str, Any], lengths: list[int]) -> 
         errors = [error for error in variance[name][order] if math.isfinite(error)]
         axes.plot(lengths[: len(errors)], errors, line, color=colour, label=label)
         if len(errors) < len(lengths):
-            axes.plot(
-                lengths[len(errors) - 1], errors[-1], "x", color=colour, markersize=8, markeredgewidth=2
-            )
-    axes.legend()
+            axes.plot(lengths[len(errors) - 1], errors[-1], "x", color=colour, ms=8, mew=2)
+    axes.set_ylim(bottom=1e-11)
+    axes.legend(loc="lower right")
 
 
 if __name__ == "__main__":

@@ -329,6 +329,7 @@ def draw(numbers: Numbers, figure: Figure) -> None:
     axes[1, 1].set(title="Final loss: smaller rate, more steps", ylabel="cross entropy, nats", ylim=(0, None))
     axes[1, 1].set(xscale="log", xlabel="learning rate (rate × steps is the same)")
     axes[1, 1].set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes[1, 1].minorticks_off()
     axes[1, 1].invert_xaxis()
     for one in axes.flat:
         one.legend()

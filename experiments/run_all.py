@@ -18,7 +18,7 @@ from pathlib import Path
 from common import WORDS
 
 # The longest first, so that neither of the two processes is idle at the end.
-NAMES = ("side-by-side", "gradient-histogram", "lstm-loss-scale", "gan", "lost-updates", "accumulation")
+NAMES = ("lstm-loss-scale", "side-by-side", "gan", "gradient-histogram", "lost-updates", "accumulation")
 ATONCE = 2
 
 
