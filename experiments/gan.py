@@ -434,44 +434,26 @@ def costs_quality(
 def findings(runs: dict[str, list[Run]]) -> list[Finding]:
     """The rules of the module's docstring, applied to the runs."""
     fp32, own, shared = runs["fp32"], runs["own"], runs["shared"]
+    as_fp32 = "A GAN in fp16, with a loss scale for each network, ends as good as in FP32."
+    policies = "So does one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 without one."
+    too_low = "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse."
+    summed = (
+        "Where one loss is 2^30 times larger, as a sum is in place of a mean, two scales still make a GAN as good as "
+        "FP32's."
+    )
+    summed_low = (
+        "There a shared scale, taken down by the larger loss, rounds the other network's gradients to zero, and the "
+        "images get worse."
+    )
+    shared_summed, own_summed = runs["shared-summed"], runs["own-summed"]
     return [
-        as_good(
-            "own-scales-as-good",
-            "A GAN in fp16, with a loss scale for each network, ends as good as in FP32.",
-            fp32,
-            own,
-        ),
-        as_good(
-            "own-policies-as-good",
-            "So does one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 without one.",
-            fp32,
-            runs["policies"],
-        ),
+        as_good("own-scales-as-good", as_fp32, fp32, own),
+        as_good("own-policies-as-good", policies, fp32, runs["policies"]),
         scales_part(own),
         follows_one(shared, own),
-        costs_quality(
-            "shared-scale-costs-quality",
-            "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse.",
-            fp32,
-            shared,
-            own,
-            known=NOT_FAR_APART,
-        ),
-        as_good(
-            "summed-loss-own-scales-as-good",
-            "Where one loss is 2^30 times larger, as a sum is in place of a mean, two scales still make a GAN as good "
-            "as FP32's.",
-            fp32,
-            runs["own-summed"],
-        ),
-        costs_quality(
-            "summed-loss-shared-scale-costs-quality",
-            "There a shared scale, taken down by the larger loss, rounds the other network's gradients to zero, and "
-            "the images get worse.",
-            fp32,
-            runs["shared-summed"],
-            runs["own-summed"],
-        ),
+        costs_quality("shared-scale-costs-quality", too_low, fp32, shared, own, known=NOT_FAR_APART),
+        as_good("summed-loss-own-scales-as-good", summed, fp32, own_summed),
+        costs_quality("summed-loss-shared-scale-costs-quality", summed_low, fp32, shared_summed, own_summed),
     ]
 
 

@@ -46,9 +46,16 @@ FATES = [
 
 @pytest.mark.parametrize(("holds", "known", "fate", "status"), FATES)
 def test_only_a_finding_that_is_lost_fails_the_run(
-    holds: bool, known: str, fate: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    holds: bool,
+    known: str,
+    fate: str,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     common = load("common")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # `main` sets it, and it is put back
     asked = []
 
     def run(full: bool) -> Any:
