@@ -435,7 +435,10 @@ def findings(runs: dict[str, list[Run]]) -> list[Finding]:
     """The rules of the module's docstring, applied to the runs."""
     fp32, own, shared = runs["fp32"], runs["own"], runs["shared"]
     as_fp32 = "A GAN in fp16, with a loss scale for each network, ends as good as in FP32."
-    policies = "So does one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 without one."
+    policies = (
+        "So does one whose generator is in fp16 with a loss scale and whose discriminator is in bf16 "
+        "without one."
+    )
     too_low = "A shared scale that is too low for one network rounds its gradients to zero, and the images get worse."
     summed = (
         "Where one loss is 2^30 times larger, as a sum is in place of a mean, two scales still make a GAN as good as "
