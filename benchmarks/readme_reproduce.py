@@ -1,4 +1,4 @@
-"""The parts of docs/reproduce.md: what each experiment expected and saw, from what `mezzo reproduce` wrote."""
+"""The parts of docs/reproduce.md: what each experiment expected and saw, from what the experiments wrote."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def experiment(name: str) -> Callable[[], str]:
     def part() -> str:
         summary: dict[str, Any] = json.loads((ROOT / FOLDER / "summary.json").read_text(encoding="utf-8"))
         found, words = summary["experiments"][name], summary["words"]
-        quick = " --quick" if found["effort"] == "quick" else ""
+        script = f"experiments/{name.replace('-', '_')}.py{' --full' if found['effort'] == 'full' else ''}"
         lines = [
             f"![{found['title']}](../{FOLDER}/{name}/figure.svg)",
             "",
-            f"`mezzo reproduce {name}{quick}` (`{FOLDER}/summary.json`):",
+            f"`python {script}` (`{FOLDER}/summary.json`):",
             "",
             "| finding | expected | seen | |",
             "|---|---|---|---|",

@@ -13,7 +13,7 @@ import pytest
 
 import mezzo
 from mezzo.cli import main as door
-from mezzo.cli.main import VERBS, main
+from mezzo.cli.main import REMOVED, VERBS, main
 from mezzo.core.errors import MezzoError, UsageError
 
 
@@ -49,6 +49,17 @@ def test_an_unknown_verb_names_the_nearest(wrong: str, near: str, capsys: pytest
     assert captured.out == ""
     names = ", ".join(sorted(VERBS))
     assert captured.err == f"mezzo: unknown command {wrong!r}. Use one of {names}. Did you mean {near!r}?\n"
+
+
+@pytest.mark.parametrize(("name", "instead"), [("reproduce", "make reproduce")])
+def test_a_removed_verb_says_what_replaced_it(
+    name: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--quick"]) == 2
+    said = capsys.readouterr().err
+    assert f"`mezzo {name}` was removed" in said
+    assert instead in said
+    assert not set(REMOVED) & set(VERBS)
 
 
 @pytest.mark.parametrize("name", VERBS)

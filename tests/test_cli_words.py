@@ -71,10 +71,6 @@ LOCKED: list[tuple[list[str], str]] = [
     (["tune", "train.py", "--out", "locked/x"], "Name a folder that can be written with --out."),
     (["batch-size", "train.py", "--vary=--b", "--out", "locked"], "Name a folder that can be written."),
     (["report", "locked"], "locked/verdict.json: Permission denied. Check its permissions"),
-    (
-        ["reproduce", "--out", "locked/x", "accumulation"],
-        "Permission denied. Name a folder that can be written.",
-    ),
 ]
 
 

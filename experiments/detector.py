@@ -1,7 +1,7 @@
-"""A small multibox detector, without normalisation as SSD's VGG: its network, its images and its loss.
+"""A small multibox detector, without normalization as SSD's VGG: its network, its images and its loss.
 
-Images of 32 by 32 pixels, one square, disk or cross in noise; two feature maps with six anchors a cell, 1,920 in all.
-After Liu et al. 2016 (arXiv 1512.02325), sections 2.1 and 2.2.
+Images of 32 by 32 pixels with one square, disk or cross in noise; two feature maps with six anchors per cell, 1,920 in
+all. After Liu et al. 2016 (arXiv 1512.02325), sections 2.1 and 2.2.
 """
 
 from __future__ import annotations
@@ -20,43 +20,41 @@ _NEGATIVES = 3
 
 
 class Detector(nn.Module):
-    """[N, 1, 32, 32] images -> [N, anchors, 7] outputs, and by name each convolution's output.
+    """[N, 1, 32, 32] images -> [N, anchors, 7] outputs, and each convolution's output.
 
-    Naive on purpose: no normalisation between the layers, as in SSD, whose gradients shrink on their way down.
+    Without normalization between the layers, as in SSD, so that gradients shrink on their way down.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        shapes = (
-            (1, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1), (2 * width, 4 * width, 2),
-            (4 * width, 4 * width, 1),
-        )  # fmt: skip
-        self.layers = nn.ModuleList(nn.Conv2d(i, o, 3, stride, padding=1) for i, o, stride in shapes)
+        shapes = ((1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(1 if place == 0 else i * width, o * width, 3, stride, padding=1)
+            for place, (i, o, stride) in enumerate(shapes)
+        )
         self.fine = nn.Conv2d(2 * width, 6 * _OUTPUTS, 3, padding=1)
         self.coarse = nn.Conv2d(4 * width, 6 * _OUTPUTS, 3, padding=1)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See the class."""
-        x, seen, maps = images, {}, []
+    def forward(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x, seen = images, []
         for number, layer in enumerate(self.layers, 1):
-            seen[f"conv{number}"] = layer(x)
-            x = F.relu(seen[f"conv{number}"])
+            seen.append(layer(x))
+            x = F.relu(seen[-1])
             if number == 3:
-                maps.append(self.fine(x))
-        maps.append(self.coarse(x))
+                fine = self.fine(x)
+        maps = [fine, self.coarse(x)]
         rows = [one.permute(0, 2, 3, 1).reshape(len(one), -1, _OUTPUTS) for one in maps]
-        return torch.cat(rows, 1), {**seen, "fine": maps[0], "coarse": maps[1]}
+        return torch.cat(rows, 1), [*seen, *maps]
 
 
 def anchors() -> Tensor:
-    """Centre and half side of each anchor, [anchors, 3], as shares of the image."""
+    """Center and half side of each anchor, [anchors, 3], as shares of the image."""
     rows = []
     for stride, sizes in _MAPS:
         centre = (torch.arange(_SIDE // stride) + 0.5) * stride
         y, x = torch.meshgrid(centre, centre, indexing="ij")
-        rows.append(
-            torch.stack([torch.stack([x, y, torch.full_like(x, s)], -1) for s in sizes], 2).reshape(-1, 3)
-        )
+        boxes = [torch.stack([x, y, torch.full_like(x, size)], -1) for size in sizes]
+        rows.append(torch.stack(boxes, 2).reshape(-1, 3))
     return torch.cat(rows) / _SIDE
 
 
@@ -81,7 +79,7 @@ def loss_of(outputs: Tensor, boxes: Tensor, kinds: Tensor) -> tuple[Tensor, Tens
     """SSD's loss: cross entropy of positives and hardest negatives, smooth L1 of the positives' boxes.
 
     Returns:
-        Its sum over the batch divided by the number of all anchors; and divided by that of the positives, detached,
+        The sum over the batch divided by the number of all anchors; and divided by that of the positives, detached,
         which is what a reader is shown.
     """
     places = anchors()

@@ -1,1 +1,0 @@
-"""What the experiments run in processes of their own."""

@@ -1,0 +1,398 @@
+"""The experiments: what they share, and what they count against known answers. `make reproduce` runs the scripts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "experiments"
+NUMPY = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_path() -> Iterator[None]:
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def plot(numbers: dict[str, Any], figure: Any) -> None:
+    figure.subplots().plot(numbers["loss"])
+
+
+FATES = [
+    (True, "", "holds", 0),
+    (False, "", "lost", 1),
+    (False, "too small a network", "known", 0),
+    (True, "too small a network", "gained", 0),
+]
+
+
+@pytest.mark.parametrize(("holds", "known", "fate", "status"), FATES)
+def test_only_a_finding_that_is_lost_fails_the_run(
+    holds: bool,
+    known: str,
+    fate: str,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    common = load("common")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # `main` sets it, and it is put back
+    asked = []
+
+    def run(full: bool) -> Any:
+        asked.append((full, torch.get_num_threads()))
+        findings = [
+            common.Finding("a", "It is so.", "It is 42.", True),
+            common.Finding("b", "So.", "43.", holds, known),
+        ]
+        return findings, {"loss": [1.0, math.nan]}
+
+    threads = torch.get_num_threads()
+    try:
+        assert (
+            common.main("name", "Title", "section 1", run, plot, ["--full", "--out", str(tmp_path)]) == status
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert asked == [(True, 1)]
+    record = json.loads((tmp_path / "name" / "numbers.json").read_text(encoding="utf-8"))
+    assert record["numbers"] == {"loss": [1.0, None]}
+    assert [one["fate"] for one in record["findings"]] == ["holds", fate]
+    assert "<svg" in (tmp_path / "name" / "figure.svg").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert f"b: {common.WORDS[fate]}" in printed
+    assert known in printed
+
+
+GAPS = [
+    ([0.0, 0.01, -0.01], False, True),
+    ([0.3, 0.31, 0.32], True, False),
+    ([-0.3, -0.31, -0.32], False, False),  # better by more than the margin is not equivalent
+    ([0.0, 0.3, -0.3], False, False),  # too wide to tell
+    ([0.0, math.nan, 0.0], True, False),
+    ([0.0, math.inf, 0.0], True, False),
+]
+
+
+@pytest.mark.parametrize(("differences", "behind", "equivalent"), GAPS)
+def test_what_paired_differences_establish(differences: list[float], behind: bool, equivalent: bool) -> None:
+    with np.errstate(invalid="ignore"):
+        found = load("common").gap(differences, 0.1)
+    assert (found.behind, found.equivalent) == (behind, equivalent)
+
+
+def test_loss_scales_in_words() -> None:
+    common = load("common")
+    assert [common.power(scale) for scale in (2**-9, 1, 128, 2**15)] == ["2^-9", "1", "128", "2^15"]
+    assert [common.in_words(name) for name in ("fp32", common.scaled(1), common.scaled(2.0**15))] == [
+        "FP32",
+        "no loss scale",
+        "scale 2$^{15}$",
+    ]
+
+
+def summed_by_hand(order: str, terms: list[float], form: str) -> float:
+    """The sum, one number at a time."""
+
+    def to(value: float) -> float:
+        return float(np.float64(value).astype(NUMPY[form]))
+
+    total: Any = 0.0
+    if order == "pairwise":
+        terms = [to(term) for term in terms]
+        while len(terms) > 1:
+            terms = [to(a + b) for a, b in zip(terms[::2], terms[1::2])]
+        return terms[0]
+    if order == "blocks":
+        total = np.float32(0)
+        for start in range(0, len(terms), 128):
+            total += np.float32(summed_by_hand("sequential", terms[start : start + 128], form))
+        return float(total)
+    for term in terms:
+        total = to(total + term) if order == "sequential" else np.float32(total) + np.float32(term)
+    return float(total)
+
+
+@pytest.mark.parametrize("form", NUMPY)
+@pytest.mark.parametrize("kind", ["equal", "positive", "zero mean"])
+@pytest.mark.parametrize("order", ["sequential", "pairwise", "blocks", "fp32"])
+def test_sums_are_those_made_one_number_at_a_time(order: str, kind: str, form: str) -> None:
+    accumulation = load("accumulation")
+    lengths = [16, 128, 256, 1024]
+    terms = accumulation.dot_products(1024, form)[kind][:, :2]
+    seen = accumulation.ORDERS[order](terms, form, lengths)
+    for lane in range(terms.shape[1]):
+        column = [float(term) for term in terms[:, lane]]
+        by_hand = [summed_by_hand(order, column[:length], form) for length in lengths]
+        assert [float(value) for value in seen[:, lane]] == by_hand
+
+
+def test_a_sum_sticks_and_an_overflowed_sum_stays_infinite() -> None:
+    accumulation = load("accumulation")
+    for form, terms in (("fp16", 2048), ("bf16", 256)):
+        stuck = accumulation.stagnates_at(2.0**-5, form)
+        assert stuck == terms * 2.0**-5
+        assert float(np.float64(stuck + 2.0**-5).astype(NUMPY[form])) == stuck
+    large = np.full((64, 1), 2048.0, np.float32)
+    for order in ("sequential", "pairwise"):
+        sums = accumulation.ORDERS[order](large, "fp16", [16, 32, 64])
+        assert sums[:, 0].tolist() == [32768.0, math.inf, math.inf]
+    errors = accumulation.relative_error(np.array([[1.0], [math.inf], [math.nan]]), np.ones((3, 1)))
+    assert errors == [0.0, math.inf, math.inf]
+
+
+@pytest.mark.heavy
+def test_the_cheapest_experiment_shows_its_findings_and_each_can_fail(tmp_path: Path) -> None:
+    accumulation = load("accumulation")
+    findings, numbers = accumulation.run(full=False)
+    assert [one.name for one in findings if not one.holds] == []
+    load("figures").save(tmp_path / "figure.svg", "title", lambda figure: accumulation.draw(numbers, figure))
+    n = len(numbers["lengths"])
+    inf = [math.inf] * n
+    for path, value, lost in (
+        (("equal_sums", "fp16"), [128.0], {"equal-terms-stick"}),
+        (("largest_positive_sum", "fp16"), 257.0, {"positive-terms-stick"}),
+        (("dot", "zero mean", "bf16", "fp32"), [5e-4] * n, {"fp32-is-enough"}),
+        (("dot", "zero mean", "fp16", "sequential"), [1e-3] * n, {"zero-mean-drifts"}),
+        (("dot", "positive", "fp16", "pairwise"), [0.01] * n, {"order-mends-it"}),
+        (("variance", "unit", "sequential"), [0.1] * n, {"variance-sticks"}),
+        (("variance", "large", "pairwise"), inf, {"variance-overflows"}),
+        (("variance", "offset", "sequential"), [0.001] * n, {"variance-loses-digits"}),
+    ):
+        changed = json.loads(json.dumps(numbers))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        assert {one.name for one in accumulation.findings(changed) if not one.holds} == lost
+
+
+# weight, update as a share of it -> lost in fp16, lost in bf16
+RULE = [
+    (1.5, 2.0**-8, False, False),
+    (1.5, 2.0**-9, False, True),
+    (1.5, 2.0**-11, False, True),
+    (1.5, 2.0**-12, True, True),
+    (1.999, 0.9 * 2.0**-12, True, True),
+    (1.001, 0.9 * 2.0**-11, True, True),
+    (1.0, -1.1 * 2.0**-12, False, True),  # the gap below a power of two is half as wide
+]
+
+
+@pytest.mark.parametrize(("weight", "share", "in_fp16", "in_bf16"), RULE)
+def test_the_rule_of_2048(weight: float, share: float, in_fp16: bool, in_bf16: bool) -> None:
+    seen = load("lost_updates").Updates()
+    seen.look(7, torch.tensor([weight, 1.0]), torch.tensor([weight * share, 0.0]))
+    assert seen.lost == {"fp16": [in_fp16], "bf16": [in_bf16]}
+    assert (int(seen.counts.sum()), seen.steps) == (1, [7])
+
+
+def test_what_breaks_the_rule_is_noticed() -> None:
+    within_rule = load("lost_updates").within_rule
+    stored, ones = torch.full((4,), 1.5).double(), torch.ones(4).double()
+    for exponent, lost, holds in (
+        (-10, False, True),
+        (-10, True, False),
+        (-14, True, True),
+        (-14, False, False),
+    ):
+        assert within_rule("fp16", stored, ones * 2.0**exponent, torch.full((4,), lost)) is holds
+    subnormal = stored * 2.0**-20  # whose gaps do not shrink with the weight
+    assert within_rule("fp16", subnormal, ones * 2.0**-30, torch.full((4,), True))
+
+
+@pytest.mark.parametrize(("name", "scale"), [("bf16", 1), ("fp16", 1024)])
+def test_a_plain_step_rounds_the_weight_and_nothing_else(name: str, scale: int) -> None:
+    torch.manual_seed(0)
+    model, rate, x = torch.nn.Linear(8, 4), 2.0**-6, torch.randn(16, 8)
+    step, region = load("lost_updates").stepper(name, model, rate)
+    for _ in range(5):
+        before = model.weight.detach().float()
+        with region():
+            loss = model(x).float().square().mean()
+        step(loss)
+        assert model.weight.grad is not None
+        exact = before - rate / scale * model.weight.grad.float()
+        assert torch.equal(model.weight.detach(), exact.to(model.weight.dtype))
+        assert model.weight.dtype.itemsize == 2
+
+
+def test_shares_and_histogram_of_a_gradient_made_by_hand() -> None:
+    experiment = load("gradient_histogram")
+    values = [
+        *(0.0, -0.0),
+        2.0**-28,  # zero in fp16, even times 8: 2^-25 is a tie, and goes to zero
+        -(2.0**-27),  # zero in fp16; times 8 the smallest subnormal number
+        2.0**-25,  # a tie with zero
+        2.0**-25 * 1.01,  # rounds up to 2^-24
+        2.0**-24,
+        -(2.0**-15),  # subnormal; times 8 normal
+        *(2.0**-14, 1.0),
+        16384.0,  # times 8 infinite
+        -70000.0,  # infinite
+    ]
+    found = experiment.shares(torch.tensor(values).view(3, 4), (1.0, 8.0))
+    twelfths = {
+        name: {key: round(12 * share, 6) for key, share in found[name].items()}
+        for name in ("lost", "subnormal", "overflow")
+    }
+    assert twelfths == {"lost": {"1": 3, "8": 1}, "subnormal": {"1": 3, "8": 4}, "overflow": {"1": 1, "8": 2}}
+    assert [round(12 * found[name], 6) for name in ("zero", "below", "between")] == [2, 1, 3]
+    assert experiment.shares(torch.tensor([math.nan, math.inf, 1.0, 0.0]), (1.0,))["overflow"]["1"] == 0.5
+    counts = experiment.histogram(torch.tensor([0.0, 1.0, -1.999, 2.0, 0.5, 2.0**-149, math.inf, math.nan]))
+    assert {experiment.LOWEST + i: n for i, n in enumerate(counts) if n} == {0: 2, 1: 1, -1: 1, -60: 1, 20: 2}
+
+
+def test_easy_negatives_of_the_detector_have_no_gradient() -> None:
+    detector = load("detector")
+    images, boxes, kinds = detector.pictures(4, torch.Generator().manual_seed(0))
+    assert detector.Detector(2)(images)[0].shape == (4, len(detector.anchors()), 7)
+    outputs = torch.randn(4, len(detector.anchors()), 7, generator=torch.Generator().manual_seed(1))
+    outputs[..., 0] += 4  # background is likely, so that positives are harder than any negative
+    outputs.requires_grad_()
+    loss, shown = detector.loss_of(outputs, boxes, kinds)
+    (gradient,) = torch.autograd.grad(loss, outputs)
+    boxed = (gradient[..., 4:] != 0).any(-1).sum(1)
+    counted = (gradient[..., :4] != 0).any(-1).sum(1)
+    assert (counted == 4 * boxed).all()  # the positives and three negatives for each
+    assert (boxed > 0).all()
+    assert shown.item() == pytest.approx(loss.item() * 4 * len(detector.anchors()) / boxed.sum().item())
+
+
+def test_words_of_the_language_model() -> None:
+    experiment = load("lstm_loss_scale")
+    assert experiment.WORD.findall("x_1 = f(10)\n\t# é") == ["x_1", "=", "f", "(", "10", ")", "\n", "#", "é"]
+    assert experiment.indices(["c", "a", "b", "a", "b", "a"], 3).tolist() == [0, 1, 2, 1, 2, 1]
+    inputs, targets = experiment.windows(torch.arange(50), 7, torch.Generator().manual_seed(0))
+    assert inputs.shape == (experiment.CONTEXT, 7)
+    assert targets.tolist() == (inputs + 1).flatten().tolist()
+
+
+GOOD = (5.0, 5.4, 5.2)
+
+
+def runs_of(
+    distances: tuple[float, ...] = GOOD,
+    classes: int = 10,
+    scales: tuple[float, float] = (0.0, 0.0),
+    skipped: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> list[dict[str, Any]]:
+    """Runs of the GAN made by hand, with constant scales of 2 to the powers given."""
+    logs = [[16.0] * 10 + [scale] * 10 for scale in scales]
+    return [
+        {"distance": distance, "classes": classes, "log2_scales": logs, "skipped": skipped}
+        for distance in distances
+    ]
+
+
+AS_GOOD = [
+    (GOOD, 10, True, "equivalent"),
+    ((5.1, 5.8, 4.9), 10, True, "consistent"),
+    ((3.0, 3.4, 3.2), 10, True, "consistent"),  # better is no harm
+    ((6.0, 6.5, 6.3), 10, False, "divergent"),
+    ((5.0, 60.0, 5.2), 10, False, "inconclusive"),  # one ruined run: too wide to tell
+    (GOOD, 9, True, "equivalent"),
+    (GOOD, 8, False, "equivalent"),
+]
+
+
+@pytest.mark.parametrize(("distances", "classes", "holds", "word"), AS_GOOD)
+def test_a_gan_is_as_good(distances: tuple[float, ...], classes: int, holds: bool, word: str) -> None:
+    found = load("gan").as_good("name", "as good", runs_of(), runs_of(distances, classes))
+    assert found.holds is holds
+    assert found.seen.startswith(f"{word}: ")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "own", "holds"),
+    [
+        (((1, 5, 9), ()), (17.0, 20.0), True),
+        (((), (1, 5, 9)), (20.0, 17.0), True),
+        (((1, 5, 9), ()), (17.0, 18.0), False),  # the other network is not held back
+        (((1, 5, 9), (5,)), (17.0, 20.0), False),  # a third of them in both
+        (((), ()), (17.0, 20.0), False),  # nothing overflowed
+    ],
+)
+def test_a_shared_scale_follows_one_network(skipped: Any, own: tuple[float, float], holds: bool) -> None:
+    gan = load("gan")
+    shared = runs_of(scales=(17.0, 17.0), skipped=skipped)
+    assert gan.follows_one(shared, runs_of(scales=own)).holds is holds
+    apart = min(abs(one - other) for one, other in map(gan.settled, runs_of(scales=own)))
+    assert gan.scales_part(runs_of(scales=own)).holds is (apart >= 2)
+
+
+def test_frechet_distance_of_normal_samples() -> None:
+    frechet = load("gan").frechet
+    one = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
+    assert frechet(one, one) == pytest.approx(0.0, abs=1e-6)
+    assert frechet(one, one + torch.tensor([3.0, 0.0, 4.0])) == pytest.approx(25.0, rel=1e-5)
+    variances = one.double().var(dim=0).sum().item()
+    assert frechet(one, 3.0 * (one - one.mean(0)) + one.mean(0)) == pytest.approx(4.0 * variances, rel=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["fp32", "own", "policies", "shared-summed"])
+def test_a_short_run_of_each_kind_of_gan(name: str) -> None:
+    gan = load("gan")
+    run = gan.train(name, 0, 12, 4)
+    first, second = run["log2_scales"]
+    starts = {"fp32": (0, 0), "own": (16, 16), "policies": (0, 16), "shared-summed": (-14, -14)}
+    assert (first[0], second[0]) == starts[name]
+    assert gan.train(name, 0, 12, 4) == run, "a seed gives the same run"
+    assert statistics.fmean(map(len, (first, second))) == 12
+    if name == "fp32":
+        for shares in run["lost"].values():
+            assert shares == sorted(shares, reverse=True)
+
+
+CANDIDATE: dict[str, Any] = {
+    "parity": "equivalent", "reason": "", "seeds": 5, "final_metric": 98.95, "fp32_metric": 99.0,
+    "metric_gap": -0.05, "metric_gap_interval": [-0.2, 0.1], "metric_margin": 0.5, "loss_gap": 0.001,
+    "loss_gap_relative": 0.0021, "margin_relative": 0.01, "skipped_steps": 0, "power": 0.59, "metric_power": 0.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["equivalent", "consistent", "inconclusive", "divergent"])
+def test_side_by_side_asks_for_a_proof(word: str) -> None:
+    side_by_side = load("side_by_side")
+    found = side_by_side.judged("cnn", "bf16", {**CANDIDATE, "parity": word})
+    assert (found.name, found.holds) == ("cnn-bf16-as-good", word == "equivalent")
+    control = side_by_side.judged("cnn", side_by_side.CONTROL, {**CANDIDATE, "parity": word})
+    assert (control.name, control.holds) == ("cnn-control-divergent", word == "divergent")
+    broken = {**CANDIDATE, "parity": word, "metric_gap": None, "reason": "Its loss is nan."}
+    assert side_by_side.judged("cnn", "bf16", broken).seen == f"{word}: Its loss is nan."
+
+
+def test_run_all_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_all = load("run_all")
+    (tmp_path / "good").mkdir()
+    record = {"findings": [{"name": "a", "seen": "42", "fate": "holds"}], "numbers": {"many": 1}}
+    (tmp_path / "good" / "numbers.json").write_text(json.dumps(record), encoding="utf-8")
+    monkeypatch.setattr(run_all, "NAMES", ("bad", "good"))
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
+    for statuses, status in (((2, 0), 1), ((0, 1), 1), ((0, 0), 0)):
+        found = dict(zip(("bad", "good"), statuses))
+        monkeypatch.setattr(run_all, "run", lambda name, options, found=found: (found[name], ""))
+        assert run_all.main() == status
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert list(summary["experiments"]) == ["good"]
+    assert "numbers" not in summary["experiments"]["good"]
