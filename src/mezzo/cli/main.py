@@ -17,19 +17,23 @@ from types import ModuleType
 
 from mezzo import __version__
 from mezzo.cli.parser import Parser
-from mezzo.core.errors import MezzoError, unknown_name
+from mezzo.core.errors import MezzoError, UsageError, unknown_name
 
 VERBS = {
     "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
     "run": "run a script in mixed precision, unchanged",
-    "tune": "the cheapest policy that does no harm, found by measurement",
-    "calibrate": "a format, a loss scale and the modules to keep in FP32, from a few steps in FP32",
+    "calibrate": "a format, a loss scale and a ranking of sensitive modules, from a few steps in FP32",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
     "reproduce": "the experiments that mixed precision rests on, run again at a small size",
     "report": "rebuild the report of a folder of run records",
     "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
     "formats": "the number formats, and any number's bits in each of them",
 }
+REMOVED = {
+    "tune": "`mezzo calibrate` ranks the modules by what low precision does to the loss; write those that need FP32 "
+    "into a policy (bf16,module.NAME=fp32), and `mezzo compare` judges it",
+}
+"""Verbs of earlier versions, and what to use instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verb = words[0]
     try:
+        if verb in REMOVED:
+            raise UsageError(f"`mezzo {verb}` was removed. {REMOVED[verb]}.")
         if verb not in VERBS:
             raise unknown_name("command", verb, VERBS)
         status = _run(verb, words[1:])
