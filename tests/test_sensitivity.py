@@ -569,19 +569,21 @@ def test_the_expected_square_is_the_larger_sum_of_each_step() -> None:
 
 def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share() -> None:
     found = ranked(
-        *(row("calm", name, change) for name, change in [("bf16", 1e-4), ("fp16", 1e-5), ("e4m3fn", 9e-3)]),
+        *(row("calm", name, change) for name, change in [("bf16", 1e-4), ("fp16", 1e-5), ("e4m3fn", 8e-3)]),
         *(row("wide", name, change, "mul") for name, change in [("bf16", 1e-3), ("fp16", math.inf)]),
+        *(row("eight", name, change) for name, change in [("bf16", 2e-3), ("fp16", 1e-4), ("e4m3fn", 0.05)]),
         *(row("odd", name, change) for name, change in [("bf16", 0.5), ("fp16", 0.05), ("e4m3fn", 1.0)]),
         *(row("fine", name, change) for name, change in [("bf16", 2e-4), ("fp16", 3e-4)]),
     )
-    assert found.limit == pytest.approx(0.01 * 2.0 / math.sqrt(4))
+    assert found.limit == pytest.approx(0.01 * 2.0 / math.sqrt(5))
     assert [(one.module, one.lowest, one.bears) for one in found.modules] == [
         ("odd", "fp32", []),
         ("wide", "bf16", ["bf16"]),
+        ("eight", "fp16", ["fp16", "bf16"]),
         ("fine", "bf16", ["bf16", "fp16"]),
         ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
     ]
-    assert found.total("bf16") == pytest.approx(math.sqrt(0.5**2 + 1e-3**2 + 2e-4**2 + 1e-4**2))
+    assert found.total("bf16") == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
     assert found.modules[1].causes == {"fp16": "mul"}
 
 

@@ -62,7 +62,10 @@ class ModuleSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A ranking of modules, the most sensitive first: that which can't bear most formats, then that which changes most.
+    """A ranking of modules, the most sensitive first.
+
+    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
+    changes the loss most in the first format comes first.
 
     Args:
         formats: names of the formats, in the order of the columns.
@@ -196,7 +199,13 @@ def rank(
         bears = [name for name, change in changes.items() if change <= limit]
         bears.sort(key=lambda name: (bits[name], changes[name]))
         modules.append(ModuleSensitivity(module, kinds[module], changes, causes, bears))
-    first = formats[0].name
-    modules.sort(key=lambda one: (len(one.bears) - len(one.changes), -one.changes.get(first, 0.0)))
+    modules.sort(key=lambda one: _calm(one, formats))
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Sensitivity(list(bits), modules, loss, margin, limit, len(records), notes)
+
+
+def _calm(one: ModuleSensitivity, formats: Sequence[Format]) -> tuple[float, ...]:
+    """What modules are sorted by: refused formats, those with most bits first, then the change in the first format."""
+    refused = [form.bits for form in formats if form.name in one.changes and form.name not in one.bears]
+    widths = sorted({form.bits for form in formats}, reverse=True)
+    return (*(-refused.count(bits) for bits in widths), -one.changes.get(formats[0].name, 0.0))
