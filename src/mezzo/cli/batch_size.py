@@ -36,9 +36,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.numbers import whole
+from mezzo.cli.target import add_target, target_of
 from mezzo.core.batch_result import HEADS, BatchSizeResult, columns
 from mezzo.core.byte_counts import parse_bytes
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.verify.batch_size.progress import watcher
@@ -61,11 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "mezzo batch-size (SCRIPT | --demo NAME | -m MODULE) --vary=OPTION [options] [-- SCRIPT'S ARGUMENTS]"
     )
-    parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument("--demo", metavar="NAME", help=f"an embedded demo: {', '.join(sorted(DEMOS))}")
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module, as in python -m")
+    add_target(parser, DEMOS)
     parser.add_argument(
         "--vary",
         metavar="OPTION",
@@ -129,23 +126,12 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
     Raises:
         UsageError: none or several of script, demo and module; no --vary; an unknown name; a value out of range.
     """
-    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
-    if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. "
-            "For instance: mezzo batch-size train.py --vary=--batch-size"
-        )
+    target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(
             "say with --vary how the script is told its batch size, as it spells it: --vary=--batch-size for an "
             "option, --vary=batch_size= for key=value"
         )
-    target = arguments.module or arguments.script
-    if arguments.demo:
-        if arguments.demo not in DEMOS:
-            raise unknown_name("demo", arguments.demo, DEMOS)
-        target = str(DEMOS[arguments.demo].path)
     return BatchSizeRequest(
         target=target,
         vary=Vary(arguments.vary),

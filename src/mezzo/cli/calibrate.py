@@ -36,8 +36,8 @@ from rich.text import Text
 
 from mezzo.cli.numbers import whole
 from mezzo.cli.page import page
+from mezzo.cli.target import add_target, target_of
 from mezzo.core.calibration import FORMATS
-from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.sensitivity import Sensitivity
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
@@ -56,15 +56,7 @@ PASSES_ON = True
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.usage = "mezzo calibrate (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
-    parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument(
-        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(DEMOS))}"
-    )
-    parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
-    )
+    add_target(parser, DEMOS)
     parser.add_argument(
         "--steps",
         type=whole("updates", 20),
@@ -113,16 +105,8 @@ def request_of(arguments: argparse.Namespace) -> CalibrationRequest:
         UsageError: none or several of script, demo and module; a value out of range.
         UnknownNameError: no such demo or format.
     """
-    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
-    if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. For instance: mezzo calibrate --demo digits"
-        )
-    if arguments.demo and arguments.demo not in DEMOS:
-        raise unknown_name("demo", arguments.demo, DEMOS)
     return CalibrationRequest(
-        target=str(DEMOS[arguments.demo].path) if arguments.demo else given[0],
+        target=target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
         steps=arguments.steps,
