@@ -1,4 +1,4 @@
-"""Parts of docs/monitoring.md and docs/tune.md: what looking costs, how many faults are named, what tuning gains."""
+"""Parts of docs/monitoring.md: what looking costs, how many faults are named, which predictions come true."""
 
 from __future__ import annotations
 
@@ -54,25 +54,11 @@ def faults(results: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\nFaults by family: {families}."
 
 
-def tuned(results: dict[str, Any]) -> str:
-    """A row for each demo that was tuned."""
-    machine = results["machine"]
-    lines = [
-        f"`python benchmarks/tune.py` on {machine['threads']} threads of {machine['cpu']}, {results['processes']}",
-        f"processes of {results['rounds']} rounds each. Speeds: above 1 is faster.",
-        "",
-        "| demo | preset | in FP32 | tuned / preset | predicted, of modules alone | tuned / FP32 | preset / FP32 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for demo, row in results["rows"].items():
-        same = row["is_preset"]
-        mine, over = (
-            ("is the preset", "")
-            if same
-            else (_ratio(row[f"tuned over {name}"]) for name in ("preset", "fp32"))
-        )
-        lines.append(
-            f"| {demo} | {row['preset']} | {len(row['fp32_modules'])} of {row['modules']} | {mine} |"
-            f" {row['predicted']:.3f} | {over} | {_ratio(row['preset over fp32'])} |"
-        )
+def sensitivity(results: dict[str, Any]) -> str:
+    """A row for each model and format: the actual change of the loss over the predicted one."""
+    sums = {"squares": "square root of sum of e^2", "signed": "signed sum", "expected": "the larger (used)"}
+    lines = [f"| model | format | {' | '.join(sums.values())} |", "|---|---|---|---|---|"]
+    for row in results["rows"]:
+        cells = (f"{row[name]['ratio']:.2g} (x/ {row[name]['spread']:.2g})" for name in sums)
+        lines.append(f"| {row['model']} | {row['format']} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,14 +1,13 @@
-"""Which of three sums predicts what lowering some of a model's modules does to its loss: `docs/tune.md`.
+"""Which sum predicts what lowering some of a model's modules does to its loss: `docs/monitoring.md`.
 
     python benchmarks/sensitivity.py [--small]
 
-For each model a few FP32 batches are measured, as `mezzo tune` does it. Then random sets of modules are lowered and
-the loss is computed on other batches: the root mean square of its change is set against what each sum predicted.
+For each model a few FP32 batches are measured, as `mezzo calibrate` does it. Then random sets of modules are lowered
+and the loss is computed on other batches: the root mean square of its change is set against what each sum predicted.
 
     squares    sqrt(sum of squares)            signs drawn by chance
     signed     sqrt(sum over modules of the mean squared signed sum)
     expected   `mezzo.core.sensitivity.expected_square`: the larger of the two, module by module and step by step
-    absolute   sum of absolute values          the bound
 
 A ratio of 1 is a right prediction; the spread is the factor that holds 68 % of the cases around the middle one.
 """
@@ -29,13 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.assignment import lines_of
 from mezzo.core.policy import Policy
-from mezzo.core.sensitivity import Rounding, Sensitivities, expected_square
+from mezzo.core.records import ModuleRounding, SensitivityRecord
+from mezzo.core.sensitivity import expected_square
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.modules import apply_module_overrides
-from mezzo.pytorch.sensitivity.probe import Probe
-from mezzo.pytorch.sensitivity.settings import Settings
+from mezzo.pytorch.sensitivity import Sensitivities
 from mezzo.pytorch.training.observing import Observing
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
@@ -112,8 +110,12 @@ def trained(make: Callable[[], nn.Module], steps: int) -> nn.Module:
     return model
 
 
-def measured(model: nn.Module, fmt: str, seen: list[Batch]) -> Sensitivities:
-    probe = Probe(Path("unused.json"), Settings(fmt, len(seen)))
+Seen = list[ModuleRounding]  # of one module: a row for each step
+
+
+def measured(model: nn.Module, fmt: str, seen: list[Batch]) -> dict[str, Seen]:
+    """Path -> what was measured of each module."""
+    probe = Sensitivities([fmt])
     observing = Observing(model, [probe])
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     for index, (x, y) in enumerate(seen):
@@ -124,7 +126,24 @@ def measured(model: nn.Module, fmt: str, seen: list[Batch]) -> Sensitivities:
         observing.update_ended(still, index=index, skipped=False, loss_scale=1.0)
         still.zero_grad()
     observing.undo()
-    return probe.result
+    records = [one for one in probe.drain() if isinstance(one, SensitivityRecord)]
+    assert len(records) == len(seen)
+    found: dict[str, Seen] = {}
+    for row in (row for record in records for row in record.rows):
+        found.setdefault(row.module, []).append(row)
+    return found
+
+
+def policy_of(lowered: dict[str, bool], fmt: str) -> Policy:
+    """The policy under which these modules run in the format and the others in FP32."""
+    base = lowered.get("", True)
+    lines: dict[str, bool] = {}
+    for path in sorted(lowered, key=lambda path: path.count(".")):
+        around = [outer for outer in lines if path.startswith(f"{outer}.")]
+        if path and lowered[path] != (lines[max(around, key=len)] if around else base):
+            lines[path] = lowered[path]
+    modules = tuple((path, fmt if low else "fp32") for path, low in lines.items())
+    return Policy(fmt if base else "fp32", modules=modules)
 
 
 @torch.no_grad()
@@ -133,22 +152,18 @@ def losses(model: nn.Module, policy: Policy, data: list[Batch]) -> list[float]:
         return [float(nn.functional.cross_entropy(model(x), y)) for x, y in data]
 
 
-Seen = list[list[Rounding]]  # of each module or tensor that is rounded: a step each
-
-SUMS: dict[str, Callable[[Seen], float]] = {
+SUMS: dict[str, Callable[[list[Seen]], float]] = {
     "squares": lambda seen: math.sqrt(sum(float(np.mean([r.squares for r in one])) for one in seen)),
     "signed": lambda seen: math.sqrt(sum(float(np.mean([r.signed**2 for r in one])) for one in seen)),
     "expected": lambda seen: math.sqrt(sum(map(expected_square, seen))),
-    "absolute": lambda seen: sum(float(np.mean([r.absolute for r in one])) for one in seen),
 }
 
 
 def row(name: str, fmt: str, steps: int, sets: int, checks: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = trained(MODELS[name], steps)
-    facts = measured(model, fmt, batches(4, 2))
+    units = measured(model, fmt, batches(4, 2))
     others = batches(checks, 3)
-    units = {unit.path: unit for unit in facts.units}
     draw = random.Random(0)
     exact = losses(model, Policy("fp32"), others)
     ratios: dict[str, list[float]] = {sum_name: [] for sum_name in SUMS}
@@ -156,12 +171,9 @@ def row(name: str, fmt: str, steps: int, sets: int, checks: int) -> dict[str, An
         lowered = {path: draw.random() < 0.5 for path in units}
         if not any(lowered.values()):
             continue
-        base = lowered.get("", True)  # as `mezzo tune` writes it
-        modules = tuple((p, fmt if low else "fp32") for p, low in lines_of(lowered, base).items())
-        changed = losses(model, Policy(fmt if base else "fp32", modules=modules), others)
+        changed = losses(model, policy_of(lowered, fmt), others)
         actual = math.sqrt(float(np.mean(np.square(np.subtract(changed, exact)))))
-        chosen = [unit.roundings for path, unit in units.items() if lowered[path]]
-        chosen += [e.roundings for e in facts.edges if lowered[e.consumer] and not lowered[e.producer]]
+        chosen = [seen for path, seen in units.items() if lowered[path]]
         for sum_name, predict in SUMS.items():
             predicted = predict(chosen)
             if actual > 0.0 and predicted > 0.0:

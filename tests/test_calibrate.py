@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,40 @@ def test_what_overflows_is_kept_and_then_trains() -> None:
         moved[policy] = mp.step(loss).moved
         mp.close()
     assert moved == {"fp16": False, found.policy: True}
+
+
+class Offset(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 4096.0) - 4096.0
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss(given: bool) -> None:
+    """A planted cancellation is the first; a planted product is out of fp16's range and not of bf16's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), Offset(), nn.Tanh(), Times(1e6), Times(1e-6), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if given else None
+    found = mezzo.calibrate(net, loss_of, batches(8), optimizer=optimizer)
+    ranking = found.sensitivity
+    assert ranking is not None
+    assert (ranking.steps, ranking.formats) == (4, ["bf16", "fp16", "e5m2", "e4m3fn"])
+    modules = {one.module: one for one in ranking.modules}
+    assert next(iter(modules)) == "1"
+    assert modules["1"].lowest == "fp32"
+    assert modules["3"].bears == ["bf16"]
+    assert modules["3"].causes == {"fp16": "mul"}
+    assert modules["0"].changes["bf16"] > 4 * modules["0"].changes["fp16"]
+    assert "1: fp32 (bf16 " in str(found)
+    assert json.loads(found.to_json())["sensitivity"]["modules"][0]["module"] == "1"
+
+
+def test_formats_of_the_ranking_are_given_by_name_or_as_values() -> None:
+    four = mezzo.formats.Format("e2m1", 2, 1, "four bits", "", has_infinity=False)
+    found = mezzo.calibrate(network(), loss_of, batches(), rank_formats=("float16", four)).sensitivity
+    assert found is not None
+    assert found.formats == ["fp16", "e2m1"]
+    assert all(one.changes["e2m1"] > one.changes["fp16"] for one in found.modules if "e2m1" in one.changes)
+    assert mezzo.calibrate(network(), loss_of, batches(), rank_formats=()).sensitivity is None
 
 
 class Around(nn.Module):
@@ -195,6 +230,7 @@ WRONG: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         "headroom_bits=99: give how many doublings .* 0 to 15",
     ),
     (network, loss_of, {"format": "fp17"}, UnknownNameError, "Did you mean 'fp16'"),
+    (network, loss_of, {"rank_formats": ["e4m3f"]}, UnknownNameError, "Did you mean 'e4m3fn'"),
     (lambda: network().half(), loss_of, {}, UsageError, "the model has fp16 parameters"),
     (nn.Identity, loss_of, {}, UsageError, "there is nothing to train"),
 ]

@@ -1,4 +1,4 @@
-"""The section "The loss scale from data" of docs/monitoring.md: its Python runs, with warnings as errors."""
+"""The sections on calibration of docs/monitoring.md: their Python runs, with warnings as errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mezzo.pytorch.training import mixed_precision
 PAGE = Path(__file__).parent.parent / "docs" / "monitoring.md"
 
 
-def section() -> str:
+def section(title: str = "The loss scale from data") -> str:
     text = PAGE.read_text(encoding="utf-8")
-    found = re.search(r"^## The loss scale from data\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found.group(1)
 
@@ -38,6 +38,16 @@ def test_the_code_of_the_section_runs(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "\npolicy       fp16," in out
     assert float(out.splitlines()[-1]) > 1.0
+
+
+def test_the_code_on_the_ranking_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", section("Which modules low precision hurts"), re.MULTILINE | re.DOTALL
+    )
+    exec(compile(block, str(PAGE), "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == {"0", "1", "2"}
+    assert all("'e3m2'" in line for line in lines if "Linear" in line)
 
 
 def test_its_numbers_are_those_of_the_code() -> None:

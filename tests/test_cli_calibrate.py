@@ -67,8 +67,45 @@ def test_it_is_printed_and_written(here: Path, capsys: pytest.CaptureFixture[str
     assert (watched["policy"], watched["watch"], watched["stop_after"]) == ("fp32", 1, 5)
     assert (watched["argv"], watched["seed_offset"], watched["summary"]) == (["--epochs", "3"], None, False)
     assert (watched["watch_all"], tried["watch_all"]) == (True, False)
+    assert (watched["sensitivity"], tried["sensitivity"]) == (True, False)
     assert (tried["policy"], tried["watch"], tried["trace"]) == (str(folder / "policy.toml"), 0, True)
     assert not list((folder / "runs").glob("*.request.json"))
+
+
+CHANGES = {
+    "a": {"bf16": 1e-3, "fp16": 1e-4, "e4m3fn": 2e-3},
+    "b": {"bf16": 0.5, "fp16": None},
+    "": {"bf16": 1e-4, "fp16": 2e-5},
+}
+
+
+def test_the_modules_are_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each where it is piped; all of it in the JSON and in the file."""
+    assert main(["calibrate", script(here, changes=CHANGES), "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    lines = out[
+        out.index("sensitivity  change of the loss by each module, most sensitive first") :
+    ].splitlines()
+    assert "at most 0.006 each (0.5% of 2 over the root of 3)" in lines[0]
+    assert lines[1:4] == [
+        "             b: fp32 (bf16 0.5, fp16 overflow in mul, e5m2 -, e4m3fn -)",
+        "             a: e4m3fn (bf16 0.001, fp16 0.0001, e5m2 -, e4m3fn 0.002)",
+        "             (the model): fp16 (bf16 0.0001, fp16 2e-05, e5m2 -, e4m3fn -)",
+    ]
+    found = json.loads((here / "mezzo-calibrate-train" / "calibration.json").read_text())
+    ranking = found["recommendation"]["sensitivity"]
+    assert [(one["module"], one["lowest"]) for one in ranking["modules"]] == [
+        ("b", "fp32"),
+        ("a", "e4m3fn"),
+        ("", "fp16"),
+    ]
+    assert ranking["modules"][0]["changes"] == {"bf16": pytest.approx(0.5), "fp16": None}
+    assert ranking["steps"] == 2
+
+
+def test_where_nothing_was_measured_nothing_is_ranked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", script(here), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommendation"]["sensitivity"] is None
 
 
 def test_a_module_is_used_as_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,6 +421,10 @@ def test_a_planted_overflow_is_found_and_the_recommendation_trains(
     found = data["recommendation"]
     assert [one["module"] for one in found["kept"]] == ["big", "small"]
     assert found["steps"] == 6
+    ranking = {one["module"]: one for one in found["sensitivity"]["modules"]}
+    assert next(iter(ranking)) == "big"
+    assert ranking["big"]["changes"]["fp16"] is None
+    assert ranking["big"]["causes"]["fp16"] == "mul"
     assert data["check"]["holds"]
     # Without what it recommends, fp16 makes no step.
     file = tmp_path / "plain.jsonl"

@@ -197,7 +197,6 @@ VERBS = {
     "compare": ["compare", "{script}", "--precision", "bf16", "--seeds", "1", "--out", "{out}"],
     "compare --fresh": ["compare", "{script}", "--precision", "bf16", "--fresh", "--out", "{out}"],
     "calibrate": ["calibrate", "{script}", "--out", "{out}"],
-    "tune": ["tune", "{script}", "--precision", "bf16", "--out", "{out}"],
     "batch-size": ["batch-size", "{script}", "--vary=--batch", "--out", "{out}"],
     "run": ["run", "--precision", "fp32", "--out", "{out}", "{script}"],
 }

@@ -232,7 +232,7 @@ def test_requests_travel_as_json() -> None:
     from mezzo.scripts.request import RunRequest
 
     full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
-    full = replace(full, trace=False, stop_after=7, sensitivity=Path("s.json"), tensorboard=Path("events"))
+    full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
     assert RunRequest.from_json(full.to_json()) == full
     assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
     for text, message in [

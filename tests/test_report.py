@@ -128,7 +128,8 @@ def test_what_was_not_measured_is_said_and_leaves_no_empty_section(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name", ["mezzo-tune-train/policy.toml", "/tmp/a b/p.v2.toml", "../policy.toml", "bf16,module.4.up=fp32"]
+    "name",
+    ["mezzo-calibrate-train/policy.toml", "/tmp/a b/p.v2.toml", "../policy.toml", "bf16,module.4.up=fp32"],
 )
 def test_the_runs_of_a_candidate_are_found_by_the_name_under_which_they_were_written(
     tmp_path: Path, name: str

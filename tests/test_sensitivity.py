@@ -1,29 +1,32 @@
-"""The probe: it changes nothing, sees what rounds and what flows where, and what it predicts comes true."""
+"""The sensitivity of modules: measuring changes nothing, sees what rounds, and what it predicts comes true."""
 
 from __future__ import annotations
 
 import copy
-import doctest
+import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mezzo.core import sensitivity
-from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.cli.calibrate import show_ranking
+from mezzo.core.errors import UnknownNameError
+from mezzo.core.formats import Format, named
 from mezzo.core.policy import Policy
-from mezzo.core.sensitivity import EdgeFacts, Rounding, Sensitivities, UnitFacts, expected_square
-from mezzo.core.tuning import tune
+from mezzo.core.records import ModuleRounding, SensitivityRecord, from_line, read, to_line
+from mezzo.core.sensitivity import RANKED, SHOWN, ModuleSensitivity, Sensitivity, expected_square, rank
 from mezzo.pytorch.launch.runner import run
 from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.sensitivity.probe import Probe
-from mezzo.pytorch.sensitivity.settings import Settings
+from mezzo.pytorch.sensitivity import CALLS, STEPS, Sensitivities
 from mezzo.pytorch.training.observing import Observing
 from mezzo.scripts.request import RunRequest
 
@@ -59,13 +62,6 @@ class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.outer(torch.relu(self.inner(self.norm(x))))
         return out
-
-
-class Refuses(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no 16 bits here\nsecond line")
-        return x * 2.0
 
 
 class Overwrites(nn.Module):
@@ -116,13 +112,25 @@ class Checkpointed(nn.Module):
         return out
 
 
+class Last(nn.Module):
+    """A recurrent layer's last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x)[0][:, -1]
+        return out
+
+
 def around(*middle: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), *middle, nn.Linear(16, 4))
 
 
 def train(
-    model: nn.Module, probe: Probe | None, steps: int = 3, rate: float = 0.05, calls: int = 1
+    model: nn.Module, probe: Sensitivities | None, steps: int = 3, rate: float = 0.05, calls: int = 1
 ) -> list[float]:
     """Plain SGD; what a loop tells observers is told to the probe."""
     torch.manual_seed(1)
@@ -144,14 +152,27 @@ def train(
     return seen
 
 
-def probed(model: nn.Module, fmt: str = "bf16", steps: int = 3, **more: Any) -> dict[str, UnitFacts]:
-    return {unit.path: unit for unit in result(model, fmt, steps, **more).units}
+def measured(
+    model: nn.Module, *formats: str | Format, steps: int = 3, **more: Any
+) -> list[SensitivityRecord]:
+    """The records of a few steps."""
+    probe = Sensitivities(formats or ("bf16",))
+    train(model, probe, steps, **more)
+    return [one for one in probe.drain() if isinstance(one, SensitivityRecord)]
 
 
-def result(model: nn.Module, fmt: str = "bf16", steps: int = 3, first: int = 0, **more: Any) -> Sensitivities:
-    probe = Probe(Path("unused.json"), Settings(fmt, steps, first))
-    train(model, probe, steps + first, **more)
-    return probe.result
+def changes(model: nn.Module, format: str | Format, **more: Any) -> dict[str, float]:
+    """Path -> expected change of the loss."""
+    ranking = rank(measured(model, format, **more), [named(format)])
+    assert ranking is not None
+    name = str(format)
+    return {one.module: one.changes[name] for one in ranking.modules if name in one.changes}
+
+
+def causes(model: nn.Module, format: str = "fp16") -> dict[str, str]:
+    """Path -> the operation that overflows; of the modules whose change is infinite."""
+    rows = [row for record in measured(model, format) for row in record.rows if math.isinf(row.squares)]
+    return {row.module: row.cause for row in rows}
 
 
 MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
@@ -164,24 +185,33 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "overwrites": lambda: [Overwrites()],
     "sparse": lambda: [Table()],
     "FP64": lambda: [Wide()],
-    "refuses": lambda: [Refuses()],
+    "recurrent": lambda: [nn.Unflatten(1, (4, 4)), Last()],
 }
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", MIDDLES)
-def test_nothing_changes(name: str, fmt: str) -> None:
+def test_nothing_changes(name: str) -> None:
     """Losses, parameters, buffers and random numbers, bit for bit; no hook and no gradient is left behind."""
     plain = around(*MIDDLES[name]())
     watched = copy.deepcopy(plain)
     expected = train(plain, None)
     after = torch.randn(1)
-    assert train(watched, Probe(Path("unused.json"), Settings(fmt, 3))) == expected
+    assert train(watched, Sensitivities()) == expected
     assert torch.equal(torch.randn(1), after)
     for mine, theirs in zip(watched.state_dict().values(), plain.state_dict().values()):
         assert torch.equal(mine, theirs)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in watched.modules())
     assert all("forward" not in vars(module) for module in watched.modules())
+
+
+@pytest.mark.parametrize("name", MIDDLES)
+def test_every_module_that_computes_is_measured(name: str) -> None:
+    records = measured(around(*MIDDLES[name]()), *RANKED)
+    assert [record.notes for record in records] == [[], [], []]
+    assert all(0.0 <= row.squares < 1.0 for record in records for row in record.rows)
+    assert all(row.squares > 0.0 for record in records for row in record.rows if row.module in ("0", "2"))
+    inside = {"checkpoint": "1.inside", "reentrant checkpoint": "1.inside", "attention": "2.self_attn"}
+    assert {"0", inside.get(name, "0")} <= {row.module for row in records[-1].rows}
 
 
 @pytest.mark.parametrize(
@@ -193,130 +223,157 @@ def test_a_launched_script_computes_what_it_computes_unwatched(
 ) -> None:
     """Each loss and each weight that the script prints, to the last bit; and something was measured."""
     script = str(Path(__file__).parent / "scripts" / "trainings.py")
-    place = tmp_path / "sensitivity.json"
-    Settings("fp16", 2).write(place)
+    file = tmp_path / "run.jsonl"
 
-    def printed(results: Path | None) -> str:
-        request = RunRequest(script, ("--only", training), policy="fp32", summary=False, sensitivity=results)
-        assert run(request) == 0
+    def printed(measures: bool) -> str:
+        request = RunRequest(script, ("--only", training), policy="fp32", records=file, summary=False)
+        assert run(replace(request, sensitivity=measures)) == 0
         return capsys.readouterr().out
 
-    assert printed(place) == printed(None)
-    found = Sensitivities.from_json(place.read_text())
-    assert len(found.losses) == 2
-    assert sum(bool(unit.roundings) for unit in found.units) >= 2
-    assert {unit.failed for unit in found.units} == {""}
+    plain = printed(False)
+    assert printed(True) == plain
+    found = [one for one in read(file) if isinstance(one, SensitivityRecord)]
+    assert found
+    assert len({row.module for row in found[0].rows}) >= 2
 
 
-def test_units_are_the_modules_that_round_themselves() -> None:
-    units = probed(
-        around(
-            nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(16), Branch(), nn.Unflatten(1, (2, 8)), nn.Flatten()
-        )
-    )
-    assert list(units) == ["0", "3", "4.norm", "4.inner", "4.outer", "4", "7"]
-    assert units["4"].inner == ["4.norm", "4.inner", "4.outer"]
-    assert units["4"].ops == ["add"]
-    assert units["0"].kind == "Linear"
+def test_the_modules_are_those_that_compute_themselves() -> None:
+    middle = [nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(16), Branch(), nn.Unflatten(1, (2, 8)), nn.Flatten()]
+    rows = measured(around(*middle), "bf16", "e4m3fn")[0].rows
+    kinds = {row.module: row.kind for row in rows}
+    assert list(kinds) == ["0", "3", "4.norm", "4.inner", "4.outer", "4", "7"]
+    assert kinds["0"] == "Linear"
+    # Only those that multiply matrices can run in 8 bits.
+    assert [row.module for row in rows if row.format == "e4m3fn"] == ["0", "4.inner", "4.outer", "7"]
 
 
-def test_the_flow_of_data_goes_through_what_only_selects() -> None:
-    found = result(around(nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 16), nn.Flatten(), Branch()))
-    edges = {(edge.producer, edge.consumer): edge for edge in found.edges}
-    assert ("0", "3") in edges
-    assert edges["0", "3"].elements == 32 * 16
-    assert edges["0", "3"].casts
-    assert edges["3", "5.norm"].casts is False  # a normalisation takes what comes
-    assert ("3", "5") in edges  # the residual
-    assert ("5.inner", "5.outer") in edges
-    assert expected_square(edges["0", "3"].roundings) > 0.0
-    assert expected_square(edges["3", "5.norm"].roundings) == 0.0
-
-
-@pytest.mark.parametrize(("fmt", "mantissa"), [("bf16", 8), ("fp16", 11)])
-def test_a_products_rounding_is_what_it_is_by_hand(fmt: str, mantissa: int) -> None:
-    """One linear layer whose loss is the sum of weighted outputs: both sums, against the plain arithmetic."""
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_the_rounding_of_a_product_is_what_it_is_by_hand(fmt: str) -> None:
+    """One linear layer whose loss is the sum of weighted outputs: both sums, against autocast's arithmetic."""
     torch.manual_seed(0)
     layer, weights = nn.Linear(8, 4), torch.randn(32, 4)
-    probe = Probe(Path("unused.json"), Settings(fmt, 1))
+    probe = Sensitivities([fmt])
     observing, still = Observing(layer, [probe]), torch.optim.SGD(layer.parameters(), lr=0.0)
     x = torch.randn(32, 8)
     loss = (layer(x) * weights).sum()
     observing.backward_begins(loss, 1.0)
     loss.backward()
     observing.update_begins(still, 1.0)
-    (unit,) = probe.result.units
+    (record,) = probe.drain()
+    assert isinstance(record, SensitivityRecord)
     exact = layer(x).detach().double()
     with autocast(fmt, "cpu"):
         errors = weights.double() * (layer(x).detach().double() - exact)
-    (rounding,) = unit.roundings
-    assert rounding.signed == pytest.approx(float(errors.sum()), rel=1e-4)
-    assert rounding.squares == pytest.approx(float(errors.square().sum()), rel=1e-4)
-    assert rounding.absolute == pytest.approx(float(errors.abs().sum()), rel=1e-4)
-    assert 0.0 < unit.gradient_errors[0] < 2.0 ** (1 - mantissa)
-    assert probe.result.losses == [pytest.approx(loss.item())]
+    (row,) = record.rows
+    assert row.signed == pytest.approx(float(errors.sum()), rel=1e-4)
+    assert row.squares == pytest.approx(float(errors.square().sum()), rel=1e-4)
+    assert record.loss == pytest.approx(loss.item())
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
-def test_what_is_predicted_comes_true(fmt: str) -> None:
-    """The loss of a model with a fragile layer, lowered: within a factor of two of the expected change."""
-    model = around(Offset())
-    found = result(model, fmt, rate=0.0)
-    units = {unit.path: unit for unit in found.units}
-    predicted = math.sqrt(sum(expected_square(unit.roundings) for unit in units.values()))
-    changes = []
+@pytest.mark.parametrize(
+    ("fmt", "policy", "fragile"),
+    [("bf16", "bf16", True), ("fp16", "fp16", True), ("bf16", "bf16", False), ("e4m3fn", "fp8", False)],
+)
+def test_what_is_predicted_comes_true(fmt: str, policy: str, fragile: bool) -> None:
+    """The measured change of the loss on other batches: within a factor of two of the expected one."""
+    model = around(Offset()) if fragile else around(Branch(), nn.Linear(16, 16))
+    found = changes(model, fmt, rate=0.0)
+    predicted = math.sqrt(sum(change**2 for change in found.values()))
+    actual = []
     for seed in range(8):
         torch.manual_seed(100 + seed)
         x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
         with torch.no_grad():
             exact = nn.functional.cross_entropy(model(x), y)
-            with autocast(Policy(fmt), "cpu"):
-                changes.append(float(nn.functional.cross_entropy(model(x), y) - exact))
-    actual = math.sqrt(sum(one**2 for one in changes) / len(changes))
-    assert 0.5 < actual / predicted < 2.0
-    others = [unit for path, unit in units.items() if path != "1"]
-    assert expected_square(units["1"].roundings) > 100 * sum(expected_square(u.roundings) for u in others)
+            with autocast(Policy(policy), "cpu"):
+                actual.append(float(nn.functional.cross_entropy(model(x), y) - exact))
+    assert 0.5 < math.sqrt(sum(one**2 for one in actual) / len(actual)) / predicted < 2.0
+    if fragile:
+        others = [change for path, change in found.items() if path != "1"]
+        assert found["1"] ** 2 > 100 * sum(change**2 for change in others)
+
+
+def test_any_format_can_be_measured() -> None:
+    """What is rounded to two bits less of mantissa changes the loss four times as much."""
+    made = [Format(f"e4m{bits}", 4, bits, "", "", has_infinity=False) for bits in (1, 2, 3)]
+    wide = [Format(f"e6m{bits}", 6, bits, "", "") for bits in (9, 11, 13)]
+    model = around(Branch())
+    for formats, least, most in ((made, 1.3, 4.0), (wide, 3.0, 6.0)):
+        found = [changes(model, form, rate=0.0)["1.inner"] for form in formats]
+        for more, less in pairwise(found):
+            assert least < more / less < most
+    ranking = rank(measured(model, *made), made)
+    assert ranking is not None
+    assert ranking.formats == ["e4m1", "e4m2", "e4m3"]
 
 
 def test_an_overflow_inside_is_found_where_it_is_and_nowhere_else() -> None:
-    units = probed(around(Square()), "fp16")
-    assert {path: unit.overflow for path, unit in units.items()} == {"0": "", "1": "output", "2": ""}
-    assert units["1"].seconds == []
-    assert all(unit.gradient_errors[-1] < 0.01 for path, unit in units.items() if path != "1")
-    assert {unit.overflow for unit in probed(around(Square()), "bf16").values()} == {""}
+    assert causes(around(Square())) == {"1": "mul"}
+    assert causes(around(Square()), "bf16") == {}
 
 
 def test_a_number_too_large_between_two_modules_is_held_against_both() -> None:
-    """Both of the inner layer's runs would be NaN on a rounded input, and the block's with a lowered layer inside."""
-    units = probed(around(Compensated()), "fp16")
-    assert {p: u.overflow for p, u in units.items()} == {"0": "", "1.inside": "input", "1": "output", "2": ""}
-    assert all(math.isfinite(error) for path in ("0", "2") for error in units[path].gradient_errors)
-    assert {unit.overflow for unit in probed(around(Compensated()), "bf16").values()} == {""}
+    assert causes(around(Compensated())) == {"1": "mul", "1.inside": "addmm"}
+    assert causes(around(Compensated()), "bf16") == {}
 
 
-def test_a_number_close_to_the_largest_is_seen_on_its_edge() -> None:
-    found = result(around(Compensated(1e4)), "fp16")
-    assert {unit.overflow for unit in found.units} == {""}
-    numbers = {(edge.producer, edge.consumer): edge.largest for edge in found.edges}
-    assert 5e3 < numbers["1", "1.inside"] < 65504.0
-    assert numbers["0", "1"] < 10.0
+class Way(nn.Module):
+    """A layer, and something done to what it returns."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(16, 16), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.layer(x))
 
 
-def test_what_a_mask_hides_is_no_number_too_large() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.softmax = nn.Softmax(-1)
+def numbers_of(size: float) -> Callable[[Tensor], Tensor]:
+    """Makes numbers of this size on the way, and small ones again."""
+    return lambda x: (x.tanh() * 0.0 + 1.0) * size * (x - x.detach() + 1.0) / size * x
 
-        def forward(self, x: Tensor) -> Tensor:
-            scores = (x * 2.0).masked_fill(x > 0.5, -math.inf)
-            out: Tensor = x + self.softmax(scores)
-            return out
 
-    found = result(around(Masked()), "fp16")
-    assert {unit.overflow for unit in found.units} == {""}
-    assert all(math.isfinite(expected_square(unit.roundings)) for unit in found.units)
-    assert all(edge.largest < 100.0 for edge in found.edges)
+def in_place(x: Tensor) -> Tensor:
+    return (x * 1.0).mul_(0.0).add_(1.0).mul_(40000.0).div_(40000.0) * x
+
+
+def masked(x: Tensor) -> Tensor:
+    away = torch.zeros_like(x).index_fill_(-1, torch.tensor([3]), -40000.0)
+    return (x + away).softmax(-1) * x
+
+
+def infinite_mask(x: Tensor) -> Tensor:
+    return x + (x * 2.0).masked_fill(x > 0.5, -math.inf).softmax(-1)
+
+
+def mapped(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: (row * 0.0 + 1.0) * 40000.0 / 40000.0)(x) * x
+
+
+def exponential(x: Tensor) -> Tensor:
+    """FP32 by its rule; the product after it rounds."""
+    large = (x * 0.0 + math.log(40000.0)).exp()
+    return (large @ torch.eye(16)) / 40000.0 * x
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "close to the largest": (numbers_of(40000.0), "mul"),
+    "at half of it": (numbers_of(32000.0), ""),
+    "in place": (in_place, "mul_"),
+    "hidden by a mask": (masked, ""),
+    "infinite in FP32, and hidden": (infinite_mask, ""),
+    "under a vmap": (mapped, "mul"),
+    "what a product takes": (exponential, "mm"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_number_on_the_way_counts_where_the_loss_depends_on_it(name: str) -> None:
+    """One doubling below the format's largest is headroom, since later steps are not seen."""
+    then, cause = WAYS[name]
+    found = causes(around(Way(then)))
+    assert found == ({"1": cause.rstrip("_")} if cause else {})
+    assert causes(around(Way(then)), "bf16") == {}
 
 
 class Residual(nn.Module):
@@ -336,96 +393,56 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize(("inner", "fmt"), [(Offset, "bf16"), (Offset, "fp16"), (Square, "fp16")])
 def test_a_parent_is_not_charged_for_what_a_module_inside_it_does(inner: type[nn.Module], fmt: str) -> None:
-    """The inner module only adds and multiplies: beside a parent in FP32 it would compute in FP32."""
     one, nested = around(Residual(inner())), around(Residual(nn.Sequential(nn.Tanh(), Residual(inner()))))
     for model, culprit in ((one, "1.inner"), (nested, "1.inner.1.inner")):
-        tuned = tune(result(model, fmt), margin=0.02, goal="memory")
-        assert tuned.policy == Policy(fmt, modules=((culprit, "fp32"),))
+        ranking = rank(measured(model, fmt), [named(fmt)], margin=0.02)
+        assert ranking is not None
+        assert [one.module for one in ranking.modules if not one.bears] == [culprit]
+        assert ranking.modules[0].module == culprit
 
 
 @pytest.mark.parametrize("inner", [nn.Identity, nn.Tanh, Offset])
 def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type[nn.Module]) -> None:
-    """They come in 16 bits, as the lowered module hands them out, also where that module computes in FP32."""
-    unit = probed(around(Residual(inner(), 4096.0)))["1"]
-    assert expected_square(unit.roundings) > 1e-4
-    assert expected_square(probed(around(Residual(inner())))["1"].roundings) < 1e-5
-
-
-def test_what_is_no_number_is_infinite() -> None:
-    for odd in (math.nan, math.inf, -math.inf):
-        assert expected_square([Rounding(), Rounding(odd, 0.0, 0.0)]) == math.inf
-        assert expected_square([Rounding(0.0, odd, 0.0)]) == math.inf
-
-
-def test_small_gradients_are_measured_under_a_loss_scale() -> None:
-    """Without one they would all be zero in fp16."""
-
-    class Faint(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 1.0
-
-    model = around(Faint())
-    model[1].register_full_backward_hook(lambda module, into, out: tuple(g * 1e-6 for g in into))
-    units = probed(model, "fp16")
-    assert all(unit.gradient_errors[-1] < 0.01 for unit in units.values())
-    assert units["0"].scale_exponent > 4
-
-
-def test_what_16_bits_refuse_is_said_with_the_modules_own_words() -> None:
-    units = probed(around(Refuses()))
-    assert units["1"].failed == "RuntimeError: no 16 bits here"
-    assert not units["0"].failed
-
-
-@pytest.mark.parametrize("name", ["attention", "sparse", "FP64", "statistics"])
-def test_what_16_bits_can_do_does_not_fail(name: str) -> None:
-    found = result(around(*MIDDLES[name]()))
-    assert {unit.path: unit.failed for unit in found.units if unit.failed} == {}
-    assert found.notes == []
-    assert all(unit.roundings and unit.seconds and unit.gradient_errors[-1] < 0.05 for unit in found.units)
+    """They come in 16 bits, as the lowered module hands them on, also where that module computes in FP32."""
+    assert changes(around(Residual(inner(), 4096.0)), "bf16")["1"] > 1e-2
+    assert changes(around(Residual(inner())), "bf16")["1"] < 3e-3
 
 
 def test_an_input_that_is_written_to_is_copied_from_the_next_step_on() -> None:
-    units = probed(around(Overwrites()), steps=3)
-    assert len(units["1.offset"].roundings) == 2
-    assert len(units["1"].roundings) == 3
-
-
-@pytest.mark.parametrize(("reentrant", "unseen"), [(False, False), (True, True)])
-def test_checkpoints_are_measured_where_gradients_can_be_seen(reentrant: bool, unseen: bool) -> None:
-    units = probed(around(Checkpointed(reentrant)))
-    assert units["1.inside"].unseen is unseen
-    assert (expected_square(units["1.inside"].roundings) > 0.0) is not unseen
+    records = measured(around(Overwrites()), steps=3)
+    assert [sum(row.module == "1.offset" for row in record.rows) for record in records] == [0, 1, 1]
+    assert [sum(row.module == "1" for row in record.rows) for record in records] == [1, 1, 1]
 
 
 def test_calls_of_one_step_add_up() -> None:
-    """A window of four quarter losses: each module was called four times, and the loss is their sum."""
-    found = result(around(), steps=2, calls=4)
-    assert {unit.calls for unit in found.units} == {4}
-    assert found.losses == pytest.approx([1.4, 1.4], abs=0.4)
+    """A window of four quarter losses: the loss is their sum."""
+    (record,) = measured(around(), steps=1, calls=4)
+    assert record.loss == pytest.approx(1.4, abs=0.4)
+    (half,) = measured(around(), steps=1, calls=2)
+    # Half the weight each, twice as many: half the variance.
+    assert record.rows[0].squares / half.rows[0].squares == pytest.approx(0.5, rel=0.3)
 
 
 def test_more_calls_than_are_kept_are_taken_to_be_alike() -> None:
-    few, many = result(around(), steps=1, rate=0.0, calls=4), result(around(), steps=1, rate=0.0, calls=8)
-    assert many.units[0].calls == 8
-    # Half the weight each, twice as many: half the variance.
-    ratio = many.units[0].roundings[0].squares / few.units[0].roundings[0].squares
-    assert ratio == pytest.approx(0.5, rel=0.2)
+    (few,), (many,) = (measured(around(), steps=1, rate=0.0, calls=n * CALLS) for n in (1, 2))
+    assert many.rows[0].squares / few.rows[0].squares == pytest.approx(0.5, rel=0.2)
 
 
-def test_only_the_steps_asked_for_are_looked_at() -> None:
-    probe = Probe(Path("unused.json"), Settings("bf16", 2, 3))
-    losses = train(around(), probe, 7)
-    assert probe.result.losses == pytest.approx(losses[3:5])
-    assert len(probe.result.units[0].roundings) == 2
+@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3]), (3, [0, 3, 6])])
+def test_steps_are_measured_at_an_interval_and_no_more_than_enough(every: int, steps: list[int]) -> None:
+    assert STEPS == 4
+    probe = Sensitivities(["bf16"], every=every)
+    losses = train(around(), probe, 8)
+    found = [one for one in probe.drain() if isinstance(one, SensitivityRecord)]
+    assert [record.update for record in found] == steps
+    assert [record.loss for record in found] == pytest.approx([losses[step] for step in steps])
 
 
 def test_gradients_of_several_losses_over_one_call_add_up() -> None:
     """Two backward passes before the update are one of the losses' sum."""
 
-    def once(apart: bool) -> Rounding:
-        model = around()
-        probe = Probe(Path("unused.json"), Settings("bf16", 1))
+    def once(apart: bool) -> float:
+        model, probe = around(), Sensitivities(["bf16"])
         observing, still = Observing(model, [probe]), torch.optim.SGD(model.parameters(), lr=0.0)
         torch.manual_seed(1)
         out = model(torch.randn(32, 8))
@@ -434,18 +451,59 @@ def test_gradients_of_several_losses_over_one_call_add_up() -> None:
             observing.backward_begins(loss, 1.0)
             loss.backward(retain_graph=True)
         observing.update_begins(still, 1.0)
-        return probe.result.units[0].roundings[0]
+        (record,) = probe.drain()
+        assert isinstance(record, SensitivityRecord)
+        return record.rows[0].squares
 
-    assert once(True).squares == pytest.approx(once(False).squares, rel=1e-4)
+    assert once(True) == pytest.approx(once(False), rel=1e-4)
+
+
+def test_a_frozen_part_is_measured_and_one_without_gradients_is_said() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(16, 16)
+
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inside(x)
+            return out
+
+    model = around(Residual(Cut()))
+    model[0].requires_grad_(False)
+    record = measured(model)[0]
+    assert {row.module for row in record.rows} == {"0", "1", "1.mix", "2"}
+    assert record.notes == [
+        "1.inner.inside: no gradient reaches what it returns, so its errors have no weight"
+    ]
 
 
 def test_a_second_model_is_left_alone_and_said() -> None:
     one, other = around(), nn.Linear(8, 4)
-    probe = Probe(Path("unused.json"), Settings("bf16", 2))
+    probe = Sensitivities(["bf16"])
     train(one, probe, 1)
     train(other, probe, 1)
-    assert {unit.path for unit in probe.result.units} == {"0", "1"}
-    assert "Linear is a second model" in probe.result.notes[0]
+    train(one, probe, 1)
+    first, second = (record for record in probe.drain() if isinstance(record, SensitivityRecord))
+    assert {row.module for row in second.rows} == {"0", "1"}
+    assert first.notes == []
+    assert "Linear is a second model" in second.notes[0]
+
+
+def test_what_cannot_be_run_again_is_said() -> None:
+    class Once(nn.Module):
+        ran = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if Once.ran:
+                raise RuntimeError("only once\nsecond line")
+            Once.ran = True
+            return x * 2.0
+
+    (record,) = measured(around(Once()), steps=1)
+    assert record.rows == []
+    assert record.notes == ["the model could not be run again: RuntimeError: only once"]
+    assert rank([record], [named("bf16")]) is None
 
 
 def test_a_call_that_raises_leaves_nothing_behind() -> None:
@@ -454,7 +512,7 @@ def test_a_call_that_raises_leaves_nothing_behind() -> None:
             raise KeyError("mine")
 
     model = around(Fails())
-    probe = Probe(Path("unused.json"), Settings("bf16", 2))
+    probe = Sensitivities()
     with pytest.raises(KeyError, match="mine"):
         train(model, probe, 1)
     probe.step_dropped()
@@ -463,52 +521,128 @@ def test_a_call_that_raises_leaves_nothing_behind() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
 
 
-def test_the_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    place = tmp_path / "sensitivity.json"
-    Settings("fp16", 2, 1).write(place)
-    probe = Probe(place)
-    train(around(Square()), probe, 4)
-    probe.finish()
-    read = Sensitivities.from_json(place.read_text())
-    assert read.format == "fp16"
-    assert (read.model, read.device) == ("Sequential", "cpu")
-    assert len(read.losses) == 2
-    assert [unit.path for unit in read.units] == ["0", "1", "2"]
-    assert isinstance(read.units[0].roundings[0], Rounding)
-    assert isinstance(read.edges[0], EdgeFacts)
-    assert Sensitivities.from_json(read.to_json()) == read
+def test_a_module_that_calls_one_from_elsewhere_is_measured() -> None:
+    """Its path does not lie inside that of the module that calls it."""
+
+    class Borrows(nn.Module):
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.others = [other]  # hidden from `named_modules`
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.others[0](x) * 1.7
+            return out
+
+    layer = nn.Linear(16, 16)
+    model = around(layer, Borrows(layer))
+    found = changes(model, "bf16", rate=0.0)
+    assert 0.0 < found["2"] < found["1"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"format": "bf16", "units": 3, "edges": []})])
-def test_another_file_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="not a sensitivity measurement"):
-        Sensitivities.from_json(text)
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'e4m3fn'"):
+        Sensitivities(["e4m3f"])
 
 
-def test_settings_out_of_range_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown format 'fp8'\. Use one of bf16, fp16"):
-        Settings("fp8")
-    with pytest.raises(UsageError, match="0 steps after 0"):
-        Settings(steps=0)
+# The ranking, from records.
 
 
-def test_saved_time_that_noise_could_be_is_none() -> None:
-    noisy = [[1.0, 0.9], [1.0, 1.2], [1.0, 0.8], [1.0, 1.1]]
-    assert UnitFacts("a", "A", seconds=noisy).saved_seconds == 0.0
-    # A clear median, and a third of the pairs against it.
-    bursts = [[1.0, 1.5], [1.0, 1.51], [1.0, 1.49], [1.0, 1.5], [1.0, 0.9], [1.0, 0.5]]
-    assert UnitFacts("a", "A", seconds=bursts).saved_seconds == 0.0
-    clear = [[1.0, 0.5], [1.0, 0.52], [1.0, 0.49], [1.0, 0.5]]
-    assert UnitFacts("a", "A", seconds=clear, calls=3).saved_seconds == pytest.approx(1.5)
-    assert UnitFacts("a", "A", seconds=clear[:2]).saved_seconds == 0.0  # two pairs agree by chance
-    assert UnitFacts("a", "A").saved_seconds == 0.0
+def row(module: str, format: str = "bf16", change: float = 1e-4, cause: str = "") -> ModuleRounding:
+    return ModuleRounding(module, "Linear", format, 0.0, change**2, cause)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 6])
-def test_there_are_enough_pairs_however_few_the_steps(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mezzo.pytorch.sensitivity.measure.SECONDS", 0.0)
-    assert {len(unit.seconds) for unit in result(around(), steps=steps).units} == {6}
+def ranked(*rows: ModuleRounding, margin: float = 0.01, notes: tuple[str, ...] = ()) -> Sensitivity:
+    formats = [named(name) for name in dict.fromkeys(one.format for one in rows)]
+    found = rank([SensitivityRecord(i, 2.0, list(rows), list(notes)) for i in (0, 5)], formats, margin)
+    assert found is not None
+    return found
 
 
-def test_the_examples_hold() -> None:
-    assert doctest.testmod(sensitivity).failed == 0
+def test_the_expected_square_is_the_larger_sum_of_each_step() -> None:
+    steps = [ModuleRounding("a", "A", "bf16", 0.1, 0.04), ModuleRounding("a", "A", "bf16", -0.4, 0.04)]
+    assert expected_square(steps) == pytest.approx((0.04 + 0.16) / 2)
+    assert expected_square([]) == 0.0
+    for odd in (math.nan, math.inf, -math.inf):
+        assert expected_square([*steps, ModuleRounding("a", "A", "bf16", odd, 0.0)]) == math.inf
+        assert expected_square([ModuleRounding("a", "A", "bf16", 0.0, odd)]) == math.inf
+
+
+def test_the_most_sensitive_is_first_and_a_module_bears_what_is_within_its_share() -> None:
+    found = ranked(
+        *(row("calm", name, change) for name, change in [("bf16", 1e-4), ("fp16", 1e-5), ("e4m3fn", 8e-3)]),
+        *(row("wide", name, change, "mul") for name, change in [("bf16", 1e-3), ("fp16", math.inf)]),
+        *(row("eight", name, change) for name, change in [("bf16", 2e-3), ("fp16", 1e-4), ("e4m3fn", 0.05)]),
+        *(row("odd", name, change) for name, change in [("bf16", 0.5), ("fp16", 0.05), ("e4m3fn", 1.0)]),
+        *(row("fine", name, change) for name, change in [("bf16", 2e-4), ("fp16", 3e-4)]),
+    )
+    assert found.limit == pytest.approx(0.01 * 2.0 / math.sqrt(5))
+    assert [(one.module, one.lowest, one.bears) for one in found.modules] == [
+        ("odd", "fp32", []),
+        ("wide", "bf16", ["bf16"]),
+        ("eight", "fp16", ["fp16", "bf16"]),
+        ("fine", "bf16", ["bf16", "fp16"]),
+        ("calm", "e4m3fn", ["e4m3fn", "fp16", "bf16"]),
+    ]
+    assert found.total("bf16") == pytest.approx(math.hypot(0.5, 1e-3, 2e-3, 2e-4, 1e-4))
+    assert found.modules[1].causes == {"fp16": "mul"}
+
+
+def test_as_json_and_as_a_record_it_is_strict() -> None:
+    record = SensitivityRecord(3, math.inf, [row("a", "fp16", math.inf, "mul")], ["a note"])
+    assert from_line(to_line(record)) == record
+    plain = json.loads(json.dumps(ranked(row("a", "fp16", math.inf, "mul")).to_plain(), allow_nan=False))
+    assert plain["modules"] == [
+        {
+            "module": "a",
+            "kind": "Linear",
+            "lowest": "fp32",
+            "bears": [],
+            "changes": {"fp16": None},
+            "causes": {"fp16": "mul"},
+        }
+    ]
+    assert (plain["formats"], plain["steps"], plain["totals"]) == (["fp16"], 2, {"fp16": None})
+
+
+@pytest.mark.parametrize(
+    ("width", "terminal", "table"), [(100, True, True), (40, True, False), (100, False, False)]
+)
+def test_it_is_a_table_only_on_a_terminal_that_is_wide_enough(
+    width: int, terminal: bool, table: bool
+) -> None:
+    """No cell is cut off or folded in any of them."""
+    long = "encoder.layers.0.attention.output"
+    found = ranked(
+        row("", change=0.5), row(long, "bf16", 1e-4), row(long, "fp16", math.inf, "mul"), notes=("a note",)
+    )
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
+
+    def line(label: str, text: str) -> None:
+        console.print(f"{label:<13}{text}", soft_wrap=True, highlight=False, markup=False)
+
+    show_ranking(console, found, line)
+    title, *lines = file.getvalue().splitlines()
+    assert title == "sensitivity  " + found.title
+    if table:
+        assert lines[0].split() == ["module", "bears", "bf16", "fp16"]
+        assert lines[1].split() == ["(the", "model)", "fp32", "0.5", "-"]
+        assert lines[2].split() == [long, "bf16", "0.0001", "overflow", "in", "mul"]
+        assert lines[1].index("fp32") == lines[2].index("bf16")
+    else:
+        assert lines[0].strip() == "(the model): fp32 (bf16 0.5, fp16 -)"
+        assert lines[1].strip() == f"{long}: bf16 (bf16 0.0001, fp16 overflow in mul)"
+    assert lines[-1].strip() == "a note"
+
+
+def test_of_many_modules_the_most_sensitive_are_printed_and_all_are_in_the_json() -> None:
+    found = ranked(*(row(f"m{i}", change=1e-6 * (100 - i)) for i in range(SHOWN + 5)))
+    assert len(found.lines()) == SHOWN
+    assert found.lines()[0].startswith("m0: ")
+    assert found.rest == "5 less sensitive modules are in the JSON"
+    assert len(found.to_plain()["modules"]) == SHOWN + 5
+
+
+def test_what_is_not_finite_has_a_word_of_its_own() -> None:
+    one = ModuleSensitivity("a", "A", {"bf16": math.inf, "fp16": math.inf}, {"bf16": "", "fp16": "mul"})
+    assert [one.cell(name) for name in ("bf16", "fp16", "e5m2")] == ["not finite", "overflow in mul", "-"]

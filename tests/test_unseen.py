@@ -11,18 +11,11 @@ from torch import Tensor, nn
 import mezzo
 from bad_steps import INF
 from mezzo.pytorch.monitor.again import nothing_left
-from mezzo.pytorch.sensitivity.kept_state import KeptState
 from mezzo.pytorch.snapshot import Snapshot
 
 
 def explained(model: nn.Module, x: Tensor) -> None:
     mezzo.explain(model, x, precision="bf16")
-
-
-def kept_for_sensitivity(model: nn.Module, x: Tensor) -> None:
-    state = KeptState(model, torch.device("cpu"))
-    for _ in range(2):
-        state.put_back()
 
 
 def run_again(model: nn.Module, x: Tensor) -> None:
@@ -52,9 +45,7 @@ def abandoned_closure(model: nn.Module, x: Tensor) -> None:
     assert scaler.was_skipped(optimizer)
 
 
-@pytest.mark.parametrize(
-    "write", [explained, kept_for_sensitivity, run_again, searched_for_a_batch_size, abandoned_closure]
-)
+@pytest.mark.parametrize("write", [explained, run_again, searched_for_a_batch_size, abandoned_closure])
 def test_a_living_graph_runs_backward(write: Callable[[nn.Module, Tensor], None]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -4,12 +4,14 @@ All optional: ``largest`` 0.25 the largest gradient of the watched run; ``activa
 ``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``fits`` 32768: it
 skips its steps while its scale is larger; ``overflows`` []: modules that overflow in it, one after the other, unless
 its policy keeps them in FP32; ``cause`` "overflow": why; ``nan`` true: its losses are NaN; ``updates`` true: whether
-any is made; ``crash`` "fp32" or "recommended": that run fails; ``ranges`` false: none are seen; ``say`` a note.
+any is made; ``crash`` "fp32" or "recommended": that run fails; ``ranges`` false: none are seen; ``say`` a note;
+``changes`` {}: module -> format -> what each change of the loss is measured to be, null for an overflow in "mul".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -65,6 +67,15 @@ def main() -> int:
                 RangeRow("a", "weight gradient", "fp32", histogram(asked.get("largest", 0.25)), "weight"),
             ]
             writer.write(records.RangesRecord(i, 0, float(i), 1.0, rows))
+        if request["sensitivity"] and "changes" in asked:
+            measured = [
+                records.ModuleRounding(
+                    module, "Linear", name, 0.0, (change or math.inf) ** 2, "" if change else "mul"
+                )
+                for module, changes in asked["changes"].items()
+                for name, change in changes.items()
+            ]
+            writer.write(records.SensitivityRecord(i, 2.0, measured))
     status = int(asked.get("crash") == path.stem.removesuffix("-0"))
     if status:
         print('Traceback (most recent call last):\n  File "train.py", line 3\nValueError: planted')

@@ -334,7 +334,7 @@ def test_a_script_that_raises_gives_its_traceback_and_status(launch: Callable[..
 
 
 @pytest.mark.parametrize(
-    "asked", [{"watch": 5}, {"watch_all": True}, {"sensitivity": Path("x")}, {"tensorboard": Path("x")}]
+    "asked", [{"watch": 5}, {"watch_all": True}, {"sensitivity": True}, {"tensorboard": Path("x")}]
 )
 def test_what_only_pytorch_runs_can_do_is_refused(
     launch: Callable[..., Ran], asked: dict[str, object]

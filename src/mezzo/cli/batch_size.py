@@ -40,8 +40,9 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.numbers import whole
+from mezzo.cli.target import add_target, target_of
 from mezzo.core.byte_counts import parse_bytes
-from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError, unknown_name
+from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
@@ -91,10 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "mezzo batch-size (SCRIPT | --demo NAME | -m MODULE) --vary=OPTION [options] [-- SCRIPT'S ARGUMENTS]"
     )
+    add_target(parser, DEMOS)
     add = parser.add_argument
-    add("script", nargs="?", help="a training script: a path, or a directory with a __main__.py")
-    add("--demo", metavar="NAME", help=f"an embedded demo: {', '.join(sorted(DEMOS))}")
-    add("-m", dest="module", metavar="MODULE", help="a module, as in python -m")
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     add(
         "--precision",
@@ -265,20 +264,12 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
     Raises:
         UsageError: none or several of script, demo and module; no --vary; an unknown name; a value out of range.
     """
-    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
-    if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. "
-            "For instance: mezzo batch-size train.py --vary=--batch-size"
-        )
+    target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(
             "--vary is missing: the script's batch size option, as the script spells it. --vary=--batch-size for an "
             "option, --vary=batch_size= for key=value"
         )
-    if arguments.demo and arguments.demo not in DEMOS:
-        raise unknown_name("demo", arguments.demo, DEMOS)
     precisions: dict[str, str] = {}
     for name in split_precisions(arguments.precision or ["fp32,bf16"]):
         precisions.setdefault(policy(name).fingerprint(), name)
@@ -286,7 +277,7 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
         raise UsageError("--precision names nothing: give one such as bf16, or several such as fp32,bf16")
     limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     return BatchSizeRequest(
-        target=str(DEMOS[arguments.demo].path) if arguments.demo else given[0],
+        target=target,
         vary=Vary(arguments.vary),
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),

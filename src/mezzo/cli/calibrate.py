@@ -1,5 +1,6 @@
 """Run a few steps of a training script in FP32, look at the ranges of its numbers, and recommend: a format, a loss
-scale for fp16, and the modules that fp16 can't hold, each with the histogram that says so. Then run a few steps
+scale for fp16, and the modules that fp16 can't hold, each with the histogram that says so. Rank the modules by how much
+rounding each to bf16, fp16 and fp8 would change the loss, with the lowest format that it can bear. Then run a few steps
 under the recommendation, to see that it holds; where a loss scale was too large or a module overflowed, that is mended
 and tried again, three times in all.
 
@@ -7,7 +8,7 @@ The script is not changed; it is started twice or more and ended after --steps u
 itself (checkpoints, logs) it writes each time.
 
 Written to the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
-histogram, report.html with the watched steps, and the records and output of both runs.
+histogram and the whole ranking, report.html with the watched steps, and the records and output of both runs.
 
 Gradients change over a run. What the first steps show is where to start, and no proof: mezzo compare proves.
 
@@ -25,15 +26,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.numbers import whole
 from mezzo.cli.page import page
+from mezzo.cli.target import add_target, target_of
 from mezzo.core.calibration import FORMATS
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.sensitivity import Sensitivity
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
 from mezzo.verify.calibrate import (
@@ -51,15 +56,7 @@ PASSES_ON = True
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.usage = "mezzo calibrate (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
-    parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument(
-        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(DEMOS))}"
-    )
-    parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
-    )
+    add_target(parser, DEMOS)
     parser.add_argument(
         "--steps",
         type=whole("updates", 20),
@@ -108,16 +105,8 @@ def request_of(arguments: argparse.Namespace) -> CalibrationRequest:
         UsageError: none or several of script, demo and module; a value out of range.
         UnknownNameError: no such demo or format.
     """
-    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
-    if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. For instance: mezzo calibrate --demo digits"
-        )
-    if arguments.demo and arguments.demo not in DEMOS:
-        raise unknown_name("demo", arguments.demo, DEMOS)
     return CalibrationRequest(
-        target=str(DEMOS[arguments.demo].path) if arguments.demo else given[0],
+        target=target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
         steps=arguments.steps,
@@ -142,6 +131,8 @@ def show(console: Console, found: Calibrated, folder: Path, report: Path | None,
         if failed and label == "keep in fp32" and not recommendation.kept:
             value = "no module by what each of them returned in FP32; the trial saw inside them"
         line(label, value, "bold" if label == "policy" else "")
+    if recommendation.sensitivity is not None:
+        show_ranking(console, recommendation.sensitivity, line)
     if check is not None:
         line("checked", str(check), "bold red" if failed else "green")
         for finding in check.findings:
@@ -157,3 +148,21 @@ def show(console: Console, found: Calibrated, folder: Path, report: Path | None,
         line("Not for use:", f"{folder / POLICY} failed its trial", "bold red")
     else:
         line("Use it:", shlex.join(["mezzo", "run", "--policy", str(folder / POLICY), *script]))
+
+
+def show_ranking(console: Console, ranking: Sensitivity, line: Callable[[str, str], None]) -> None:
+    """Print a ranking: a table on a terminal that is wide enough, elsewhere a line per module."""
+    line("sensitivity", ranking.title)
+    header, *rows = ranking.cells()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if console.is_terminal and console.measure(table).minimum + 13 <= console.width:
+        console.print(Padding(table, (0, 0, 0, 13)))
+    else:
+        for text in ranking.lines():
+            line("", text)
+    for text in filter(None, [ranking.rest, *ranking.notes]):
+        line("", text)

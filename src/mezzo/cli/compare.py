@@ -37,7 +37,8 @@ from rich.console import Console
 
 from mezzo.cli.numbers import number, share, whole
 from mezzo.cli.page import page
-from mezzo.core.errors import UsageError, unknown_name
+from mezzo.cli.target import add_target, target_of
+from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
 from mezzo.verify.compare import compare
@@ -53,15 +54,7 @@ PASSES_ON = True
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.usage = "mezzo compare (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
-    parser.add_argument(
-        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
-    )
-    parser.add_argument(
-        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(DEMOS))}"
-    )
-    parser.add_argument(
-        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
-    )
+    add_target(parser, DEMOS)
     parser.add_argument(
         "--framework",
         choices=tuple(FRAMEWORKS),
@@ -134,27 +127,18 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
         UsageError: none or several of script, demo and module; an unknown demo or precision; another framework than
             the demo's; a value out of range.
     """
-    script = arguments.script
-    given = [word for word in (script, arguments.demo, arguments.module) if word]
-    if len(given) != 1:
-        received = f"received {', '.join(given)}" if given else "received none"
-        raise UsageError(
-            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. "
-            "For instance: mezzo compare --demo digits"
-        )
+    target = target_of(arguments, DEMOS, "mezzo compare --demo digits")
     metric, trains_with = arguments.metric, arguments.framework or "pytorch"
     if arguments.demo:
-        if arguments.demo not in DEMOS:
-            raise unknown_name("demo", arguments.demo, DEMOS)
         demo = DEMOS[arguments.demo]
         if arguments.framework not in (None, demo.framework):
             raise UsageError(
                 f"--demo {demo.name} trains with {demo.framework}: leave --framework {arguments.framework} out"
             )
-        script, metric, trains_with = str(demo.path), metric or demo.metric, demo.framework
+        metric, trains_with = metric or demo.metric, demo.framework
     names, remarks = candidates(arguments.precision or ["bf16,fp16"], trains_with)
     request = Request(
-        target=arguments.module or script,
+        target=target,
         argv=tuple(arguments.argv),
         is_module=bool(arguments.module),
         precisions=names,

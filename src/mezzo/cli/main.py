@@ -22,8 +22,7 @@ from mezzo.core.errors import MezzoError, UsageError, unknown_name
 VERBS = {
     "compare": "train a script in FP32 and in 16 bits, and say whether 16 bits are faster, smaller and as good",
     "run": "run a script in mixed precision, unchanged",
-    "tune": "the cheapest policy that does no harm, found by measurement",
-    "calibrate": "a format, a loss scale and the modules to keep in FP32, from a few steps in FP32",
+    "calibrate": "a format, a loss scale and a ranking of sensitive modules, from a few steps in FP32",
     "batch-size": "the largest batch size with which a script fits into memory, and the fastest",
     "report": "rebuild the report of a folder of run records",
     "doctor": "what this machine (or a GPU you name) can do in each format, and which precision to use",
@@ -32,6 +31,8 @@ VERBS = {
 REMOVED = {
     "reproduce": "The experiments are scripts of the repository: `make reproduce` runs them all, "
     "`python experiments/NAME.py` one of them",
+    "tune": "`mezzo calibrate` ranks the modules by what low precision does to the loss; write those that need FP32 "
+    "into a policy (bf16,module.NAME=fp32), and `mezzo compare` judges it",
 }
 """Verbs of earlier versions, and what to use instead."""
 

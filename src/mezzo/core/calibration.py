@@ -31,6 +31,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow
 from mezzo.core.records import RangesRecord
 from mezzo.core.scale_numbers import power_text
+from mezzo.core.sensitivity import Sensitivity
 from mezzo.core.statistical_scale import ROOM, StatisticalLossScale
 
 FORMATS = ("bf16", "fp16", "fp32")
@@ -97,6 +98,7 @@ class Recommendation:
         gradients: all gradients together.
         kept: modules that fp16 needs in FP32.
         notes: what else should be known.
+        sensitivity: the modules, by how much each would change the loss in each format; None if not measured.
     """
 
     format: str
@@ -112,6 +114,7 @@ class Recommendation:
     sources: list[Evidence] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sensitivity: Sensitivity | None = None
 
     def lost(self, scale: float = 1.0) -> float:
         """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
@@ -139,6 +142,7 @@ class Recommendation:
         return json.dumps(
             {
                 **asdict(self),
+                "sensitivity": None if self.sensitivity is None else self.sensitivity.to_plain(),
                 "lost_unscaled": self.lost(),
                 "lost_with_constant": self.lost(self.constant),
                 "lost_with_start": self.lost(self.start),
@@ -209,6 +213,10 @@ class Recommendation:
 
     def __str__(self) -> str:
         lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]
+        if self.sensitivity is not None:
+            lines += [f"{'sensitivity':<13}{self.sensitivity.title}"]
+            further = [self.sensitivity.rest, *self.sensitivity.notes]
+            lines += [f"{'':<13}{line}" for line in [*self.sensitivity.lines(), *filter(None, further)]]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 

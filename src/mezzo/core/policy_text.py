@@ -250,7 +250,7 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
     except OSError as error:
         raise UsageError(
             f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file that can be "
-            "read, such as the policy.toml that `mezzo calibrate` and `mezzo tune` write; or a preset, such as bf16"
+            "read, such as the policy.toml that `mezzo calibrate` writes; or a preset, such as bf16"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"policy file {os.fspath(path)!r} is no TOML: {error}") from None

@@ -2,10 +2,10 @@
 made from.
 
 One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss``
-and ``update`` records as training goes on, ``ranges`` and ``overflow`` records where it is watched, at most one
-``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``. A run that was killed has no
-``end``: a reader can tell a finished run from a broken one. Times are seconds since the first line, on one
-monotonic clock, so differences are durations.
+and ``update`` records as training goes on, ``ranges``, ``sensitivity`` and ``overflow`` records where it is
+watched, at most one ``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``. A run
+that was killed has no ``end``: a reader can tell a finished run from a broken one. Times are seconds since the
+first line, on one monotonic clock, so differences are durations.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SCHEMA = 1
 def file_name(precision: str) -> str:
     """A precision as it stands in the names of a run's files, none of them hidden: writers and readers ask here.
 
-    >>> file_name("bf16,op.softmax=fp32"), file_name("mezzo-tune-train/policy.toml")
-    ('bf16-op.softmax-fp32', 'mezzo-tune-train-policy.toml')
+    >>> file_name("bf16,op.softmax=fp32"), file_name("mezzo-calibrate-train/policy.toml")
+    ('bf16-op.softmax-fp32', 'mezzo-calibrate-train-policy.toml')
     """
     return re.sub(r"[^A-Za-z0-9.]+", "-", precision).strip("-.").lower()
 
@@ -138,6 +138,34 @@ class RangesRecord:
 
 
 @dataclass(frozen=True)
+class ModuleRounding:
+    """To first order, what rounding one module's own arithmetic to a format does to the loss of one step.
+
+    ``signed`` and ``squares`` are the sums of e and of e * e over the elements of the module's outputs, where e is the
+    gradient times the rounding error. ``cause`` names the operation that made the first number too large for the
+    format.
+    """
+
+    module: str
+    kind: str
+    format: str
+    signed: float
+    squares: float
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class SensitivityRecord:
+    """The sensitivity of a model's modules in one step: a row for each module and format; and the step's loss."""
+
+    kind: ClassVar[str] = "sensitivity"
+    update: int
+    loss: float
+    rows: list[ModuleRounding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class OverflowRecord:
     """Why a step's gradients were not finite: one record for each skipped update that was looked into."""
 
@@ -166,12 +194,13 @@ Record = (
     | MemoryRecord
     | OpsRecord
     | RangesRecord
+    | SensitivityRecord
     | OverflowRecord
     | RunEnded
 )
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
 
-_CLASSES = (*_KINDS.values(), OpFormats, RangeRow, Histogram, Finding, TensorFacts, Maker)
+_CLASSES = (*_KINDS.values(), OpFormats, RangeRow, Histogram, ModuleRounding, Finding, TensorFacts, Maker)
 _NESTED: dict[str, type[Any]] = {cls.__name__: cls for cls in _CLASSES}
 
 # Annotation -> the type that JSON gives it. An int field holds no bool, and a bool field no int.

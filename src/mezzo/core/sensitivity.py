@@ -1,51 +1,164 @@
-"""What a calibration measured of each module: errors of rounding, times, ranges; as values and as JSON."""
+"""Sensitivity: by how much a format would change the loss, module by module; and which formats a module can bear.
+
+Pure: run records in, a ranking out. `mezzo.pytorch.sensitivity` measures the records. For each module, format and step
+they hold two sums over the elements of the module's outputs, of e = gradient * (output in the format - output in FP32):
+the signed sum, which is the change of the loss to first order, and the sum of squares, which is the variance of that
+change if the sign of each error is random.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any
 
-from mezzo.core.errors import UsageError
+from mezzo.core.formats import Format
+from mezzo.core.records import ModuleRounding, SensitivityRecord
+
+RANKED = ("bf16", "fp16", "e5m2", "e4m3fn")
+"""The formats that are ranked unless others are given."""
+MARGIN = 0.005
+"""The change of the loss that all modules together may make, as a share of the loss: `mezzo compare`'s own margin."""
+SHOWN = 20
+"""Modules that are printed; JSON has all of them."""
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """To first order, what one rounding does to the loss: the sums of e = gradient * (rounded - exact).
+class ModuleSensitivity:
+    """One module of a ranking.
 
     Args:
-        signed: sum of e: the change of the loss, in this step, by these errors.
-        squares: sum of e * e: the variance of that sum if each error's sign were drawn by chance.
-        absolute: sum of abs(e): no signs can make the change larger.
+        module: its path; ``""`` is the model itself.
+        kind: its class.
+        changes: format -> expected change of the loss, in the loss's own unit, if the module alone runs in that format.
+            Infinite where a result is not finite. A format of fewer than 16 bits is missing where the module computes
+            no product.
+        causes: format -> the operation that made the first number too large for the format, where one did.
+        bears: the formats whose change is within the ranking's `limit`. The one with the fewest bits is first; among
+            equals, the one that changes the loss least.
     """
 
-    signed: float = 0.0
-    squares: float = 0.0
-    absolute: float = 0.0
+    module: str
+    kind: str
+    changes: dict[str, float]
+    causes: dict[str, str] = field(default_factory=dict)
+    bears: list[str] = field(default_factory=list)
 
-    def plus(self, other: Rounding) -> Rounding:
-        """Of two roundings in the same step."""
-        return Rounding(
-            self.signed + other.signed, self.squares + other.squares, self.absolute + other.absolute
+    @property
+    def lowest(self) -> str:
+        """The format with the fewest bits that it can bear; ``fp32`` if it bears none."""
+        return self.bears[0] if self.bears else "fp32"
+
+    def cell(self, format: str) -> str:
+        """The change in one format, as text."""
+        if format not in self.changes:
+            return "-"
+        change = self.changes[format]
+        if math.isfinite(change):
+            return f"{change:.1g}"
+        return f"overflow in {self.causes[format]}" if self.causes.get(format) else "not finite"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """A ranking of modules, the most sensitive first.
+
+    A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
+    changes the loss most in the first format comes first.
+
+    Args:
+        formats: names of the formats, in the order of the columns.
+        modules: those that compute something of their own.
+        loss: mean magnitude of the losses of the measured steps.
+        margin: share of the loss that all modules together may change it by.
+        limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
+            squares.
+        steps: how many were measured.
+        notes: what could not be measured, and why.
+    """
+
+    formats: list[str]
+    modules: list[ModuleSensitivity]
+    loss: float
+    margin: float
+    limit: float
+    steps: int
+    notes: list[str] = field(default_factory=list)
+
+    def total(self, format: str) -> float:
+        """Expected change of the loss with every module in a format: the root of the sum of squares."""
+        return math.sqrt(math.fsum(one.changes.get(format, 0.0) ** 2 for one in self.modules))
+
+    @property
+    def title(self) -> str:
+        """What the figures are."""
+        return (
+            f"change of the loss by each module, most sensitive first; at most {self.limit:.1g} each "
+            f"({self.margin:.1%} of {self.loss:.3g} over the root of {len(self.modules)})"
         )
 
-    def times(self, number: float) -> Rounding:
-        """Of so many independent ones like it; their signs are taken to agree."""
-        return Rounding(self.signed * number, self.squares * number, self.absolute * number)
+    def cells(self) -> list[list[str]]:
+        """A header, then one row per module: path, lowest format that it bears, change in each format."""
+        head = ["module", "bears", *self.formats]
+        rows = [
+            [one.module or "(the model)", one.lowest, *map(one.cell, self.formats)]
+            for one in self.modules[:SHOWN]
+        ]
+        return [head, *rows]
+
+    def lines(self) -> list[str]:
+        """The same as text: one line per module."""
+        _, *rows = self.cells()
+        return [
+            f"{module}: {lowest} ({', '.join(map(' '.join, zip(self.formats, cells)))})"
+            for module, lowest, *cells in rows
+        ]
+
+    @property
+    def rest(self) -> str:
+        """What is not among the lines; ``""`` if nothing."""
+        left = self.modules[SHOWN:]
+        if not left:
+            return ""
+        return f"{len(left)} less sensitive modules are in the JSON"
+
+    def to_plain(self) -> dict[str, Any]:
+        """As values for JSON; a change that is not finite is None."""
+
+        def number(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        return {
+            "formats": self.formats,
+            "loss": number(self.loss),
+            "margin": self.margin,
+            "limit": number(self.limit),
+            "steps": self.steps,
+            "totals": {name: number(self.total(name)) for name in self.formats},
+            "modules": [
+                {
+                    "module": one.module,
+                    "kind": one.kind,
+                    "lowest": one.lowest,
+                    "bears": one.bears,
+                    "changes": {name: number(change) for name, change in one.changes.items()},
+                    "causes": one.causes,
+                }
+                for one in self.modules
+            ],
+            "notes": self.notes,
+        }
 
 
-def expected_square(roundings: Sequence[Rounding]) -> float:
-    """The expected squared change of the loss, from what several steps saw.
+def expected_square(roundings: Sequence[ModuleRounding]) -> float:
+    """The expected squared change of the loss, from one module and format in several steps.
 
-    The mean over the steps of the larger of ``signed**2`` and ``squares``. Where errors are random the two have the
-    same expectation and `squares` is the steadier one; where they have a common direction (saturation, cancellation)
-    only `signed` sees it. docs/tune.md has the measurement that compares the three sums. Infinite if a step's is no
-    number: what could not be computed is not small.
+    The mean over the steps of the larger of ``signed**2`` and ``squares``. Where errors are random, both have the same
+    expectation, and `squares` varies less. Where errors have a common direction (cancellation, saturation), only
+    `signed` shows it. docs/monitoring.md compares the sums with measured changes. Infinite if a sum is NaN or infinite.
 
-    >>> expected_square([Rounding(signed=0.1, squares=0.04, absolute=1.0)])
+    >>> expected_square([ModuleRounding("a", "Linear", "bf16", signed=0.1, squares=0.04)])
     0.04
     """
     if not roundings:
@@ -55,134 +168,44 @@ def expected_square(roundings: Sequence[Rounding]) -> float:
     return math.fsum(max(one.signed**2, one.squares) for one in roundings) / len(roundings)
 
 
-@dataclass(frozen=True)
-class UnitFacts:
-    """A module that does floating-point arithmetic of its own, beside that of the modules that it calls.
+def rank(
+    records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
+) -> Sensitivity | None:
+    """The ranking of the modules of some measured steps; None if nothing was measured.
 
     Args:
-        path: in the model; ``""`` for the model itself.
-        kind: its class's name.
-        inner: the modules that it calls directly, by path. Both measurements have them in the lower format; or,
-            where that alone makes most of the difference, computing in FP32 and handing out what is rounded.
-        ops: its own operations that round.
-        calls: in a step.
-        seconds: pairs of one call's forward and backward: (FP32, lowered), taken in turns.
-        roundings: a step each: lowered against FP32, on the same inputs.
-        largest: largest finite magnitude, in FP32, of those of its outputs that lowering puts into 16 bits.
-        gradient_errors: a step each: norm of the gradients' difference over the gradients' norm.
-        scale_exponent: the largest loss scale, as a power of two, with which its backward pass stays finite.
-        overflow: what is not finite in the lower format and is in FP32: ``input`` (so that outputs or gradients are not
-            either), ``output``, ``gradient``; ``""``.
-        failed: the error that the lower format raises; ``""``.
-        unseen: whether it ran without gradients, so that its errors could not be weighed.
-        inside: the largest finite magnitude, in the lower format, that its own operations made on the way and the loss
-            depends on, where that is close to the format's largest; else 0.
-        inside_op: the operation that made it, or the first number that is not finite.
+        records: one per step.
+        formats: those that were measured.
+        margin: see `Sensitivity`.
     """
-
-    path: str
-    kind: str
-    inner: list[str] = field(default_factory=list)
-    ops: list[str] = field(default_factory=list)
-    calls: int = 1
-    seconds: list[list[float]] = field(default_factory=list)
-    roundings: list[Rounding] = field(default_factory=list)
-    largest: float = 0.0
-    gradient_errors: list[float] = field(default_factory=list)
-    scale_exponent: int = 0
-    overflow: str = ""
-    failed: str = ""
-    unseen: bool = False
-    inside: float = 0.0
-    inside_op: str = ""
-
-    @property
-    def fp32_seconds(self) -> float:
-        """Of a step's calls, the median; NaN where none was timed."""
-        return self.calls * median(pair[0] for pair in self.seconds) if self.seconds else math.nan
-
-    @property
-    def saved_seconds(self) -> float:
-        """What lowering saves in a step: the median of FP32's time less the other's; 0 if noise could be all of it.
-
-        Noise is two standard errors of the median, from the median distance to it. And the pairs must agree by a sign
-        test at 5 % (all of 6, 17 of 24): a machine with other work slows down some by more than any format would.
-        """
-        if not self.seconds:
-            return 0.0
-        differences = [pair[0] - pair[1] for pair in self.seconds]
-        middle = median(differences)
-        deviation = 1.4826 * median(abs(one - middle) for one in differences)
-        noise = 2.0 * 1.2533 * deviation / math.sqrt(len(differences))
-        pairs = len(differences)
-        agree = sum(one * middle > 0.0 for one in differences) >= pairs / 2 + 0.98 * math.sqrt(pairs)
-        return self.calls * middle if agree and abs(middle) > noise else 0.0
+    found: dict[str, dict[str, list[ModuleRounding]]] = {}
+    kinds: dict[str, str] = {}
+    for row in (row for record in records for row in record.rows):
+        found.setdefault(row.module, {}).setdefault(row.format, []).append(row)
+        kinds[row.module] = row.kind
+    if not found:
+        return None
+    loss = math.fsum(abs(record.loss) for record in records) / len(records)
+    limit = margin * loss / math.sqrt(len(found))
+    bits = {form.name: form.bits for form in formats}
+    modules = []
+    for module, by_format in found.items():
+        changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
+        causes = {
+            name: next((row.cause for row in by_format[name] if row.cause), "")
+            for name, change in changes.items()
+            if not math.isfinite(change)
+        }
+        bears = [name for name, change in changes.items() if change <= limit]
+        bears.sort(key=lambda name: (bits[name], changes[name]))
+        modules.append(ModuleSensitivity(module, kinds[module], changes, causes, bears))
+    modules.sort(key=lambda one: _calm(one, formats))
+    notes = list(dict.fromkeys(note for record in records for note in record.notes))
+    return Sensitivity(list(bits), modules, loss, margin, limit, len(records), notes)
 
 
-@dataclass(frozen=True)
-class EdgeFacts:
-    """A tensor that one unit makes and another takes.
-
-    Args:
-        producer, consumer: their paths.
-        elements: of the tensors, together, in a step.
-        seconds: of casting them: down, and the gradients up.
-        casts: whether the consumer, lowered, rounds a tensor that comes in FP32; else it takes it as it comes.
-        roundings: a step each: of rounding the tensors.
-        largest: largest finite magnitude, in FP32, of their elements that the loss depends on, as far as it was seen.
-    """
-
-    producer: str
-    consumer: str
-    elements: int
-    seconds: float
-    casts: bool
-    roundings: list[Rounding] = field(default_factory=list)
-    largest: float = 0.0
-
-
-@dataclass(frozen=True)
-class Sensitivities:
-    """All that a calibration measured.
-
-    Args:
-        format: the lower format.
-        model: the class of the model that was measured.
-        device: its device's type.
-        losses: of the steps that were measured.
-        region_seconds: what a module with a format of its own takes, a call, beside its work.
-        units, edges: the model's arithmetic and its flow of data.
-        notes: what could not be measured, a sentence each.
-    """
-
-    format: str
-    model: str = ""
-    device: str = ""
-    losses: list[float] = field(default_factory=list)
-    region_seconds: float = 0.0
-    units: list[UnitFacts] = field(default_factory=list)
-    edges: list[EdgeFacts] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        """As JSON; NaN and infinities as Python writes them."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Sensitivities:
-        """What `to_json` wrote.
-
-        Raises:
-            UsageError: the text is something else.
-        """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            units = [UnitFacts(**{**one, "roundings": _roundings(one)}) for one in data.pop("units")]
-            edges = [EdgeFacts(**{**one, "roundings": _roundings(one)}) for one in data.pop("edges")]
-            return cls(**data, units=units, edges=edges)
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"not a sensitivity measurement: {text[:80]!r} ({error})") from error
-
-
-def _roundings(data: dict[str, Any]) -> list[Rounding]:
-    return [Rounding(**one) for one in data["roundings"]]
+def _calm(one: ModuleSensitivity, formats: Sequence[Format]) -> tuple[float, ...]:
+    """What modules are sorted by: refused formats, those with most bits first, then the change in the first format."""
+    refused = [form.bits for form in formats if form.name in one.changes and form.name not in one.bears]
+    widths = sorted({form.bits for form in formats}, reverse=True)
+    return (*(-refused.count(bits) for bits in widths), -one.changes.get(formats[0].name, 0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,11 +13,15 @@ from torch.optim import Optimizer
 
 from mezzo.core.calibration import Recommendation, check_headroom, recommend
 from mezzo.core.errors import UsageError
+from mezzo.core.formats import Format, named
 from mezzo.core.ranges import WHAT
-from mezzo.core.records import RangesRecord
+from mezzo.core.records import RangesRecord, Record, SensitivityRecord
+from mezzo.core.sensitivity import RANKED, rank
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.ranges import RangeWatch
+from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observing import Observing
 
@@ -36,8 +40,10 @@ def calibrate(
     optimizer: Optimizer | None = None,
     format: str | None = None,
     headroom_bits: int = 1,
+    rank_formats: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """Which format, which loss scale and which modules in FP32, from a few watched steps in FP32.
+    """Which format, which loss scale and which modules in FP32, from a few watched steps in FP32; and a ranking of the
+    modules by how much rounding each would change the loss.
 
     Naive code, for one step::
 
@@ -55,9 +61,15 @@ def calibrate(
         optimizer: takes a step after each, so that the later ones see weights that have moved; None: they don't move.
         format: ``bf16``, ``fp16`` or ``fp32`` to have it recommended whatever this machine has.
         headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
+        rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking.
 
     Returns:
-        A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file.
+        A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
+        the ranking, a `mezzo.core.sensitivity.Sensitivity`, or None where nothing could be measured. Each of its
+        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss, in the loss's own
+        unit, if the module alone runs in that format. Up to 4 of the steps are measured. To first order, a rounding
+        changes the loss by the sum of gradient * (rounded output - FP32 output) over all elements of the module's
+        outputs, of any shape; this is the root of its mean square over the steps (docs/monitoring.md).
 
     Raises:
         UsageError: steps below 1, a headroom out of range, parameters that aren't FP32, a call within autocast, a
@@ -69,6 +81,8 @@ def calibrate(
     >>> found = mezzo.calibrate(model, lambda model, x: model(x).square().mean(), [torch.ones(2, 4)] * 3, format="fp16")
     >>> found.format, found.steps, found.kept
     ('fp16', 3, [])
+    >>> sorted(one.module for one in found.sensitivity.modules)
+    ['0', '1', '2']
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
     check_headroom(headroom_bits)
@@ -76,9 +90,12 @@ def calibrate(
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
-    watch = RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)
-    observing = Observing(model, [watch])
-    records: list[RangesRecord] = []
+    formats = [named(one) for one in rank_formats]
+    observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
+    if formats:
+        observers.append(Sensitivities(formats, every=steps // STEPS, headroom_bits=headroom_bits))
+    observing = Observing(model, observers)
+    records: list[Record] = []
     try:
         model.train()
         with torch.enable_grad():
@@ -93,11 +110,14 @@ def calibrate(
                 if optimizer is not None:
                     optimizer.step()
                 observing.update_ended(updated, index=index, skipped=False, loss_scale=1.0)
-                records += [record for record in observing.drain() if isinstance(record, RangesRecord)]
+                records += observing.drain()
     finally:
         observing.undo()
         snapshot.restore()
-    found = recommend(records, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
+    ranges = [record for record in records if isinstance(record, RangesRecord)]
+    found = recommend(ranges, native=native_formats(device.type), format=format, headroom_bits=headroom_bits)
+    measured = [record for record in records if isinstance(record, SensitivityRecord)]
+    found = replace(found, sensitivity=rank(measured, formats))
     return found if found.format != "fp16" else replace(found, notes=[*found.notes, _NOT_TRIED])
 
 

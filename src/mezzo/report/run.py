@@ -163,7 +163,7 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
             overflows.append(record)
         elif isinstance(record, records.OpsRecord):
             once["ops"] = tuple(record.ops)
-        else:
+        elif not isinstance(record, records.SensitivityRecord):  # `mezzo calibrate` shows those
             once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
     fault = lines.fault
     of_a_loop = "started" not in once and bool(losses or updates)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mezzo.core.errors import UsageError, unknown_name
 
-_PATHS = ("records", "sensitivity", "tensorboard", "report")
+_PATHS = ("records", "tensorboard", "report")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunRequest:
         stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)` from within its
             step; None lets it end by itself.
         tensorboard: folder for the records as TensorBoard events, beside those of `records`; None writes none.
-        sensitivity: file for what `mezzo.pytorch.sensitivity` measures; None measures nothing.
+        sensitivity: measure the sensitivity of each module in a few steps (`mezzo.pytorch.sensitivity`).
         watch_all: look at what every module returns, those too that have children and no parameters of their own.
         report: page that the caller makes of the records afterwards; where the script fails, its path is
             printed before the traceback.
@@ -56,7 +56,7 @@ class RunRequest:
     trace: bool = True
     stop_after: int | None = None
     tensorboard: Path | None = None
-    sensitivity: Path | None = None
+    sensitivity: bool = False
     watch_all: bool = False
     report: Path | None = None
 

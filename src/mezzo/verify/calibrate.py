@@ -3,7 +3,7 @@
 Each is a child process that runs the unmodified script and is ended after so many updates. What is written::
 
     DIR/policy.toml        the recommended policy, a reason on each line
-    DIR/calibration.json   all of it, with every histogram
+    DIR/calibration.json   all of it, with every histogram and the ranking of the modules
     DIR/report.html        the watched steps, module by module
     DIR/runs/              records and output of both runs
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ import mezzo
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
+from mezzo.core.formats import named
 from mezzo.core.scale_numbers import power_text
+from mezzo.core.sensitivity import RANKED, rank
 from mezzo.core.whole_file import write_whole
 from mezzo.scripts.request import RunRequest
 from mezzo.scripts.script import locate
@@ -185,18 +187,21 @@ def recommendation_of(
     Raises:
         ScriptError: no update was looked at, or there is no gradient in them to go by.
     """
+    written = list(written)
     ranges = [record for record in written if isinstance(record, records.RangesRecord)]
     said = " ".join(run.ended.notes) if run.ended else ""
     if not any(record.rows for record in ranges):
         raise ScriptError(f"{request.target}: {_why_nothing(run)} {said}".rstrip())
     native = set(run.machine.get("native_formats", ()))
     try:
-        return recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
+        found = recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
     except UsageError as error:
         raise ScriptError(
             f"{request.target}: {error}. Ranges are seen in the steps of a torch optimizer, over models that the "
             f"script calls outside of compiled functions. {said}".rstrip()
         ) from error
+    measured = [record for record in written if isinstance(record, records.SensitivityRecord)]
+    return replace(found, sensitivity=rank(measured, [named(name) for name in RANKED]))
 
 
 def _why_nothing(run: FinishedRun) -> str:
@@ -245,6 +250,7 @@ def _run(
         summary=False,
         watch=watch,
         watch_all=bool(watch),
+        sensitivity=bool(watch),
         trace=not watch,
         stop_after=request.steps,
     )

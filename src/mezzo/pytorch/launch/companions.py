@@ -59,10 +59,10 @@ def watchers_for(session: Session) -> list[StepObserver]:
         every = DEFAULT_EVERY if request.watch < 0 else request.watch
         clock = session.journal.now
         found.append(Quiet(None, None, every=every, clock=clock, all_modules=request.watch_all))
-    if request.sensitivity is not None:
-        from mezzo.pytorch.sensitivity.probe import Probe
+    if request.sensitivity:
+        from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 
-        found.append(Probe(request.sensitivity))
+        found.append(Sensitivities(every=(request.stop_after or STEPS) // STEPS))
     if isinstance(session.scale, StatisticalLossScale):
         from mezzo.pytorch.monitor.largest_gradient import LargestGradient
 
@@ -93,7 +93,7 @@ class Companions:
         request = session.request
         self._session = session
         self._traces = request.trace
-        self._wanted = bool(request.watch) or request.sensitivity is not None
+        self._wanted = bool(request.watch) or request.sensitivity
         self._watchers: list[StepObserver] = []
         self._tracer: OverflowTracer | None = None
         self._thread = 0

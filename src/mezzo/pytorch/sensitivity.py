@@ -1,0 +1,373 @@
+"""Sensitivity: by how much rounding one module's arithmetic to a format changes the loss, to first order.
+
+    change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
+
+A few steps in FP32 are looked at. Before the optimizer moves the weights, the model's call is run once more, so that
+the inputs of every module and the gradients at its outputs are known. Then each module that computes something runs
+forward twice on the same inputs: once in FP32, once with each of its own operations rounded to the format
+(`mezzo.pytorch.emulation`, which takes any `Format`).
+
+- A module's inputs come rounded in both runs, and so do the results of the modules that it calls: their rounding is
+  counted where it happens. The error is exact within a module, and linear in what follows it.
+- A number beyond the format's largest, less the headroom, becomes infinite. Where the loss depends on it, so does the
+  change. What a mask hides has no gradient and does not count.
+
+Left out is the rounding of gradients: a loss scale is what they need (`mezzo.core.calibration`).
+
+The step itself is not changed: no gradient, no buffer, no random number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from mezzo.core.formats import Format, named
+from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
+from mezzo.core.sensitivity import RANKED
+from mezzo.pytorch.emulation import Rounding, around, floats, is_finite
+from mezzo.pytorch.monitor.again import RandomState, devices_of, nothing_left
+from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.wrappers import unwrapped
+
+STEPS = 4
+"""Steps that are measured."""
+CALLS = 4
+"""Calls of one module in one step that are measured; the others are assumed to be like them."""
+
+# A dropout scales numbers that are drawn anyhow.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module, to be run again.
+
+    `low`: whether each tensor that it takes would be in the format. `gradients`: of the loss, at each floating output.
+    `random`: the numbers that it draws.
+    """
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    low: list[bool] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    inner: set[nn.Module] = field(default_factory=set)
+    multiplies: bool = False
+
+    @property
+    def intact(self) -> bool:
+        """Whether no tensor that it took was written since."""
+        return [t._version for t in floats((self.args, self.kwargs))] == self.versions
+
+    def returned(self, output: Any) -> None:
+        """From now on gradients at its outputs are kept: the sum, where several arrive."""
+        tensors = floats(output)
+        self.gradients = [None] * len(tensors)
+
+        def keep(gradient: Tensor | None, place: int) -> None:
+            if gradient is not None:
+                before, now = self.gradients[place], gradient.detach()
+                self.gradients[place] = now.clone() if before is None else before + now
+
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient, place=place: keep(gradient, place))
+
+
+class Sensitivities(StepObserver):
+    """A `StepObserver` that measures the sensitivity of a model's modules, and makes a record for each measured step.
+
+    Args:
+        formats: those that are measured; names or `Format` values.
+        every: updates from one measured step to the next; `STEPS` are measured.
+        headroom_bits: doublings that numbers may still make in the rest of the run.
+
+    Raises:
+        UnknownNameError: no such format.
+    """
+
+    def __init__(
+        self, formats: Sequence[str | Format] = RANKED, *, every: int = 1, headroom_bits: int = 1
+    ) -> None:
+        self._formats = [named(one) for one in formats]
+        self._every, self._headroom = max(1, every), headroom_bits
+        self._model: nn.Module | None = None
+        self._paths: dict[nn.Module, str] = {}
+        self._kept: list[_Call] = []
+        self._count = 0
+        self._loss = 0.0
+        self._updates = self._measured = 0
+        self._written: set[str] = set()  # modules whose inputs are written later: they are copied
+        self._mode: Rounding | None = None
+        self._calls: dict[str, list[_Call]] = defaultdict(list)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._notes: dict[str, None] = {}
+        self._records: list[SensitivityRecord] = []
+
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what the call takes, in a step that is measured."""
+        if self._measured >= STEPS or self._updates % self._every:
+            return
+        module = unwrapped(model)
+        if self._model is None:
+            self._model = module
+            self._paths = {inner: path for path, inner in module.named_modules()}
+        if module is not self._model:
+            name, first = type(module).__name__, type(self._model).__name__
+            self._notes.setdefault(f"{name} is a second model: the sensitivity is that of the first, {first}")
+            return
+        self._count += 1
+        if len(self._kept) < CALLS:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+            call = _Call("", module, args, kwargs, RandomState.now(devices_of(module)))
+            call.buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+            self._kept.append(call)
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """Keep the gradients at what the call returned."""
+        if unwrapped(model) is self._model and self._kept and not self._kept[-1].gradients:
+            self._kept[-1].returned(output)
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """The step's loss is the sum of those that backward runs from."""
+        if self._kept:
+            self._loss += float(loss.detach().sum()) * float(scale)
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """Measure, before the weights move."""
+        if self._kept and self._is_ours(optimizer):
+            self._measure()
+
+    def update_ended(self, optimizer: Optimizer, **told: Any) -> None:
+        """Count the update."""
+        if self._model is None or self._is_ours(optimizer):
+            self._updates += 1
+
+    @property
+    def finding(self) -> None:
+        """None: it explains no skipped step."""
+        return None
+
+    def step_dropped(self) -> None:
+        """Nothing of the step counts."""
+        self._kept, self._count, self._loss = [], 0, 0.0
+        self._calls.clear()
+        self._counts.clear()
+
+    def drain(self) -> list[Record]:
+        """The records since the last call."""
+        found, self._records = self._records, []
+        return list(found)
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        mine = set() if self._model is None else {id(p) for p in self._model.parameters()}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    def _measure(self) -> None:
+        rows: dict[tuple[str, str], ModuleRounding] = {}
+        kept, share, loss = self._kept, self._count / len(self._kept), self._loss
+        for outer in kept:
+            try:
+                self._again(outer)
+            except Exception as error:  # whatever a script's own module raises
+                self._notes.setdefault(f"the model could not be run again: {_first_line(error)}")
+                continue
+            for path, calls in self._calls.items():
+                for call in calls:
+                    for row in self._rows_of(call, share * self._counts[path] / len(calls)):
+                        rows[path, row.format] = _sum(rows.get((path, row.format)), row)
+            self._calls.clear()
+            self._counts.clear()
+        self.step_dropped()
+        self._measured += 1
+        self._records.append(SensitivityRecord(self._updates, loss, list(rows.values()), list(self._notes)))
+
+    def _again(self, outer: _Call) -> None:
+        """Run a model's call forward and backward, and keep the calls of its modules."""
+        model = outer.module
+        hooks: list[Any] = []
+        with nothing_left(model), torch.enable_grad():
+            with torch.no_grad():
+                for buffer, value in outer.buffers:
+                    buffer.copy_(value)
+            outer.random.put_back()
+            leaves: list[Tensor] = []
+
+            def taken(tensor: Tensor) -> Tensor:
+                if not tensor.is_floating_point():
+                    return tensor
+                leaves.append(tensor.detach().clone().requires_grad_())
+                return leaves[-1].clone()  # no leaf: it may be written
+
+            args, kwargs = tree_map_only(Tensor, taken, (outer.args, outer.kwargs))
+            for module in self._paths:
+                if module is not model:
+                    hooks += [
+                        module.register_forward_pre_hook(self._before, with_kwargs=True),
+                        module.register_forward_hook(self._after, always_call=True),
+                    ]
+            self._mode = Rounding(self._formats[0])
+            try:
+                with self._mode:
+                    self._before(model, args, kwargs)
+                    output = model.forward(*args, **kwargs)
+                    self._after(model, args, output)
+            finally:
+                self._mode = None
+                for hook in hooks:
+                    hook.remove()
+            ends = [
+                (y, g) for y, g in zip(floats(output), outer.gradients) if g is not None and y.requires_grad
+            ]
+            wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
+            if ends and wanted:
+                torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mode = self._mode
+        if mode is None:  # a checkpoint's recomputation
+            return
+        if mode.inside:
+            mode.inside[-1].inner.add(module)
+        path = self._paths[module]
+        tensors = floats((args, kwargs))
+        low = [mode.low(t) for t in tensors]
+        if path in self._written:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+            tensors = floats((args, kwargs))
+        random = RandomState.now(devices_of(module), pythons=False)
+        mode.inside.append(_Call(path, module, args, kwargs, random, low, [t._version for t in tensors]))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._mode is None:
+            return
+        call = self._mode.inside.pop()
+        if output is None or call not in self._mode.computed or isinstance(module, _DROPOUTS):
+            return
+        call.multiplies = self._mode.computed[call]
+        self._counts[call.path] += 1
+        if len(self._calls[call.path]) < CALLS:
+            call.returned(output)
+            self._calls[call.path].append(call)
+
+    def _rows_of(self, call: _Call, times: float) -> list[ModuleRounding]:
+        """A row for each format that the module can run in; none where it can't be measured."""
+        name = call.path or "the model itself"
+        if not call.intact:
+            self._written.add(call.path)
+            return []
+        if all(gradient is None for gradient in call.gradients):
+            self._notes.setdefault(
+                f"{name}: no gradient reaches what it returns, so its errors have no weight"
+            )
+            return []
+        exact: dict[str, tuple[bool, list[Tensor]]] = {}
+        rows = []
+        try:
+            for form in self._formats:
+                if form.bits >= 16 or call.multiplies:
+                    carrier = around(form).name
+                    if carrier not in exact:
+                        exact[carrier] = self._exact(call, form)
+                    rows.append(self._row(call, form, times, *exact[carrier]))
+        except Exception as error:  # whatever a script's own module raises
+            self._notes.setdefault(f"{name} could not be run again: {_first_line(error)}")
+            return []
+        return rows
+
+    def _exact(self, call: _Call, form: Format) -> tuple[bool, list[Tensor]]:
+        """The outputs in FP32; and whether inputs come rounded: not where that alone makes an output infinite."""
+        for handed_on in (True, False):
+            outputs, _ = self._run(call, form, rounds=False, handed_on=handed_on)
+            ends = [(y, g) for y, g in zip(outputs, call.gradients) if g is not None]
+            if all(is_finite(y) or bool((torch.isfinite(y) | (g == 0.0)).all()) for y, g in ends):
+                break
+        return handed_on, outputs
+
+    def _row(
+        self, call: _Call, form: Format, times: float, handed_on: bool, exact: list[Tensor]
+    ) -> ModuleRounding:
+        rounded, cause = self._run(call, form, rounds=True, handed_on=handed_on)
+        signed = squares = 0.0
+        for gradient, a, b in zip(call.gradients, exact, rounded):
+            if gradient is not None:
+                terms = (gradient.float() * (b.float() - a.float())).double()
+                if not is_finite(terms):
+                    terms = terms[torch.isfinite(a) & (gradient != 0.0)]
+                signed += float(terms.sum())
+                squares += float(terms.square().sum())
+        if not (math.isfinite(signed) and math.isfinite(squares)):
+            signed = squares = math.inf
+        kind, cause = type(call.module).__name__, cause if math.isinf(squares) else ""
+        return ModuleRounding(call.path, kind, form.name, signed * times, squares * times, cause)
+
+    @torch.no_grad()
+    def _run(self, call: _Call, form: Format, *, rounds: bool, handed_on: bool) -> tuple[list[Tensor], str]:
+        """The floating outputs of a call, and the operation that first passed the format's range.
+
+        Args:
+            call: what is run.
+            form: the format.
+            rounds: whether the module's own operations are rounded.
+            handed_on: whether inputs, and what inner modules return, come rounded where they would.
+        """
+        mode = Rounding(form, rounds=rounds, headroom_bits=self._headroom)
+        low = iter(call.low)
+        hooks: list[Any] = []
+
+        def taken(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            return mode.handed_on(tensor, next(low) and handed_on)
+
+        def before(module: nn.Module, args: Any) -> None:
+            mode.inside.append(module)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if handed_on and output is not None and len(mode.inside) == 1:
+                output = tree_map_only(
+                    Tensor, lambda t: mode.handed_on(t, True) if mode.low(t) else t, output
+                )
+            mode.inside.pop()
+            return output
+
+        with nothing_left(call.module):
+            call.random.put_back()
+            args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
+            for module in call.inner:
+                hooks += [
+                    module.register_forward_pre_hook(before),
+                    module.register_forward_hook(after, always_call=True),
+                ]
+            try:
+                with mode:
+                    output = call.module.forward(*args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return floats(output), mode.cause
+
+
+def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:
+    """Of two calls of one module in a step."""
+    if before is None:
+        return row
+    signed, squares = before.signed + row.signed, before.squares + row.squares
+    return ModuleRounding(row.module, row.kind, row.format, signed, squares, before.cause or row.cause)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,1 +1,0 @@
-"""A policy for a script, found by measuring it: calibrate, assign, write down, compare."""
