@@ -19,8 +19,6 @@ from torch import Tensor
 import stepper_cases as cases
 from mezzo.pytorch.kernels.adam import triton as adam
 from mezzo.pytorch.kernels.fma.triton import fma
-from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
-from mezzo.pytorch.kernels.gradient_norm import triton as norm
 from mezzo.pytorch.kernels.noise import reference as noise_reference
 from mezzo.pytorch.kernels.noise import triton as noise
 from mezzo.pytorch.kernels.optimizer_step import reference
@@ -326,42 +324,3 @@ def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:
     expected = torch.tensor([base**step for base, step in pairs], dtype=torch.float64)
     assert torch.equal((1 - result).float(), (1 - expected).float())
     assert ((result - expected).abs() <= 2.0**-53 * expected * base.new_tensor([t for _, t in pairs])).all()
-
-
-# The gradient norm.
-
-
-def test_norm_equals_the_reference_in_any_mix() -> None:
-    generator = torch.Generator().manual_seed(4)
-    grads = [
-        torch.randn(count, generator=generator).to(dtype)
-        for count in (0, *cases.SIZES, 16_384, 40_000)
-        for dtype in cases.GRADS
-    ]
-    grads += [
-        torch.randn(3001, generator=generator)[1:],
-        torch.randn(4, 5, 6, generator=generator).permute(2, 0, 1),
-    ]
-    for _ in range(2):  # the second time with the kept table
-        ours = norm.sum_of_squares(grads)
-        assert ours.dtype is torch.float64
-        assert ours.shape == ()
-        expected = norm_reference.sum_of_squares(grads)
-        assert abs(float(ours / expected) - 1) < 1e-13
-        grads[5].mul_(2)
-    assert norm.sum_of_squares(grads) == norm.sum_of_squares(list(grads))
-
-
-@pytest.mark.parametrize("dtype", cases.GRADS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_norm_is_finite_if_and_only_if_every_element_is(dtype: torch.dtype, value: float) -> None:
-    for count, at in ((1, 0), (17_000, 3), (17_000, 16_999)):
-        grads = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones(count, dtype=dtype)]
-        assert torch.isfinite(norm.sum_of_squares(grads))
-        grads[1][at] = value
-        assert not torch.isfinite(norm.sum_of_squares(grads))
-
-
-def test_norm_edge_subnormals_and_nothing() -> None:
-    assert norm.sum_of_squares([torch.full((3,), 2.0**-149)]) == 3 * 2.0**-298
-    assert norm.sum_of_squares([torch.zeros(0), torch.zeros(0)]) == 0
