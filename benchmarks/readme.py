@@ -244,7 +244,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/recipes/common-advice.md": {name: _advice(part) for name, part in recipes.ADVICE.items()},
     "docs/reproduce.md": {name: reproduce.experiment(name) for name in reproduce.NAMES},
-    "docs/recurrent.md": {"recurrent": lambda: emulation.recurrent(_read("recurrent.json"))},
     "docs/fp8.md": {"fp8": lambda: emulation.fp8(_read("fp8.json"))},
     "docs/monitoring.md": {
         "watch": lambda: monitoring.watch(_read("watch.json")),

@@ -1,4 +1,4 @@
-"""The parts of the pages on formats that the machine lacks, and on recurrent layers."""
+"""The parts of the pages on formats that the machine lacks."""
 
 from __future__ import annotations
 
@@ -53,26 +53,6 @@ def emulation(results: dict[str, Any]) -> str:
                     verdict,
                 )
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def recurrent(results: dict[str, Any]) -> str:
-    """One row a kind, a shape and a format."""
-    lines = [
-        _where(results, "recurrent.py", threads=results["threads"], rounds=results["rounds"]),
-        "",
-        "| two layers | width, sequences, steps | format | FP32's time / it | torch.amp bf16's / it | kept / FP32's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        shape = " x ".join(map(str, row["shape"]))
-        for fmt in ("bf16", "fp16"):
-            found = row[f"mezzo {fmt}"]
-            emulated = ", emulated" if fmt in results["emulated"] else ""
-            lines.append(
-                f"| {row['kind']} | {shape} | {fmt}{emulated} | {_ratio(found['fp32 over it'])} | "
-                f"{_ratio(found['amp bf16 over it'])} | {found['kept_of_fp32']:.2f} |"
-            )
     return "\n".join(lines)
 
 

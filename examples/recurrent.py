@@ -1,6 +1,6 @@
 """A recurrent network over packed sequences of different lengths, its states carried in FP32.
 
-python examples/recurrent.py --precision fp16
+python examples/recurrent.py --precision fp16,hidden=fp32
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Counter(nn.Module):
 
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--precision", default="bf16", help="any policy (default %(default)s)")
+parser.add_argument("--precision", default="bf16,hidden=fp32", help="any policy (default %(default)s)")
 parser.add_argument("--steps", type=int, default=150, help="default %(default)s")
 arguments = parser.parse_args()
 

@@ -8,11 +8,9 @@ from itertools import cycle, product
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.lion import LionHyper
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, reference
-from mezzo.pytorch.kernels.sgd import SgdHyper
-from mezzo.pytorch.kernels.states import groups
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.storage import groups
 
 HYPERS: dict[str, Hyper] = {
     "adamw": AdamHyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),

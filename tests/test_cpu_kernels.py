@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import MezzoError
-from mezzo.pytorch.kernels.adam import AdamHyper
 from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
-from mezzo.pytorch.kernels.lion import LionHyper
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, reference
-from mezzo.pytorch.kernels.sgd import SgdHyper
-from mezzo.pytorch.kernels.states import groups
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.storage import groups
 
 pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 

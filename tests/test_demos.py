@@ -95,7 +95,7 @@ def test_the_lstms_state_leaves_a_call_in_fp32_and_may_come_back(
         carried = model(window, tuple(part.to(torch.float16) for part in state))[0]
         print((carried - model(window)[0]).abs().max().item() > 1e-3)
         """,
-        policy=precision,
+        policy=f"{precision},hidden=fp32",
     )
     assert ran.status == 0, ran.err
     assert ran.lines == ["torch.float32 torch.float32 torch.float32 (2, 3, 16) (2, 3, 16)", "True"]

@@ -161,8 +161,7 @@ def test_recurrent_modules_train(kind: Callable[..., nn.Module]) -> None:
     with mezzo.autocast("fp16", "cpu"):
         out = module(x)
     first = out[0] if isinstance(out, tuple) else out
-    # A cell's output is its state, which stays FP32.
-    assert first.dtype == (torch.float32 if "Cell" in kind.__name__ else torch.float16)
+    assert first.dtype == torch.float16
     _square(first).backward()
     assert x.grad is not None
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())

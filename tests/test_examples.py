@@ -18,7 +18,12 @@ RUNS = [
     ("cnn.py", ["--precision", "bf16"], 12, r"bf16: [0-9.]+% of unseen digits right"),
     ("transformer.py", [], 6, r"bf16,params=bf16: [0-9,]+ weights, last loss \d\.\d+"),
     ("transformer.py", ["--precision", "fp8"], 6, r"fp8,params=bf16,.*: [0-9,]+ weights, last loss \d\.\d+"),
-    ("recurrent.py", ["--precision", "fp16"], 6, r"fp16: outputs torch.float16, states torch.float32 and .*"),
+    (
+        "recurrent.py",
+        ["--precision", "fp16,hidden=fp32"],
+        6,
+        r"fp16,hidden=fp32: outputs torch.float16, states torch.float32 and .*",
+    ),
     ("gan.py", [], 30, r"\d of 8 heaps reached, \d+% of points in one"),
     ("gan.py", ["--generator", "bf16", "--discriminator", "fp32"], 30, r"\d of 8 heaps reached, .*"),
     ("fine_tuning.py", [], 20, r"\{'torch.float32'\} to save, beside .*'torch.bfloat16'.*"),

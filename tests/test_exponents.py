@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -181,38 +176,3 @@ def test_the_reference_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MEZZO_KERNELS", "reference")
     monkeypatch.setattr(cpu, "count", None)
     assert exponents(torch.ones(2))[127] == 2
-
-
-def child(*words: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(CHILDREN.parent), **variables}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-
-
-@pytest.mark.heavy
-@NEEDS_TRITON
-def test_the_interpreted_kernel_passes_its_tests() -> None:
-    file = str(CHILDREN / "interpreted_exponents.py")
-    output = child("-m", "pytest", "-q", "-p", "no:cacheprovider", file, TRITON_INTERPRET="1")
-    assert " passed" in output
-    assert "skipped" not in output
-
-
-@pytest.mark.heavy
-@NEEDS_TRITON
-def test_the_compiled_kernel_loads_vectors_and_keeps_subnormals(tmp_path: Path) -> None:
-    script = str(CHILDREN / "compiled_exponents.py")
-    found = [
-        json.loads(line)
-        for line in child(script, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
-    ]
-    assert len(found) == 2 * len(DTYPES)
-    for made in found:
-        assert made["flushes"] == 0
-        assert bool(made["vectors"]) is made["plain"]

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 import patterns
-from mezzo.pytorch.kernels import noise
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.lion import LionHyper
-from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, reference
-from mezzo.pytorch.kernels.sgd import SgdHyper
-from mezzo.pytorch.kernels.split.reference import decode_split, decode_split8
-from mezzo.pytorch.kernels.states import groups
-from mezzo.pytorch.kernels.states.reference import load
+from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, reference, storage
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.storage import decode_split, decode_split8, groups, load_state
 from mezzo.pytorch.memory import PeakTensorBytes
 
 HYPERS: dict[str, Hyper] = {
@@ -386,7 +381,7 @@ def test_the_first_state_takes_the_low_20_bits_of_its_noise_and_the_second_the_h
     move(hyper, exact, small)
     for shift, whole, stored in zip((4, 16), exact.states, small.states):  # bf16 uses the upper 16 of the 20
         for i, (word, got) in enumerate(zip(patterns.words(whole), patterns.words(stored))):
-            bits = noise.word((i * 0x9E3779B1 + noise.key(1, 3, noise.STEP)) & 0xFFFFFFFF)
+            bits = storage.noise_word((i * 0x9E3779B1 + storage.noise_key(1, 3, storage.STEP)) & 0xFFFFFFFF)
             assert got == (word + (bits >> shift & 0xFFFF)) >> 16
 
 
@@ -399,8 +394,8 @@ def test_the_weight_takes_the_states_word_or_where_it_has_no_remainder_its_own(
     exact.grad = small.grad = gradients(300, 1)[0]
     move(hyper, exact, small)
     for i, (word, got) in enumerate(zip(patterns.words(exact.weight), patterns.words(master(small)))):
-        stream = noise.WEIGHT if masters == "none" else noise.STEP
-        bits = noise.word((i * 0x9E3779B1 + noise.key(1, 2, stream)) & 0xFFFFFFFF)
+        stream = storage.WEIGHT if masters == "none" else storage.STEP
+        bits = storage.noise_word((i * 0x9E3779B1 + storage.noise_key(1, 2, stream)) & 0xFFFFFFFF)
         bits = bits >> 16 if masters == "none" else (bits ^ bits >> 12) & 0xFF
         assert got >> width == (word + bits) >> width
 
@@ -443,7 +438,7 @@ def test_small_states_follow_the_fp32_ones(rule: str, state: str, bound: float) 
         exact.grad = small.grad = grad
         move(hyper, exact, small)
     for spec, whole, stored, scales in zip(hyper.states, exact.states, small.states, small.scales):
-        got = load(stored, scales, signed=spec.signed)
+        got = load_state(stored, scales, signed=spec.signed)
         assert float((got - whole).norm() / whole.norm()) < bound
         assert abs(float((got - whole).mean())) < bound * float(whole.abs().mean()) / 10
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from test_layer_norm import (
     FP32,
     HALVES,
     IMPLEMENTATIONS,
-    INTERPRETED,
-    NEEDS_TRITON,
     SHAPES,
     copies,
     error,
@@ -29,7 +26,6 @@ from test_layer_norm import (
     kinds_of,
     normal,
     parameters,
-    run_interpreted,
     ulp,
 )
 
@@ -73,7 +69,7 @@ def test_forward_is_fp32s_within_an_ulp_and_backward_is_rounded_once(
 @HALVES
 @pytest.mark.parametrize("own", [False, True])
 def test_the_weights_gradient_over_many_rows_is_summed_in_fp32(dtype: torch.dtype, own: bool) -> None:
-    rows = 2_048 if INTERPRETED else 65_536
+    rows = 65_536
     x = normal(rows, 16).to(dtype).requires_grad_()
     weight, _ = parameters((16,), (dtype if own else FP32, None))
     dy = (normal(rows, 16, seed=3) * 0.5 + 0.3).to(dtype)
@@ -231,7 +227,6 @@ def test_transforms_and_tracers_take_it_apart() -> None:
             torch.testing.assert_close(many[i], one)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compilers need a Triton that does not interpret")
 def test_a_graph_has_the_casts_in_it() -> None:
     inputs = [normal(4, 8).bfloat16().requires_grad_(), parameters((8,), (FP32, None))[0]]
     dy = normal(4, 8, seed=3).bfloat16()
@@ -265,12 +260,3 @@ def test_pytorchs_warning_about_a_wider_weight_is_not_given() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rms_norm(normal(4, 8).bfloat16(), (8,), torch.ones(8)).dtype is BF16
-
-
-@pytest.mark.heavy
-@NEEDS_TRITON
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_the_interpreted_kernels_pass_these_tests(implementation: str) -> None:
-    if implementation != "numba":
-        pytest.skip("once is enough")
-    run_interpreted(Path(__file__))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import patterns
-from mezzo.pytorch.kernels import noise
-from mezzo.pytorch.kernels.noise import reference as noise_bits
-from mezzo.pytorch.kernels.split.reference import (
+from mezzo.pytorch.kernels.optimizer_step import storage
+from mezzo.pytorch.kernels.optimizer_step.storage import (
     decode_split,
     decode_split8,
     encode_nearest,
@@ -141,7 +140,7 @@ def test_an_8_bit_remainder_is_right_on_average_over_all_noise() -> None:
 
 def test_only_the_low_bits_of_the_noise_count() -> None:
     master = patterns.masters(patterns.awkward_words(50))
-    bits = noise_bits.bits(3, 0, master.numel())
+    bits = storage.noise_bits(3, 0, master.numel())
     for got, want in zip(encode_split8(master, bits), encode_split8(master, bits & 0xFF)):
         assert torch.equal(got.view(torch.int8), want.view(torch.int8))
     assert torch.equal(encode_stochastic(master, bits), encode_stochastic(master, bits & 0xFFFF))
@@ -200,23 +199,24 @@ FROZEN = {
 
 def test_the_noise_of_an_element_is_a_hash_that_stays_what_it_is() -> None:
     for (step, ordinal, stream), frozen in FROZEN.items():
-        key = noise.key(step, ordinal, stream)
+        key = storage.noise_key(step, ordinal, stream)
         assert key == frozen, (step, ordinal, stream)
         for start in (0, 1, (1 << 32) - 50, 1 << 33):
-            got = noise_bits.bits(key, start, 100).tolist()
+            got = storage.noise_bits(key, start, 100).tolist()
             want = [
-                noise.word((index * 0x9E3779B1 + key) & 0xFFFFFFFF) for index in range(start, start + 100)
+                storage.noise_word((index * 0x9E3779B1 + key) & 0xFFFFFFFF)
+                for index in range(start, start + 100)
             ]
             assert [word & 0xFFFFFFFF for word in got] == want
-    assert noise.mix(1) == 0x688990C0
-    assert noise_bits.bits(0, 0, 0).shape == (0,)
+    assert storage.mix(1) == 0x688990C0
+    assert storage.noise_bits(0, 0, 0).shape == (0,)
 
 
 FIELDS = {
-    "first": (noise_bits.first, 20),
-    "second": (noise_bits.second, 20),
-    "remainder": (noise_bits.remainder, 8),
-    "alone": (noise_bits.alone, 16),
+    "first": (storage.first_noise, 20),
+    "second": (storage.second_noise, 20),
+    "remainder": (storage.remainder_noise, 8),
+    "alone": (storage.weight_noise, 16),
 }
 # Neighbours, groups, vectors and blocks; and Fibonacci numbers, over which multiples of the golden ratio nearly meet.
 DISTANCES = [
@@ -244,7 +244,7 @@ def test_noise_is_even_and_independent_across_uses_steps_and_parameters() -> Non
     count = 1 << 16
     drawn = []
     for step, ordinal, stream in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]:
-        word = noise_bits.bits(noise.key(step, ordinal, stream), 0, count)
+        word = storage.noise_bits(storage.noise_key(step, ordinal, stream), 0, count)
         for name in ("alone",) if stream else ("first", "second", "remainder"):
             field, width = FIELDS[name]
             drawn.append((field(word).double() + 0.5) / (1 << width) - 0.5)
@@ -260,7 +260,7 @@ def test_noise_is_even_and_independent_across_uses_steps_and_parameters() -> Non
 def test_every_bit_of_noise_is_even_and_independent_of_those_of_elements_nearby(name: str) -> None:
     count = 1 << 17
     field, width = FIELDS[name]
-    drawn = field(noise_bits.bits(noise.key(5, 2, name == "alone"), 0, count))
+    drawn = field(storage.noise_bits(storage.noise_key(5, 2, name == "alone"), 0, count))
     below = {"first": 8, "alone": 0}.get(name, 0)  # the first state's last bits decide in one of 4096 cases
     bits = torch.stack([((drawn >> i) & 1).float() * 2 - 1 for i in range(below, width)])
     assert float(bits.mean(1).abs().max()) < 5.5 / math.sqrt(count)
@@ -275,7 +275,7 @@ def test_every_bit_of_noise_is_even_and_independent_of_those_of_elements_nearby(
 def test_noise_and_pairs_of_neighbours_fill_their_range_evenly(name: str) -> None:
     count = 1 << 18
     field, width = FIELDS[name]
-    top = field(noise_bits.bits(noise.key(9, 4, name == "alone"), 0, count)).long() >> width - 5
+    top = field(storage.noise_bits(storage.noise_key(9, 4, name == "alone"), 0, count)).long() >> width - 5
     for distance in (1, 2, 3, 16, 64):
         cells = torch.bincount(top[:-distance] * 32 + top[distance:], minlength=1024).double()
         expected = (count - distance) / 1024
@@ -285,9 +285,9 @@ def test_noise_and_pairs_of_neighbours_fill_their_range_evenly(name: str) -> Non
 
 def test_the_bits_that_two_states_share_make_their_roundings_no_more_alike() -> None:
     count = 1 << 18
-    word = noise_bits.bits(noise.key(1, 0, noise.STEP), 0, count)
+    word = storage.noise_bits(storage.noise_key(1, 0, storage.STEP), 0, count)
     for one, other in itertools.product((0.001, 0.25, 0.5, 0.9), repeat=2):
-        up = (noise_bits.first(word) < one * (1 << 20)).double() - one
-        also = (noise_bits.second(word) < other * (1 << 20)).double() - other
+        up = (storage.first_noise(word) < one * (1 << 20)).double() - one
+        also = (storage.second_noise(word) < other * (1 << 20)).double() - other
         spread = math.sqrt(one * (1 - one) * other * (1 - other))
         assert abs(float((up * also).mean())) / spread < 5 / math.sqrt(count)

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 import patterns
-from mezzo.pytorch.kernels.noise import STEP, key
-from mezzo.pytorch.kernels.noise import reference as noise_bits
-from mezzo.pytorch.kernels.states import GROUP, groups
-from mezzo.pytorch.kernels.states import reference as states
+from mezzo.pytorch.kernels.optimizer_step import storage
+from mezzo.pytorch.kernels.optimizer_step.storage import GROUP, STEP, groups, noise_key
 
 SIGNED, UNSIGNED = True, False
 TABLES = pytest.mark.parametrize("signed", [SIGNED, UNSIGNED])
@@ -50,18 +48,18 @@ def scales(fields: list[int]) -> Tensor:
 
 def encode(value: Tensor, signed: bool, noise: int | Tensor = 0) -> tuple[Tensor, Tensor]:
     bits = noise if isinstance(noise, Tensor) else torch.full(value.shape, noise, dtype=torch.int32)
-    return states.encode_int8(value, bits, signed=signed)
+    return storage.encode_int8(value, bits, signed=signed)
 
 
 def through(value: Tensor, signed: bool, noise: int | Tensor = 0) -> Tensor:
-    return states.decode_int8(*encode(value, signed, noise), signed=signed)
+    return storage.decode_int8(*encode(value, signed, noise), signed=signed)
 
 
 @TABLES
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_code_is_decoded_as_the_table_says_and_encoded_to_itself(signed: bool, field: int) -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    values = states.decode_int8(codes, scales([field] * 4), signed=signed)
+    values = storage.decode_int8(codes, scales([field] * 4), signed=signed)
     want = [fp32(code_value(code, signed) * scale(field)) for code in range(256)]
     assert values.tolist() == want
     held = float(
@@ -71,7 +69,7 @@ def test_every_code_is_decoded_as_the_table_says_and_encoded_to_itself(signed: b
         if Fraction(want[code]) != code_value(code, signed) * scale(field):
             continue  # below FP32's smallest
         got, kept = encode(torch.tensor([want[code], held]), signed, noise=0xFFFFF if code % 2 else 0)
-        assert states.decode_int8(got, kept, signed=signed)[0] == want[code]
+        assert storage.decode_int8(got, kept, signed=signed)[0] == want[code]
         if abs(code_value(code, signed)) < 1.875:  # which may be rounded up to, but then has the next scale
             assert patterns.words(kept) == [field << 7]
             assert int(got[0]) == (code if want[code] else 0)
@@ -175,7 +173,7 @@ def test_groups_of_zeros_and_of_numbers_that_are_none(signed: bool) -> None:
         assert torch.equal(got[GROUP:], torch.ones(GROUP))
         assert patterns.words(encode(value, signed)[1]) == [0x7FC0, 127 << 7]
     zeros = torch.zeros(GROUP, dtype=torch.uint8)
-    assert states.decode_int8(zeros, torch.tensor([math.nan]).bfloat16(), signed=signed).isnan().all()
+    assert storage.decode_int8(zeros, torch.tensor([math.nan]).bfloat16(), signed=signed).isnan().all()
 
 
 @TABLES
@@ -225,7 +223,7 @@ def test_codes_are_those_of_exact_arithmetic(signed: bool) -> None:
     value = value * torch.exp2(torch.linspace(-120, 120, 64)).repeat_interleave(GROUP)
     if not signed:
         value = value.abs()
-    noise = noise_bits.first(noise_bits.bits(1, 0, value.numel()))
+    noise = storage.first_noise(storage.noise_bits(1, 0, value.numel()))
     codes, kept = encode(value, signed, noise)
     for group, s in enumerate(kept.float().tolist()):
         for i in range(group * GROUP, (group + 1) * GROUP):
@@ -241,8 +239,8 @@ def test_a_decay_of_a_thousandth_a_step_which_no_code_can_show_happens_on_averag
     for step in range(1, steps + 1):
         decayed = value * 0.999
         decayed[::GROUP] = 1.0
-        word = noise_bits.bits(key(step, 0, STEP), 0, count)
-        field = noise_bits.first(word) if signed else noise_bits.second(word)
+        word = storage.noise_bits(noise_key(step, 0, STEP), 0, count)
+        field = storage.first_noise(word) if signed else storage.second_noise(word)
         value = through(decayed, signed, field)
     rest = value.view(-1, GROUP)[:, 1:].double()
     assert float(rest.mean()) == pytest.approx(0.9 * 0.999**steps, rel=2e-3)
@@ -250,9 +248,9 @@ def test_a_decay_of_a_thousandth_a_step_which_no_code_can_show_happens_on_averag
 
 def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32) << 4
-    got = states.encode_bf16(torch.full((1 << 16,), 1.0 + 2**-10 + 2**-20), every).double()
+    got = storage.encode_bf16(torch.full((1 << 16,), 1.0 + 2**-10 + 2**-20), every).double()
     assert float(got.mean()) == 1.0 + 2**-10 + 2**-20
     exact = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = exact[~exact.isnan()]
     noisy = torch.full(finite.shape, 0xFFFFF, dtype=torch.int32)
-    assert torch.equal(states.encode_bf16(finite.float(), noisy), finite)
+    assert torch.equal(storage.encode_bf16(finite.float(), noisy), finite)

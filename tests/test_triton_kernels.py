@@ -35,7 +35,7 @@ def child(*words: str, **variables: str) -> str:
 
 @pytest.mark.heavy
 @NEEDS_TRITON
-@pytest.mark.parametrize("which", ["codec", "step and not edge", "step_edge", "norm"])
+@pytest.mark.parametrize("which", ["codec", "step and not edge", "step_edge"])
 def test_the_interpreted_kernels_pass_their_tests(which: str) -> None:
     file = str(CHILDREN / "interpreted_kernels.py")
     output = child("-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", which, TRITON_INTERPRET="1")

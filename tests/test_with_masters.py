@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mezzo
 from mastered import DTYPES, OPTIMIZERS, give_gradients, masters, model_of, same, trained
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.split.reference import encode_nearest
+from mezzo.pytorch.kernels.optimizer_step.storage import encode_nearest
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
 

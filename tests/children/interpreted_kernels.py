@@ -17,18 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.adam import triton as adam
-from mezzo.pytorch.kernels.fma.triton import fma
-from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
-from mezzo.pytorch.kernels.gradient_norm import triton as norm
-from mezzo.pytorch.kernels.noise import reference as noise_reference
-from mezzo.pytorch.kernels.noise import triton as noise
 from mezzo.pytorch.kernels.optimizer_step import reference
+from mezzo.pytorch.kernels.optimizer_step import storage as plain
+from mezzo.pytorch.kernels.optimizer_step import triton_rules as rules
+from mezzo.pytorch.kernels.optimizer_step import triton_storage as storage
 from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper
-from mezzo.pytorch.kernels.split import reference as split_reference
-from mezzo.pytorch.kernels.split import triton as split
-from mezzo.pytorch.kernels.states import reference as states_reference
-from mezzo.pytorch.kernels.states import triton as states
+from mezzo.pytorch.kernels.optimizer_step.triton_rules import fma
 from test_fma import CASES as FMA_CASES
 from test_fma import assert_exact
 
@@ -194,29 +188,29 @@ def _apply(
     x = tl.load(inputs + index).to(tl.float32, bitcast=True)
     r = tl.load(noise_in + index)
     if NAME == "encode_split":
-        high, low = split.encode_split(x)
+        high, low = storage.encode_split(x)
     elif NAME == "encode_split8":
-        high, low = split.encode_split8(x, r)
+        high, low = storage.encode_split8(x, r)
     elif NAME == "encode_stochastic":
-        high, low = split.encode_stochastic(x, r), r * 0
+        high, low = storage.encode_stochastic(x, r), r * 0
     elif NAME == "decode_split":
         bits = tl.load(inputs + index)
-        high, low = split.decode_split(bits >> 16, (bits << 16) >> 16).to(tl.int32, bitcast=True), r * 0
+        high, low = storage.decode_split(bits >> 16, (bits << 16) >> 16).to(tl.int32, bitcast=True), r * 0
     elif NAME == "decode_split8":
         bits = tl.load(inputs + index)
-        high, low = split.decode_split8(bits >> 16, (bits << 24) >> 24).to(tl.int32, bitcast=True), r * 0
+        high, low = storage.decode_split8(bits >> 16, (bits << 24) >> 24).to(tl.int32, bitcast=True), r * 0
     elif NAME == "noise":
-        word = noise.bits(noise.key(r, r, 1), index)
+        word = storage.noise_bits(storage.noise_key(r, r, 1), index)
         high = word.to(tl.int32, bitcast=True)
         low = (
-            noise.first(word)
-            ^ (noise.second(word) * 3)
-            ^ (noise.remainder(word) * 5)
-            ^ (noise.alone(word) * 7)
+            storage.first_noise(word)
+            ^ (storage.second_noise(word) * 3)
+            ^ (storage.remainder_noise(word) * 5)
+            ^ (storage.weight_noise(word) * 7)
         )
     else:
-        high, scale = states.encode_int8(x, r & 0xFFFFF, NAME == "signed")
-        low = states.decode_int8(high, scale, NAME == "signed").to(tl.int32, bitcast=True)
+        high, scale = storage.encode_int8(x, r & 0xFFFFF, NAME == "signed")
+        low = storage.decode_int8(high, scale, NAME == "signed").to(tl.int32, bitcast=True)
     tl.store(first + index, high)
     tl.store(second + index, low)
 
@@ -244,11 +238,11 @@ def bf16(high: Tensor) -> Tensor:
 
 
 REFERENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
-    "encode_split": lambda x, r: split_reference.encode_split(x.view(torch.float32)),
-    "encode_split8": lambda x, r: split_reference.encode_split8(x.view(torch.float32), r),
-    "encode_stochastic": lambda x, r: (split_reference.encode_stochastic(x.view(torch.float32), r), None),
-    "decode_split": lambda x, r: (split_reference.decode_split(bf16(x >> 16), x.to(torch.int16)), None),
-    "decode_split8": lambda x, r: (split_reference.decode_split8(bf16(x >> 16), x.to(torch.int8)), None),
+    "encode_split": lambda x, r: plain.encode_split(x.view(torch.float32)),
+    "encode_split8": lambda x, r: plain.encode_split8(x.view(torch.float32), r),
+    "encode_stochastic": lambda x, r: (plain.encode_stochastic(x.view(torch.float32), r), None),
+    "decode_split": lambda x, r: (plain.decode_split(bf16(x >> 16), x.to(torch.int16)), None),
+    "decode_split8": lambda x, r: (plain.decode_split8(bf16(x >> 16), x.to(torch.int8)), None),
 }
 
 
@@ -274,9 +268,9 @@ def test_codec_of_states(name: str) -> None:
     x = x if signed else x.abs()
     r = torch.randint(0, 1 << 20, x.shape, dtype=torch.int32, generator=generator)
     first, second = applied(name, x.view(torch.int32), r)
-    codes, scales = states_reference.encode_int8(x, r, signed=signed)
+    codes, scales = plain.encode_int8(x, r, signed=signed)
     assert torch.equal(first, codes.to(torch.int32))
-    value = states_reference.decode_int8(codes, scales, signed=signed)
+    value = plain.decode_int8(codes, scales, signed=signed)
     same = (second == value.view(torch.int32)) | (value.isnan() & second.view(torch.float32).isnan())
     assert same.all()
 
@@ -285,12 +279,11 @@ def test_codec_of_noise() -> None:
     index = torch.arange(4096)
     r = torch.full((4096,), 77, dtype=torch.int32)
     first, low = applied("noise", index.to(torch.int32), r)
-    from mezzo.pytorch.kernels.noise import key
 
-    word = noise_reference.bits(key(77, 77, 1), 0, 4096)
+    word = plain.noise_bits(plain.noise_key(77, 77, 1), 0, 4096)
     assert torch.equal(first, word)
-    of_states = noise_reference.first(word) ^ (noise_reference.second(word) * 3)
-    of_weights = (noise_reference.remainder(word) * 5) ^ (noise_reference.alone(word) * 7)
+    of_states = plain.first_noise(word) ^ (plain.second_noise(word) * 3)
+    of_weights = (plain.remainder_noise(word) * 5) ^ (plain.weight_noise(word) * 7)
     assert torch.equal(low, of_states ^ of_weights)
 
 
@@ -313,7 +306,7 @@ def test_codec_fma_rounds_once(case: str) -> None:
 @triton.jit
 def _powers(bases: tl.tensor, exponents: tl.tensor, results: tl.tensor) -> None:
     at = tl.program_id(0)
-    tl.store(results + at, adam.power(tl.load(bases + at), tl.load(exponents + at)))
+    tl.store(results + at, rules.power(tl.load(bases + at), tl.load(exponents + at)))
 
 
 def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:
@@ -326,42 +319,3 @@ def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:
     expected = torch.tensor([base**step for base, step in pairs], dtype=torch.float64)
     assert torch.equal((1 - result).float(), (1 - expected).float())
     assert ((result - expected).abs() <= 2.0**-53 * expected * base.new_tensor([t for _, t in pairs])).all()
-
-
-# The gradient norm.
-
-
-def test_norm_equals_the_reference_in_any_mix() -> None:
-    generator = torch.Generator().manual_seed(4)
-    grads = [
-        torch.randn(count, generator=generator).to(dtype)
-        for count in (0, *cases.SIZES, 16_384, 40_000)
-        for dtype in cases.GRADS
-    ]
-    grads += [
-        torch.randn(3001, generator=generator)[1:],
-        torch.randn(4, 5, 6, generator=generator).permute(2, 0, 1),
-    ]
-    for _ in range(2):  # the second time with the kept table
-        ours = norm.sum_of_squares(grads)
-        assert ours.dtype is torch.float64
-        assert ours.shape == ()
-        expected = norm_reference.sum_of_squares(grads)
-        assert abs(float(ours / expected) - 1) < 1e-13
-        grads[5].mul_(2)
-    assert norm.sum_of_squares(grads) == norm.sum_of_squares(list(grads))
-
-
-@pytest.mark.parametrize("dtype", cases.GRADS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_norm_is_finite_if_and_only_if_every_element_is(dtype: torch.dtype, value: float) -> None:
-    for count, at in ((1, 0), (17_000, 3), (17_000, 16_999)):
-        grads = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones(count, dtype=dtype)]
-        assert torch.isfinite(norm.sum_of_squares(grads))
-        grads[1][at] = value
-        assert not torch.isfinite(norm.sum_of_squares(grads))
-
-
-def test_norm_edge_subnormals_and_nothing() -> None:
-    assert norm.sum_of_squares([torch.full((3,), 2.0**-149)]) == 3 * 2.0**-298
-    assert norm.sum_of_squares([torch.zeros(0), torch.zeros(0)]) == 0

@@ -105,8 +105,8 @@ class Policy:
         scaling: how fp8 factors are scaled: ``tensorwise``, ``rowwise``, ``tensorwise(history=16,margin=1)``;
             see `mezzo.core.fp8.Fp8Scaling`. Read where anything is computed in fp8.
         hidden: what recurrent layers carry from one time step to the next, their hidden and cell state:
-            ``fp32``; ``compute``, the format of `activations`; or ``auto``: FP32 where Mezzo has a kernel that
-            does it at no cost in time (CPUs), elsewhere what the device's library does.
+            ``fp32``, through PyTorch's FP32 operation; ``compute``, the format of `activations`; or ``auto``: what
+            the device's 16-bit operation does.
 
     Raises:
         UnknownNameError: a format, rule, op or setting that does not exist; the message has the nearest one.

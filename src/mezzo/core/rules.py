@@ -399,7 +399,7 @@ NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ
 # (`mezzo.pytorch.kernels.own`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
 OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
     "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
-) | _grid("cuda", "cross_entropy_loss instance_norm layer_norm rms_norm")
+) | _grid("cuda", "cross_entropy_loss instance_norm")
 
 # Ops that write into their first tensor, whose format therefore stays; the table's only ones.
 IN_PLACE: frozenset[str] = frozenset(

@@ -62,8 +62,14 @@ _FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
 
 
 def load(package: str, device_type: str) -> ModuleType:
-    """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py."""
-    return importlib.import_module(f"{package}.{_FILES[implementation(device_type)]}")
+    """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py.
+
+    A kernel without a triton.py runs its reference on CUDA.
+    """
+    module = f"{package}.{_FILES[implementation(device_type)]}"
+    if module.endswith(".triton") and not is_installed(module):
+        module = f"{package}.reference"
+    return importlib.import_module(module)
 
 
 @functools.cache

@@ -2,12 +2,13 @@
 
 A template is an ordinary module with a function ``main(job)``. Its imports marked ``# bound`` name what changes:
 
-    from mezzo.pytorch.kernels.split.cpu import load_split as load_weight  # bound
+    from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
 
-`kernel(template, {"load_weight": "mezzo.pytorch.kernels.split.cpu:load_split8"})` writes that module with the other
-import into a cache folder, compiles ``main`` as a C function, and lets Numba keep the machine code beside it. The
-folder is named after everything that the code is made of: Mezzo's kernels, Numba, LLVM and the processor. So
-nothing stale is ever loaded, and the next process starts at once. To compile takes a second or two.
+With `"load_weight": "mezzo.pytorch.kernels.optimizer_step.cpu_storage:load_weight_split8"` among its bindings,
+`kernel` writes that module with the other import into a cache folder, compiles ``main`` as a C function, and lets
+Numba keep the machine code beside it. The folder is named after everything that the code is made of: Mezzo's kernels,
+Numba, LLVM and the processor. So nothing stale is ever loaded, and the next process starts at once. To compile takes
+a second or two.
 
 The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``. It holds Python sources and pickles,
 which are executed, so a cache that another user owns or can write to is not used, with a warning. Without a usable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mezzo.pytorch.kernels.adam import AdamHyper
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 

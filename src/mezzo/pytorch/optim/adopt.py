@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.pytorch.kernels.states import FORMATS
+from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.adam import Adam
 from mezzo.pytorch.optim.adamw import AdamW

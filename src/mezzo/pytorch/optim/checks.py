@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.pytorch.kernels.states import FORMATS
+from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
 
 MASTERS = ("fp32", "split", "split8", "none")
 """Where a 16-bit weight's master is: an FP32 tensor, a remainder of 16 or 8 bits beside the weight, nowhere."""

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from mezzo.core.errors import UsageError
 from mezzo.core.format_names import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
-from mezzo.pytorch.kernels.states import StateSpec
+from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
 from mezzo.pytorch.optim import checks, holders, state_dicts, storage
 from mezzo.pytorch.optim.slots import Slot
 from mezzo.pytorch.scaling.device_scale import inverse

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from mezzo.pytorch.kernels.lion import LionHyper
+from mezzo.pytorch.kernels.optimizer_step.rules import LionHyper
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.sgd import SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.rules import SgdHyper
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.states import StateSpec
+from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
 

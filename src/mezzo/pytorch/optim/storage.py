@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.noise import NEAREST
 from mezzo.pytorch.kernels.optimizer_step import Row
+from mezzo.pytorch.kernels.optimizer_step import storage as stored_as
 from mezzo.pytorch.kernels.optimizer_step.reference import flat
-from mezzo.pytorch.kernels.split import reference as split
-from mezzo.pytorch.kernels.states import StateSpec, groups
-from mezzo.pytorch.kernels.states import reference as codes
+from mezzo.pytorch.kernels.optimizer_step.storage import NEAREST, StateSpec, groups
 
 Entries = dict[str, Any]
 """What `optimizer.state[param]` holds."""
@@ -110,20 +108,20 @@ def first_master(weight: Tensor, how: Storage, master: Tensor | None) -> Entries
 
 def _encoded(value: Tensor, how: Storage) -> tuple[Tensor, Tensor]:
     if how.masters == "split":
-        return split.encode_split(value)
+        return stored_as.encode_split(value)
     # Cut, not rounded: 24 bits that are rounded up can have another bf16 weight than the 32 they come from.
-    return split.encode_split8(value, torch.zeros((), dtype=torch.int32, device=value.device))
+    return stored_as.encode_split8(value, torch.zeros((), dtype=torch.int32, device=value.device))
 
 
 def read_master(weight: Tensor, entries: Entries, how: Storage) -> Tensor:
     """A weight's FP32 master, a new tensor; of an edited weight, what the next step would start from."""
     weight = weight.detach()
     if how.masters == "fp32":
-        return split.refreshed(entries["master"], weight)
+        return stored_as.refreshed(entries["master"], weight)
     if how.masters == "split":
-        return split.decode_split(weight, entries["remainder"])
+        return stored_as.decode_split(weight, entries["remainder"])
     if how.masters == "split8":
-        return split.decode_split8(weight, entries["remainder"])
+        return stored_as.decode_split8(weight, entries["remainder"])
     return weight.to(torch.float32, copy=True)
 
 
@@ -133,7 +131,7 @@ def write_master(weight: Tensor, entries: Entries, how: Storage, value: Tensor) 
     value = _like(value, weight, torch.float32)
     if how.masters == "fp32":
         entries["master"].copy_(value)
-        weight.copy_(split.encode_nearest(value, weight.dtype))
+        weight.copy_(stored_as.encode_nearest(value, weight.dtype))
     elif how.keeps_master:
         high, remainder = _encoded(value, how)
         weight.copy_(high)
@@ -146,7 +144,9 @@ def read_state(entries: Entries, spec: StateSpec) -> Tensor:
     """A state as FP32, in the weight's shape and strides: a new tensor."""
     stored: Tensor = entries[spec.name]
     value = torch.empty_like(stored, dtype=torch.float32)
-    flat(value).copy_(codes.load(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed))
+    flat(value).copy_(
+        stored_as.load_state(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed)
+    )
     return value
 
 
@@ -155,7 +155,9 @@ def write_state(weight: Tensor, how: Storage, spec: StateSpec, value: Tensor) ->
     made = _zeros(weight, how, spec)
     value = flat(_like(value, weight, torch.float32))
     half = None if how.state == "fp32" else torch.full_like(value, NEAREST, dtype=torch.int32)
-    codes.store(value, flat(made[spec.name]), made.get(spec.name + "_scale"), half, signed=spec.signed)
+    stored_as.store_state(
+        value, flat(made[spec.name]), made.get(spec.name + "_scale"), half, signed=spec.signed
+    )
     return made
 
 

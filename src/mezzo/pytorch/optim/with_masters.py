@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.split.reference import encode_nearest, refreshed
+from mezzo.pytorch.kernels.optimizer_step.storage import encode_nearest, refreshed
 from mezzo.pytorch.optim import holders
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer

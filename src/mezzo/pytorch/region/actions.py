@@ -26,7 +26,7 @@ from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.short_indices import keeping_short_indices
 from mezzo.pytorch.region.fallback import noted, widen
-from mezzo.pytorch.region.plan import OpPlan, carries_fp32, overload_named
+from mezzo.pytorch.region.plan import OpPlan, overload_named
 from mezzo.pytorch.region.torch_table import TORCH_TABLE
 
 __all__ = ["Action", "action", "for_other_layouts"]
@@ -70,7 +70,7 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     if op_plan.how == "tf32":
         return _tf32(overload, device_type)
     if op_plan.how == "recurrent":
-        return _recurrent(op_plan.op, overload, device_type, policy)
+        return _recurrent(overload, device_type, compute)
     if op_plan.how == "own":
         return _own(op_plan, overload, device_type, compute)
     if op_plan.how == "rounded":
@@ -373,21 +373,17 @@ def _tf32(overload: torch._ops.OpOverload, device_type: str) -> Action:
     return rounded_factors
 
 
-def _recurrent(op: str, overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
-    from mezzo.pytorch.kernels import recurrent
+def _recurrent(overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
+    from mezzo.pytorch.kernels.recurrent import with_fp32_state
 
-    kernel = getattr(recurrent, op)
-    settings = {
-        "compute": dtype_of(policy.activations),
-        "hidden_fp32": carries_fp32(policy, device_type),
-    }
+    kernel = with_fp32_state(overload, compute)
 
-    def layers(*args: Any, **kwargs: Any) -> Any:
-        if not _tensors(args, kwargs, device_type):
+    def with_states(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not _tensors(args, kwargs, device_type):
             return overload(*args, **kwargs)
-        return kernel(*args, **kwargs, **settings)
+        return kernel(*args)
 
-    return layers
+    return with_states
 
 
 def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:

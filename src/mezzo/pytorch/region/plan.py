@@ -40,7 +40,7 @@ from mezzo.pytorch.tf32 import leaves_autocast_off
 # the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
 # nll_loss).
 _BY_PARTS: Mapping[str, frozenset[str]] = {
-    "cpu": frozenset({"lstm", "nll_loss_nd"}),
+    "cpu": frozenset({"nll_loss_nd"}),
     "cuda": frozenset(
         {"lstm", "gru", "rnn_tanh", "rnn_relu", "cross_entropy_loss", "nll_loss_nd"}
         | {"conv1d.padding", "conv2d.padding", "conv3d.padding"}
@@ -84,7 +84,8 @@ class OpPlan:
         format_out: format of the floating outputs, in the same words.
         how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
             registered kernel casts, the device's own computes), ``own`` (Mezzo's kernel computes in FP32 what it
-            reads in 16 bits), ``recurrent`` (Mezzo's kernels for recurrent layers), ``fp8`` and ``tf32`` (factors as
+            reads in 16 bits), ``recurrent`` (a recurrent op's FP32 kernel on 16-bit
+            values, with an FP32 state), ``fp8`` and ``tf32`` (factors as
             `mezzo.core.compute` has them), ``rounded`` (the FP32 kernel between casts: 16 bits in and out),
             ``emulated`` (stored in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but
             backward sums in FP32), ``short_indices`` (as it is, but backward keeps shorter indices), ``number``
@@ -196,11 +197,9 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if policy.compute == "fp8" and op in FP8_OPS:
             why = "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there"
             return OpPlan(op, rule.value, FIRST, compute, "fp8", why, names)
-        if op in RECURRENT and carries_fp32(policy, device_type):
+        if op in RECURRENT and policy.hidden == "fp32":
             out = "fp32" if op in RECURRENT_CELLS else f"{compute}+fp32"
             return planned(FIRST, out, "recurrent", "hidden and cell state stay FP32 between steps", names)
-        if op in RECURRENT and device_type == "cpu" and not native:
-            return planned(FIRST, compute, "recurrent", f"hidden and cell state are {compute}, too", names)
         if ours and op not in OWN_GIVES_FP32:
             return planned(FIRST, compute, "own", f"its first input goes to {compute}; {ours}", names)
         if not native:
@@ -249,11 +248,6 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         )
 
     return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
-
-
-def carries_fp32(policy: Policy, device_type: str) -> bool:
-    """Whether recurrent layers carry FP32 from step to step, whatever format their products have."""
-    return policy.hidden == "fp32" or (policy.hidden == "auto" and device_type == "cpu")
 
 
 def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:

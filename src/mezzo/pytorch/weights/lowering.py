@@ -1,8 +1,8 @@
 """Which parameters a model stores in 16 bits, and where their FP32 values wait until an optimizer takes them.
 
 `lower_weights` turns a model's FP32 weights into 16-bit ones in place. Nothing is lost by it: what the
-rounding took off a bf16 weight is an int16 (`mezzo.pytorch.kernels.split`), an fp16 weight's FP32 value is
-kept whole, and either waits here, held weakly by its `Parameter`, for the optimizer that will own it. A
+rounding took off a bf16 weight is an int16 (`mezzo.pytorch.kernels.optimizer_step.storage`), an fp16 weight's FP32
+value is kept whole, and either waits here, held weakly by its `Parameter`, for the optimizer that will own it. A
 weight that bf16 or fp16 holds exactly (a 16-bit checkpoint) has nothing to keep.
 
 `Parameter` objects stay the same objects, for optimizers, hooks, tied weights, parametrizations and moving
@@ -29,7 +29,7 @@ from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.kernels.split.reference import decode_split, encode_nearest, encode_split, refreshed
+from mezzo.pytorch.kernels.optimizer_step.storage import decode_split, encode_nearest, encode_split, refreshed
 
 LOWERED = (torch.bfloat16, torch.float16)
 

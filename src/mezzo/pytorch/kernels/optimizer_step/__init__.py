@@ -14,9 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.lion import LionHyper
-from mezzo.pytorch.kernels.sgd import SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
 
 __all__ = ["MASTERS", "Groups", "Hyper", "Row", "Stepper", "stepper"]
 
@@ -33,7 +31,7 @@ class Row:
         grad: FP32, bf16 or fp16, in the weight's memory order; None: the parameter does not move.
         masters: one of `MASTERS`. ``"own"`` needs an FP32 weight, ``"fp32"`` a 16-bit one, the others bf16.
         master: FP32 for ``"fp32"``, int16 for ``"split"``, int8 for ``"split8"``, else None.
-        state: one of `states.FORMATS`.
+        state: one of `storage.FORMATS`.
         states: one tensor for each of the rule's states, in their order: FP32, bf16, or uint8 codes.
         scales: beside each state its bf16 scales for ``"int8"``, one a group of 64 elements, else None.
         step: 0-dim FP32 on the weight's device: how often it moved. A step adds 1, a skipped one nothing.

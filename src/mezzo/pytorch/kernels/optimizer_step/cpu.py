@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import openmp, specialise
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.lion import LionHyper
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, cpu_elements, cpu_groups, cpu_moves
 from mezzo.pytorch.kernels.optimizer_step import cpu_chunks as words
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper
 
 _KERNELS = "mezzo.pytorch.kernels"
+_STEP = f"{_KERNELS}.optimizer_step"
 _PLANS = 4096  # kept by one stepper: with gradient release every parameter has its own
 
-# (masters, weight dtype) -> the pair of functions in split.cpu, the types behind weight and master.
+# (masters, weight dtype) -> the pair of functions in cpu_storage, the types behind weight and master.
 _WEIGHTS: Mapping[tuple[str, torch.dtype], tuple[str, str, str]] = MappingProxyType(
     {
         ("own", torch.float32): ("own", "float32", "float32"),
@@ -187,12 +187,12 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _rule(hyper: Hyper) -> tuple[str, int]:
-    """The rule that settings choose, as ``"package:function"``, and how many states it has."""
+    """The rule that settings choose, as a function of cpu_rules, and how many states it has."""
     if isinstance(hyper, AdamHyper):
-        return "adam:adamw" if hyper.decoupled or not hyper.weight_decay else "adam:adam", 2
+        return "adamw" if hyper.decoupled or not hyper.weight_decay else "adam", 2
     if isinstance(hyper, LionHyper):
-        return "lion:lion", 1
-    return ("sgd:momentum", 1) if hyper.momentum else ("sgd:plain", 0)
+        return "lion", 1
+    return ("momentum", 1) if hyper.momentum else ("plain", 0)
 
 
 def _constants(hyper: Hyper, move: int) -> tuple[float, ...]:
@@ -205,7 +205,7 @@ def grad_bindings(dtype: torch.dtype) -> dict[str, str]:
     """What a template's ``load_grad`` and ``grad_at`` are for gradients of a dtype."""
     grad, grad_type = _GRADS[dtype]
     return {
-        "load_grad": f"{_KERNELS}.optimizer_step.cpu_grads:load_{grad}",
+        "load_grad": f"{_STEP}.cpu_grads:load_{grad}",
         "grad_at": f"{_KERNELS}.native:{grad_type}_at",
     }
 
@@ -214,12 +214,11 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
     """The template of a kind, and what it is bound to."""
     rule, states, state, masters, weight_dtype, grad_dtype = kind
     weight, weight_type, master_type = _WEIGHTS[masters, weight_dtype]
-    package, function = rule.split(":")
     bindings = {
-        "rule": f"{_KERNELS}.{package}.cpu:{function}",
-        "load_weight": f"{_KERNELS}.split.cpu:load_{weight}",
-        "store_weight": f"{_KERNELS}.split.cpu:store_{weight}",
-        "weight_noise": f"{_KERNELS}.noise.cpu:{'apart' if masters == 'none' else 'same'}",
+        "rule": f"{_STEP}.cpu_rules:{rule}",
+        "load_weight": f"{_STEP}.cpu_storage:load_weight_{weight}",
+        "store_weight": f"{_STEP}.cpu_storage:store_weight_{weight}",
+        "weight_noise": f"{_STEP}.cpu_storage:{'apart' if masters == 'none' else 'same'}",
         "weight_at": f"{_KERNELS}.native:{weight_type}_at",
         "master_at": f"{_KERNELS}.native:{master_type}_at",
         **grad_bindings(grad_dtype),
@@ -227,13 +226,13 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
     if state == "int8":
         if states == 1:
             for verb in ("load", "store"):
-                bindings[f"{verb}_second"] = f"{_KERNELS}.states.cpu:{verb}_nothing"
-                bindings[f"{verb}_second_scale"] = f"{_KERNELS}.states.cpu:{verb}_no_scale"
+                bindings[f"{verb}_second"] = f"{_STEP}.cpu_storage:{verb}_nothing"
+                bindings[f"{verb}_second_scale"] = f"{_STEP}.cpu_storage:{verb}_no_scale"
         width = "fp32" if weight == "own" else "fp16" if weight == "fp16" else "bf16"
-        bindings["at_infinity"] = f"{_KERNELS}.split.cpu:{width}_at_infinity"
+        bindings["at_infinity"] = f"{_STEP}.cpu_storage:{width}_at_infinity"
         return cpu_groups, bindings
     for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
-        bindings[f"load_{name}"] = f"{_KERNELS}.states.cpu:load_{stored}"
-        bindings[f"store_{name}"] = f"{_KERNELS}.states.cpu:store_{stored}"
+        bindings[f"load_{name}"] = f"{_STEP}.cpu_storage:load_state_{stored}"
+        bindings[f"store_{name}"] = f"{_STEP}.cpu_storage:store_state_{stored}"
         bindings[f"{name}_at"] = f"{_KERNELS}.native:{_STATE_TYPES[stored]}_at"
     return cpu_elements, bindings

@@ -5,16 +5,12 @@ A template: `specialise` writes it out with other functions in the lines marked 
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.adam.cpu import adamw as rule  # bound
 from mezzo.pytorch.kernels.native import Pointer, i32, inline, loop, u32
 from mezzo.pytorch.kernels.native import float32_at as first_at  # bound
 from mezzo.pytorch.kernels.native import float32_at as second_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as master_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.noise.cpu import STEP, first, following, key, noise, place, second
-from mezzo.pytorch.kernels.noise.cpu import WEIGHT as WEIGHT_STREAM
-from mezzo.pytorch.kernels.noise.cpu import same as weight_noise  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     GRAD,
@@ -28,12 +24,17 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     share,
 )
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
-from mezzo.pytorch.kernels.split.cpu import load_split as load_weight  # bound
-from mezzo.pytorch.kernels.split.cpu import store_split as store_weight  # bound
-from mezzo.pytorch.kernels.states.cpu import load_fp32 as load_first  # bound
-from mezzo.pytorch.kernels.states.cpu import load_fp32 as load_second  # bound
-from mezzo.pytorch.kernels.states.cpu import store_fp32 as store_first  # bound
-from mezzo.pytorch.kernels.states.cpu import store_fp32 as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import first, following, key, noise, place, second
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_first  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import same as weight_noise  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_first  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_weight_split as store_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.storage import STEP
+from mezzo.pytorch.kernels.optimizer_step.storage import WEIGHT as WEIGHT_STREAM
 
 
 @loop

@@ -6,7 +6,6 @@ A template: `specialise` writes it out with other functions in the lines marked 
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.adam.cpu import adamw as rule  # bound
 from mezzo.pytorch.kernels.native import (
     Pointer,
     bits,
@@ -23,11 +22,6 @@ from mezzo.pytorch.kernels.native import (
 from mezzo.pytorch.kernels.native import int8_at as master_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
 from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.noise.cpu import STEP, key, noise, place
-from mezzo.pytorch.kernels.noise.cpu import WEIGHT as WEIGHT_STREAM
-from mezzo.pytorch.kernels.noise.cpu import first as noise_of_first
-from mezzo.pytorch.kernels.noise.cpu import same as weight_noise  # bound
-from mezzo.pytorch.kernels.noise.cpu import second as noise_of_second
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     FIRST_SCALES,
@@ -43,25 +37,33 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     share,
 )
 from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
-from mezzo.pytorch.kernels.split.cpu import bf16_at_infinity as at_infinity  # bound
-from mezzo.pytorch.kernels.split.cpu import load_split8 as load_weight  # bound
-from mezzo.pytorch.kernels.split.cpu import store_split8 as store_weight  # bound
-from mezzo.pytorch.kernels.states import GROUP
-from mezzo.pytorch.kernels.states.cpu import (
+from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import bf16_at_infinity as at_infinity  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import (
     cut,
     group_inverse,
     group_scale,
+    key,
     load_scale,
     load_signed,
     magnitude,
     needs_cut,
+    noise,
+    place,
     store_scale,
     store_signed,
 )
-from mezzo.pytorch.kernels.states.cpu import load_scale as load_second_scale  # bound
-from mezzo.pytorch.kernels.states.cpu import load_unsigned as load_second  # bound
-from mezzo.pytorch.kernels.states.cpu import store_scale as store_second_scale  # bound
-from mezzo.pytorch.kernels.states.cpu import store_unsigned as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import first as noise_of_first
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_scale as load_second_scale  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_unsigned as load_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split8 as load_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import same as weight_noise  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import second as noise_of_second
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_scale as store_second_scale  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_unsigned as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_weight_split8 as store_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.storage import GROUP, STEP
+from mezzo.pytorch.kernels.optimizer_step.storage import WEIGHT as WEIGHT_STREAM
 
 
 @expand

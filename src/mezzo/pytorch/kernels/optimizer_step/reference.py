@@ -11,24 +11,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.adam import reference as adam
-from mezzo.pytorch.kernels.lion import LionHyper
-from mezzo.pytorch.kernels.lion import reference as lion
-from mezzo.pytorch.kernels.noise import STEP, WEIGHT, key
-from mezzo.pytorch.kernels.noise import reference as noise
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row
-from mezzo.pytorch.kernels.sgd import SgdHyper
-from mezzo.pytorch.kernels.sgd import reference as sgd
-from mezzo.pytorch.kernels.split import reference as split
-from mezzo.pytorch.kernels.states import GROUP
-from mezzo.pytorch.kernels.states import reference as states
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, rules, storage
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.kernels.optimizer_step.storage import GROUP, STEP, WEIGHT
 
 BLOCK = 1 << 16
 """Elements at a time, so that what is computed on the way stays in the cache and out of peak memory."""
 
 _UPDATES: Mapping[type, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]] = MappingProxyType(
-    {AdamHyper: adam.update, SgdHyper: sgd.update, LionHyper: lion.update}
+    {AdamHyper: rules.adam_update, SgdHyper: rules.sgd_update, LionHyper: rules.lion_update}
 )
 
 
@@ -69,13 +60,13 @@ def _move(hyper: Hyper, row: Row, grad: Tensor, multiplier: Tensor | None, overf
         if hyper.maximize:
             g = -g
         old = tuple(
-            states.load(state, scale, signed=spec.signed)
+            storage.load_state(state, scale, signed=spec.signed)
             for spec, state, scale in zip(hyper.states, stored, scales)
         )
         w, new = _UPDATES[type(hyper)](w, g, old, hyper, step)
         bits = None if row.state == "fp32" else _noise(row, step, STEP, elements)
         for i, spec in enumerate(hyper.states):
-            states.store(new[i], stored[i], scales[i], states.noise_of(i, bits), signed=spec.signed)
+            storage.store_state(new[i], stored[i], scales[i], storage.noise_of(i, bits), signed=spec.signed)
         _store_master(row, elements, w, step, overflow)
 
 
@@ -87,8 +78,8 @@ def _load_master(row: Row, elements: slice) -> Tensor:
         return weight.to(torch.float32)
     master = flat(row.master)[elements]
     if row.masters == "fp32":
-        return split.refreshed(master, weight)
-    decode = split.decode_split if row.masters == "split" else split.decode_split8
+        return storage.refreshed(master, weight)
+    decode = storage.decode_split if row.masters == "split" else storage.decode_split8
     return decode(weight, master)
 
 
@@ -99,13 +90,13 @@ def _store_master(row: Row, elements: slice, w: Tensor, step: int, overflow: Ten
         weight.copy_(w)
         return
     if row.masters == "none":
-        stored = split.encode_stochastic(w, noise.alone(_noise(row, step, WEIGHT, elements)))
+        stored = storage.encode_stochastic(w, storage.weight_noise(_noise(row, step, WEIGHT, elements)))
     elif row.masters == "fp32":
-        stored, kept = split.encode_nearest(w, weight.dtype), w
+        stored, kept = storage.encode_nearest(w, weight.dtype), w
     elif row.masters == "split":
-        stored, kept = split.encode_split(w)
+        stored, kept = storage.encode_split(w)
     else:
-        stored, kept = split.encode_split8(w, noise.remainder(_noise(row, step, STEP, elements)))
+        stored, kept = storage.encode_split8(w, storage.remainder_noise(_noise(row, step, STEP, elements)))
     weight.copy_(stored)
     if master is not None:
         master.copy_(kept)
@@ -114,6 +105,9 @@ def _store_master(row: Row, elements: slice, w: Tensor, step: int, overflow: Ten
 
 
 def _noise(row: Row, step: int, stream: int, elements: slice) -> Tensor:
-    return noise.bits(
-        key(step, row.ordinal, stream), elements.start, elements.stop - elements.start, row.weight.device
+    return storage.noise_bits(
+        storage.noise_key(step, row.ordinal, stream),
+        elements.start,
+        elements.stop - elements.start,
+        row.weight.device,
     )

@@ -31,8 +31,8 @@ the time of the second, and the others by memory.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,23 +41,24 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.pytorch.kernels import block
-from mezzo.pytorch.kernels.adam import AdamHyper
-from mezzo.pytorch.kernels.adam import triton as adam
-from mezzo.pytorch.kernels.lion import LionHyper
-from mezzo.pytorch.kernels.lion import triton as lion
-from mezzo.pytorch.kernels.noise import triton as noise
 from mezzo.pytorch.kernels.optimizer_step import Groups, Row, pointer_table
+from mezzo.pytorch.kernels.optimizer_step import triton_rules as rules
+from mezzo.pytorch.kernels.optimizer_step import triton_storage as storage
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import Group, PointerTable
-from mezzo.pytorch.kernels.sgd import SgdHyper
-from mezzo.pytorch.kernels.sgd import triton as sgd
-from mezzo.pytorch.kernels.split import triton as split
-from mezzo.pytorch.kernels.states import triton as states
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
 
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
 """How `step_kernel` must be compiled."""
 
-_RULES: Mapping[type, tuple[int, ModuleType]] = MappingProxyType(
-    {AdamHyper: (0, adam), SgdHyper: (1, sgd), LionHyper: (2, lion)}
+# Settings -> the rule's number, and what makes its variant and its constants of them.
+_RULES: Mapping[type, tuple[int, Callable[[Any], int], Callable[[Any], tuple[float, ...]]]] = (
+    MappingProxyType(
+        {
+            AdamHyper: (0, rules.adam_variant, rules.adam_packed),
+            SgdHyper: (1, rules.sgd_variant, rules.sgd_packed),
+            LionHyper: (2, rules.lion_variant, rules.lion_packed),
+        }
+    )
 )
 _CACHE_BYTES = 32 << 20
 
@@ -101,8 +102,8 @@ class DeviceStepper:
         moving = [(hyper, rows) for hyper, rows in moving if rows]
         if not moving:
             return
-        number, rule = _RULES[type(moving[0][0])]
-        wanted = [Group(rows, rule.variant(hyper), rule.packed(hyper)) for hyper, rows in moving]
+        number, variant, packed = _RULES[type(moving[0][0])]
+        wanted = [Group(rows, variant(hyper), packed(hyper)) for hyper, rows in moving]
         with torch.cuda.device_of(moving[0][1][0].weight):
             table = self._table(wanted)
             step_kernel[(table.programs,)](
@@ -212,13 +213,13 @@ def _blocks_of_row(
     moved = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0
     step = moved.to(tl.int32)
     if RULE == _ADAM:
-        c = adam.constants(hyper, step)
+        c = rules.adam_constants(hyper, step)
     elif RULE == _SGD:
-        c = sgd.constants(hyper, step)
+        c = rules.sgd_constants(hyper, step)
     else:
-        c = lion.constants(hyper, step)
-    step_key = noise.key(step, ordinal, 0)
-    weight_key = noise.key(step, ordinal, 1)
+        c = rules.lion_constants(hyper, step)
+    step_key = storage.noise_key(step, ordinal, 0)
+    weight_key = storage.noise_key(step, ordinal, 1)
     at = (row, moving)
 
     blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1).to(tl.int32)
@@ -306,33 +307,37 @@ def _move(
         kept = block.load(master, here, tl.int16, PLAIN)
     elif MASTERS == _SPLIT8:
         kept = block.load(master, here, tl.int8, PLAIN)
-    m = states.load(state0, scale0, here, scales_here, HAS_FIRST, STATE, PLAIN)
-    v = states.load(state1, scale1, here, scales_here, HAS_SECOND, STATE, PLAIN)
+    m = storage.load_state(state0, scale0, here, scales_here, HAS_FIRST, STATE, PLAIN)
+    v = storage.load_state(state1, scale1, here, scales_here, HAS_SECOND, STATE, PLAIN)
 
     w = _decode_master(w, kept, MASTERS)
     g = block.decode_float(g, GRAD) * scale
     if _MAXIMIZE & VARIANT:
         g = g * -1.0
     if HAS_FIRST:
-        m = states.decode(m, True, STATE)
+        m = storage.decode_state(m, True, STATE)
     if HAS_SECOND:
-        v = states.decode(v, False, STATE)
+        v = storage.decode_state(v, False, STATE)
 
     if RULE == _ADAM:
-        w, m, v = adam.update(w, g, m, v, c, (_L2 & VARIANT) != 0)
+        w, m, v = rules.adam_update(w, g, m, v, c, (_L2 & VARIANT) != 0)
     elif RULE == _SGD:
-        w, m = sgd.update(w, g, m, c, (_L2 & VARIANT) != 0, HAS_FIRST, (_NESTEROV & VARIANT) != 0)
+        w, m = rules.sgd_update(w, g, m, c, (_L2 & VARIANT) != 0, HAS_FIRST, (_NESTEROV & VARIANT) != 0)
     else:
-        w, m = lion.update(w, g, m, c)
+        w, m = rules.lion_update(w, g, m, c)
 
     position = start.to(tl.uint32) + index.to(tl.uint32)
-    bits = noise.bits(step_key, position)
+    bits = storage.noise_bits(step_key, position)
     if HAS_FIRST:
-        states.store(m, noise.first(bits), state0, scale0, here, scales_here, True, STATE, PLAIN)
+        storage.store_state(
+            m, storage.first_noise(bits), state0, scale0, here, scales_here, True, STATE, PLAIN
+        )
     if HAS_SECOND:
-        states.store(v, noise.second(bits), state1, scale1, here, scales_here, False, STATE, PLAIN)
+        storage.store_state(
+            v, storage.second_noise(bits), state1, scale1, here, scales_here, False, STATE, PLAIN
+        )
     if MASTERS == _NONE:
-        bits = noise.bits(weight_key, position)
+        bits = storage.noise_bits(weight_key, position)
     return _store_master(w, bits, weight, master, here, MASTERS, PLAIN)
 
 
@@ -343,15 +348,15 @@ def _decode_master(weight: tl.tensor, kept: tl.tensor, MASTERS: tl.constexpr) ->
     else:
         high = weight.to(tl.int32)
         if MASTERS == _FP32_BF16:
-            return split.refreshed(kept, high, True)
+            return storage.refreshed(kept, high, True)
         elif MASTERS == _FP32_FP16:
-            return split.refreshed(kept, high, False)
+            return storage.refreshed(kept, high, False)
         elif MASTERS == _SPLIT:
-            return split.decode_split(high, kept.to(tl.int32))
+            return storage.decode_split(high, kept.to(tl.int32))
         elif MASTERS == _SPLIT8:
-            return split.decode_split8(high, kept.to(tl.int32))
+            return storage.decode_split8(high, kept.to(tl.int32))
         else:
-            return split.decode_bf16(high)
+            return storage.decode_bf16(high)
 
 
 @triton.jit
@@ -370,18 +375,18 @@ def _store_master(
         return tl.zeros(w.shape, tl.int1)
     else:
         if MASTERS == _FP32_BF16 or MASTERS == _FP32_FP16:  # noqa: SIM109
-            high = split.encode_nearest(w, MASTERS == _FP32_BF16)
+            high = storage.encode_nearest(w, MASTERS == _FP32_BF16)
             block.store(master, w, here, tl.float32, PLAIN)
         elif MASTERS == _SPLIT:
-            high, low = split.encode_split(w)
+            high, low = storage.encode_split(w)
             block.store(master, low, here, tl.int16, PLAIN)
         elif MASTERS == _SPLIT8:
-            high, low = split.encode_split8(w, noise.remainder(noise_bits))
+            high, low = storage.encode_split8(w, storage.remainder_noise(noise_bits))
             block.store(master, low, here, tl.int8, PLAIN)
         else:
-            high = split.encode_stochastic(w, noise.alone(noise_bits))
+            high = storage.encode_stochastic(w, storage.weight_noise(noise_bits))
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here
             high = tl.where(mask, high, 0)
-        return split.is_infinite(high, MASTERS != _FP32_FP16)
+        return storage.is_infinite(high, MASTERS != _FP32_FP16)

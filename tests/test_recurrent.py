@@ -1,0 +1,604 @@
+"""Recurrent layers and cells in a region: PyTorch's numbers, shapes and random streams, and the format of the state."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
+
+import mezzo
+from mezzo.core.policy import policy
+from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.machine import native_formats
+
+STEPS, BATCH, IN, WIDTH = 9, 4, 5, 7
+LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": lambda *sizes, **rest: nn.RNN(*sizes, nonlinearity="relu", **rest),
+}
+CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "rnn_tanh": nn.RNNCell,
+    "rnn_relu": lambda *sizes, **rest: nn.RNNCell(*sizes, nonlinearity="relu", **rest),
+}
+SPECS = ["bf16", "fp16", "bf16,hidden=fp32", "fp16,hidden=fp32", "fp16,hidden=compute"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of layer and what its module is built with."""
+
+    kind: str
+    built: dict[str, Any] = field(default_factory=dict)
+
+    def module(self, *sizes: int, seed: int = 0) -> nn.RNNBase:
+        torch.manual_seed(seed)
+        return LAYERS[self.kind](*(sizes or (IN, WIDTH)), **self.built)
+
+    def __str__(self) -> str:
+        return "-".join([self.kind, *(f"{name}={value}" for name, value in self.built.items())])
+
+
+ROWS = [
+    *(Row(kind) for kind in LAYERS),
+    Row("lstm", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    Row("gru", {"num_layers": 3, "bias": False}),
+    Row("rnn_tanh", {"num_layers": 2, "bidirectional": True}),
+    Row("lstm", {"proj_size": 3, "num_layers": 2, "bidirectional": True}),
+    Row("lstm", {"proj_size": 3, "bias": False}),
+    Row("gru", {"num_layers": 3, "dropout": 0.4, "bidirectional": True}),
+    Row("lstm", {"num_layers": 2, "dropout": 0.5, "batch_first": True}),
+]
+KINDS = pytest.mark.parametrize("kind", list(LAYERS))
+NATIVE = pytest.mark.skipif(
+    "bf16" not in native_formats("cpu"), reason="this CPU does not multiply bf16 itself"
+)
+
+
+def compute_of(spec: str) -> torch.dtype:
+    return dtype_of(policy(spec).activations)
+
+
+def state_of(spec: str) -> torch.dtype:
+    """The format of the states that a call returns."""
+    return torch.float32 if "hidden=fp32" in spec else compute_of(spec)
+
+
+def inside(spec: str, run: Callable[..., Any], *args: Any) -> Any:
+    """What is computed in a region. PyTorch says that oneDNN has no LSTM with projections."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="LSTM with projections")
+        if not spec:
+            return run(*args)
+        with mezzo.autocast(spec, "cpu"):
+            return run(*args)
+
+
+def floating(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def off(got: Tensor, truth: Tensor) -> float:
+    """The distance of two tensors over the truth's length."""
+    return float((got.detach().double() - truth.detach().double()).norm() / truth.detach().double().norm())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_modules_give_what_pytorch_gives(row: Row, spec: str) -> None:
+    module = row.module()
+    x = torch.randn((BATCH, STEPS, IN) if module.batch_first else (STEPS, BATCH, IN))
+    lengths = torch.tensor([3, 9, 1, 9])
+    packed = pack_padded_sequence(x, lengths, batch_first=module.batch_first, enforce_sorted=False)
+    single = x[0] if module.batch_first else x[:, 0]
+    compute = compute_of(spec)
+    for given in (x, packed, single):
+        torch.manual_seed(1)
+        truth = inside("", module, given)
+        after = torch.get_rng_state()
+        torch.manual_seed(1)
+        output, *states = floating(inside(spec, module, given))
+        assert torch.equal(torch.get_rng_state(), after)
+        true_output, *true_states = floating(truth)
+        assert output.dtype is compute
+        assert [state.dtype for state in states] == [state_of(spec)] * len(states)
+        for got, true in zip([output, *states], [true_output, *true_states], strict=True):
+            torch.testing.assert_close(got.float(), true, rtol=0, atol=6 * torch.finfo(compute).eps)
+
+
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.built.get("batch_first")], ids=str)
+def test_a_packed_batch_is_its_sequences_one_by_one(row: Row, spec: str) -> None:
+    module = row.module().eval()
+    lengths = [9, 4, 4, 1]
+    x = torch.randn(STEPS, len(lengths), IN)
+    rows = module.num_layers * (1 + module.bidirectional)
+    states = [torch.randn(rows, len(lengths), module.proj_size or WIDTH) * 0.3]
+    if row.kind == "lstm":
+        states.append(torch.randn(rows, len(lengths), WIDTH) * 0.3)
+
+    def hx(part: slice) -> Any:
+        chosen = tuple(state[:, part] for state in states)
+        return chosen if row.kind == "lstm" else chosen[0]
+
+    packed, ends = inside(spec, module, pack_padded_sequence(x, torch.tensor(lengths)), hx(slice(None)))
+    padded, _ = pad_packed_sequence(packed)
+    for i, length in enumerate(lengths):
+        alone, ends_alone = inside(spec, module, x[:length, i : i + 1], hx(slice(i, i + 1)))
+        torch.testing.assert_close(padded[:length, i : i + 1].float(), alone.float(), rtol=0, atol=0.02)
+        for end, end_alone in zip(floating(ends), floating(ends_alone), strict=True):
+            torch.testing.assert_close(end[:, i : i + 1], end_alone, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@KINDS
+def test_an_fp32_state_that_is_handed_on_loses_nothing(kind: str, compute: str) -> None:
+    """Two halves of a sequence are the whole: truncated backpropagation rounds no state."""
+    module, spec = Row(kind, {"num_layers": 2}).module(), f"{compute},hidden=fp32"
+    x = torch.randn(STEPS, BATCH, IN)
+    whole, ends = inside(spec, module, x)
+    first, middle = inside(spec, module, x[:4])
+    second, last = inside(spec, module, x[4:], middle)
+    assert off(torch.cat((first, second)), whole) < 0.1 * torch.finfo(compute_of(compute)).eps
+    for one, other in zip(floating(last), floating(ends), strict=True):
+        assert off(one, other) < 1e-6
+
+
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("of_states", FORMATS, ids=str)
+@pytest.mark.parametrize("of_weights", FORMATS, ids=str)
+@pytest.mark.parametrize("of_input", FORMATS, ids=str)
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
+def test_every_input_dtype(
+    spec: str, of_input: torch.dtype, of_weights: torch.dtype, of_states: torch.dtype
+) -> None:
+    module = Row("lstm", {"num_layers": 2, "bidirectional": True}).module()
+    x = torch.randn(STEPS, BATCH, IN).to(of_input)
+    states = [(torch.randn(4, BATCH, WIDTH) * 0.3).to(of_states) for _ in range(2)]
+    weights = [w.detach().to(of_weights) for w in module._flat_weights]
+
+    def run(spec: str, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in (x, *states, *weights)]
+        args = (leaves[0], leaves[1:3], leaves[3:], True, 2, 0.0, True, True, False)
+        outputs = inside(spec, torch.lstm, *args)
+        loss = sum((out.double() * out.double().detach().cos()).sum() for out in outputs)
+        return list(outputs), list(torch.autograd.grad(loss, leaves))
+
+    (outputs, gradients), (true_outputs, true_gradients) = run(spec, None), run("", torch.float64)
+    assert [out.dtype for out in outputs] == [compute_of(spec), *[state_of(spec)] * 2]
+    assert [g.dtype for g in gradients] == [of_input, *[of_states] * 2, *[of_weights] * 16]
+    for got, truth in zip([*outputs, *gradients], [*true_outputs, *true_gradients], strict=True):
+        assert off(got, truth) < 0.02
+
+
+def gradients_of(module: nn.RNNBase, x: Tensor, slope: Tensor, spec: str, dtype: torch.dtype) -> list[Tensor]:
+    twin, leaf = copy.deepcopy(module).to(dtype), x.to(dtype, copy=True).requires_grad_()
+    if spec == "torch.autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            out = twin(leaf)[0]
+    else:
+        out = inside(spec, twin, leaf)[0]
+    leaves = [leaf, *twin.parameters()]
+    return list(torch.autograd.grad((out.float() * slope).sum(), leaves))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("built", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+@KINDS
+def test_gradients_are_no_further_off_than_pytorchs(kind: str, built: dict[str, Any]) -> None:
+    """Against FP64, the mean error of the seeds for each tensor: an FP32 state and fp16 against torch.autocast in bf16,
+    and bf16 against PyTorch's bf16 layer (torch.autocast keeps the state of a GRU on a CPU in FP32).
+
+    Where relu's slope jumps, both are off by whole units that were switched the other way: chance, to a tenth.
+    """
+    seeds = 8
+    runs = [
+        ("torch.autocast", torch.float32),
+        ("", torch.bfloat16),
+        ("bf16,hidden=fp32", torch.float32),
+        ("fp16", torch.float32),
+        ("bf16", torch.float32),
+    ]
+    errors: dict[int, list[float]] = {}
+    for seed in range(seeds):
+        module = Row(kind, built).module(24, 32, seed=seed)
+        x, slope = torch.randn(48, 16, 24), torch.randn(48, 16, 32 * (1 + module.bidirectional))
+        truth = gradients_of(module, x, slope, "", torch.float64)
+        for number, (spec, dtype) in enumerate(runs):
+            found = gradients_of(module, x, slope, spec, dtype)
+            for name, (got, true) in enumerate(zip(found, truth, strict=True)):
+                errors.setdefault(name, [0.0] * len(runs))[number] += off(got, true) / seeds
+    allowed = 1.1 if kind == "rnn_relu" else 1.0
+    for name, (autocast, layer, fp32_state, fp16, bf16) in errors.items():
+        assert max(fp32_state, fp16) <= allowed * autocast, (name, autocast, fp32_state, fp16)
+        assert bf16 <= allowed * layer, (name, layer, bf16)
+
+
+GRU = [torch.zeros(shape) for shape in ((12, 3), (12, 4), (12,), (12,))]
+REST = (True, 1, 0.0, False, False)
+X, H = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)
+COMPLAINTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "no steps": ((X[:0], H, GRU, *REST, False), "larger than 0"),
+    "width": ((torch.zeros(5, 2, 7), H, GRU, *REST, False), "shapes"),
+    "layers": ((X, torch.zeros(2, 2, 4), GRU, *REST, False), "hidden states"),
+    "devices": ((X, H.to("meta"), GRU, *REST, False), "device"),
+    "growing": ((torch.zeros(6, 3), torch.tensor([2, 3, 1]), H, GRU, *REST), "match the size"),
+}
+
+
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
+@pytest.mark.parametrize("case", COMPLAINTS)
+def test_what_does_not_fit_raises_as_in_pytorch(case: str, spec: str) -> None:
+    args, message = COMPLAINTS[case]
+    with pytest.raises(RuntimeError, match=message):
+        inside(spec, torch.gru, *args)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_fp64_is_left_alone(spec: str) -> None:
+    x = torch.randn(STEPS, BATCH, IN, dtype=torch.float64)
+    for kind in LAYERS:
+        module = Row(kind, {"num_layers": 2}).module().double()
+        for got, truth in zip(floating(inside(spec, module, x)), floating(module(x)), strict=True):
+            assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
+def test_an_empty_batch(spec: str) -> None:
+    for kind in LAYERS:
+        out, *ends = floating(inside(spec, Row(kind).module(), torch.zeros(STEPS, 0, IN)))
+        assert out.shape == (STEPS, 0, WIDTH)
+        assert out.dtype is compute_of(spec)
+        assert {end.dtype for end in ends} == {state_of(spec)}
+        cell = CELLS[kind](IN, WIDTH)
+        assert {(s.shape, s.dtype) for s in floating(inside(spec, cell, torch.zeros(0, IN)))} == {
+            ((0, WIDTH), state_of(spec))
+        }
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@KINDS
+def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
+    module = Row(kind).module()
+    x = torch.randn(STEPS, 3, IN)
+    clean = inside(spec, module, x)[0]
+    x[4, 0, 0] = float("nan")
+    x[4, 1, 0] = float("inf")
+    found = inside(spec, module, x)[0]
+    assert found[4:, 0].isnan().all()
+    assert torch.equal(found[:4], clean[:4])
+    assert torch.equal(found[:, 2], clean[:, 2])
+    assert torch.equal(found[4:, 1].isnan(), module(x)[0][4:, 1].isnan())
+
+
+def chain(cell: nn.Module, xs: Tensor, state: Any = None) -> list[Tensor]:
+    """The states that a loop of cells goes through, h and c in turn."""
+    seen = []
+    for x in xs:
+        state = cell(x, state)
+        seen += floating(state)
+    return seen
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bias", [True, False])
+@KINDS
+def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, bias: bool, spec: str) -> None:
+    cell = CELLS[kind](IN, WIDTH, bias=bias)
+    xs = torch.randn(STEPS, BATCH, IN)
+    assert floating(inside(spec, cell, xs[0, 0]))[0].shape == (WIDTH,)  # without a batch
+
+    def run(spec: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        twin, leaf = copy.deepcopy(cell).to(dtype), xs.to(dtype, copy=True).requires_grad_()
+        seen = inside(spec, chain, twin, leaf)
+        loss = sum((t.double() * t.detach().double().cos()).sum() for t in seen)
+        return seen, list(torch.autograd.grad(loss, [leaf, *twin.parameters()]))
+
+    (got, gradients), (truth, true_gradients) = run(spec, torch.float32), run("", torch.float64)
+    eps = torch.finfo(compute_of(spec)).eps
+    for state, true in zip(got, truth, strict=True):
+        assert state.dtype is state_of(spec)
+        assert off(state, true) < 4 * eps
+        if "hidden=fp32" in spec and kind != "rnn_relu":  # whose state may be one product
+            assert not torch.equal(state, state.to(compute_of(spec)).float())
+    for gradient, true in zip(gradients, true_gradients, strict=True):
+        assert gradient.dtype is torch.float32
+        if (
+            kind != "rnn_relu" or bias
+        ):  # without biases some unit is so close to 0 that a rounding turns its slope
+            assert off(gradient, true) < 6 * eps
+
+
+@KINDS
+def test_a_loop_of_cells_is_the_layer(kind: str) -> None:
+    layer, cell = Row(kind).module(), CELLS[kind](IN, WIDTH)
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
+    xs = torch.randn(STEPS, BATCH, IN)
+    for spec in SPECS:
+        seen = inside(spec, chain, cell, xs)
+        ends = floating(inside(spec, layer, xs)[1])
+        for mine, end in zip(seen[-len(ends) :], ends, strict=True):
+            torch.testing.assert_close(mine.float(), end[0].float(), rtol=0.02, atol=0.02)
+
+
+@KINDS
+def test_a_weight_that_changed_is_rounded_anew(kind: str) -> None:
+    """An optimizer's step may lie between any two calls."""
+    cell, xs = CELLS[kind](IN, WIDTH), torch.randn(2, BATCH, IN)
+    with mezzo.autocast("bf16,hidden=fp32", "cpu"):
+        state = cell(xs[0])
+        with torch.no_grad():
+            cell.weight_hh.add_(1.0)
+        got = floating(cell(xs[1], state))
+    fresh = floating(inside("bf16,hidden=fp32", copy.deepcopy(cell), xs[1], state))
+    for one, other in zip(got, fresh, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("spec", ["bf16", "bf16,hidden=fp32"])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_negated_tensors_are_read_as_their_values(kind: str, spec: str) -> None:
+    module, x = Row(kind).module(), torch.randn(STEPS, BATCH, IN)
+    got = inside(spec, module, torch._neg_view(-x))[0]
+    torch.testing.assert_close(got.float(), module(x)[0], rtol=0, atol=0.05)
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_compiled(kind: str, spec: str) -> None:
+    """Once as Dynamo does it, which leaves the layer out of its graph, and once with the layer in it.
+
+    With gradients PyTorch's own LSTM can't be in a graph ("expected all tensors ... to be Tensors").
+    """
+    module = Row(kind, {"num_layers": 2}).module()
+    x = torch.randn(STEPS, BATCH, IN)
+
+    def run(x: Tensor) -> Any:
+        with mezzo.autocast(spec, "cpu"):
+            return module(x * 1.0)
+
+    truth = floating(run(x))
+    for in_graph in (False, True):
+        torch._dynamo.reset()
+        with (
+            torch._dynamo.config.patch(allow_rnn=in_graph),
+            torch.set_grad_enabled(not in_graph or kind == "gru"),
+        ):
+            found = floating(torch.compile(run, backend="aot_eager", fullgraph=in_graph)(x))
+            if found[0].requires_grad:
+                module.zero_grad()
+                found[0].float().square().sum().backward()
+                assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+        assert [t.dtype for t in found] == [t.dtype for t in truth]
+        for got, true in zip(found, truth, strict=True):
+            torch.testing.assert_close(got, true, rtol=0, atol=0.02)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh"])
+def test_a_compiled_loop_of_cells(kind: str) -> None:
+    module = CELLS[kind](IN, WIDTH)
+    x = torch.randn(3, BATCH, IN)
+
+    def loop(x: Tensor) -> list[Tensor]:
+        state, seen = None, []
+        with mezzo.autocast("bf16,hidden=fp32", "cpu"):
+            for step in x:
+                state = module(step, state)
+                seen += [state] if isinstance(state, Tensor) else list(state)
+        return seen
+
+    truth = loop(x)
+    torch._dynamo.reset()
+    found = torch.compile(loop, backend="aot_eager", fullgraph=True)(x)
+    for got, true in zip(found, truth, strict=True):
+        assert got.dtype is true.dtype is torch.float32
+        torch.testing.assert_close(got, true, rtol=0, atol=0.02)
+    found[-1].sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own, of `mkldnn.flags`
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # and of its forward mode
+@pytest.mark.parametrize("spec", ["fp16", "fp16,hidden=fp32"])
+@pytest.mark.parametrize("of", ["layer", "cell"])
+@KINDS
+def test_torch_func_and_higher_derivatives(kind: str, of: str, spec: str) -> None:
+    module = Row(kind, {"num_layers": 2}).module() if of == "layer" else CELLS[kind](IN, WIDTH)
+    x, along = torch.randn(STEPS, BATCH, IN), torch.randn(STEPS, BATCH, IN)
+
+    def loss(x: Tensor, spec: str = spec) -> Tensor:
+        if of == "layer":
+            out: Tensor = inside(spec, module, x)[0]
+        else:
+            out = inside(spec, chain, module, x)[-1]
+        return out.float().square().sum()
+
+    def second(spec: str) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf, spec), leaf, create_graph=True)
+        return torch.autograd.grad((first * along).sum(), leaf)[0]
+
+    with torch.backends.mkldnn.flags(
+        enabled=False
+    ):  # whose LSTM has first derivatives only, of plain tensors
+        leaf = x.clone().requires_grad_()
+        (truth,) = torch.autograd.grad(loss(leaf), leaf)
+        close = {"rtol": 0, "atol": 0.02 * float(truth.abs().max())}
+        torch.testing.assert_close(torch.func.grad(loss)(x), truth, **close)
+        _, slope = torch.func.jvp(loss, (x,), (along,))
+        torch.testing.assert_close(slope, (truth * along).sum(), rtol=0.02, atol=0.02)
+        assert off(second(spec), second("")) < 0.05
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_checkpointed(spec: str) -> None:
+    module = Row("lstm", {"num_layers": 2, "dropout": 0.5}).module()
+    x = torch.randn(STEPS, BATCH, IN, requires_grad=True)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(run(x).float().square().sum(), [x, *module.parameters()]))
+
+    def plain(x: Tensor) -> Tensor:
+        found: Tensor = inside(spec, module, x)[0]
+        return found
+
+    def again(x: Tensor) -> Tensor:
+        found: Tensor = torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
+        return found
+
+    for one, other in zip(gradients(plain), gradients(again), strict=True):
+        assert torch.equal(one, other)
+
+
+# Why a state is kept in FP32: what a step adds to a state 256 times larger is lost in bf16.
+
+LONG = 4000
+GROWTH = 2.0**-10  # of an LSTM's cell at each step: more than half an ulp of bf16 up to 0.25
+RATE = 2.0**-11  # of the way to 1 that a GRU's state goes at each step
+
+
+def logit(p: float) -> float:
+    return float(torch.tensor(p, dtype=torch.float64).logit())
+
+
+def counter(kind: str) -> nn.RNNBase:
+    """A layer of one unit that adds at each step, whatever comes in."""
+    module = LAYERS[kind](1, 1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+        if kind == "lstm":  # c + GROWTH: input gate open as far as that, forget gate wide open, candidate 1
+            module.bias_ih_l0.copy_(torch.tensor([logit(GROWTH), 30.0, 10.0, 0.0]))
+        elif kind == "gru":  # h + RATE * (1 - h): update gate, candidate 1
+            module.bias_ih_l0.copy_(torch.tensor([0.0, logit(1 - RATE), 10.0]))
+        else:  # h + GROWTH
+            module.weight_hh_l0.fill_(1.0)
+            module.bias_ih_l0.fill_(GROWTH)
+    return module
+
+
+@torch.no_grad()
+def counted(kind: str, spec: str, steps: int = LONG) -> float:
+    """The state after so many steps."""
+    return float(floating(inside(spec, counter(kind), torch.zeros(steps, 1, 1)))[-1])
+
+
+@torch.no_grad()
+def counted_by_cells(kind: str, spec: str, steps: int) -> float:
+    module, cell = counter(kind), CELLS[kind](1, 1)
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in module.state_dict().items()})
+    return float(inside(spec, chain, cell, torch.zeros(steps, 1, 1))[-1])
+
+
+def reached(kind: str, steps: int) -> float:
+    """Where a counter is after so many steps by arithmetic."""
+    return steps * GROWTH if kind == "lstm" else 1 - (1 - RATE) ** steps
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_an_fp32_state_counts_on(kind: str, compute: str) -> None:
+    """The biases are rounded, as every factor is."""
+    spec = f"{compute},hidden=fp32"
+    assert counted(kind, spec) == pytest.approx(reached(kind, LONG), rel=0.02)
+    assert counted_by_cells(kind, spec, 600) == pytest.approx(reached(kind, 600), rel=0.02)
+
+
+@NATIVE
+@pytest.mark.parametrize("spec", ["bf16", "bf16,hidden=compute"])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_rounded_state_sticks(kind: str, spec: str) -> None:
+    assert counted(kind, spec) < 0.5 * reached(kind, LONG)
+    assert counted(kind, spec) == counted(kind, spec, 2 * LONG)  # for good
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_cells_rounded_state_sticks(kind: str) -> None:
+    assert counted_by_cells(kind, "bf16", 2000) < 0.7 * reached(kind, 2000)
+
+
+def share(steps: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Zeros and ones [steps, batch, 1], and which share of a sequence are ones [batch, 1]."""
+    chance = torch.rand(1, batch, 1, generator=generator)
+    x = (torch.rand(steps, batch, 1, generator=generator) < chance).float()
+    return x, x.mean(0)
+
+
+def trained(spec: str, seed: int, steps: int = 1000, width: int = 16, updates: int = 80) -> float:
+    """What an LSTM that has learnt to say the share of ones leaves unexplained, of 1: on other data, as trained.
+
+    It starts as one that is to remember for so many steps: forget gates 1 - 1/T and input gates 1/T, T up to `steps`
+    (Tallec and Ollivier, "Can recurrent neural networks warp time?", arXiv 1804.11188, section 2).
+    """
+    torch.manual_seed(seed)
+    lstm, head = nn.LSTM(1, width), nn.Linear(width, 1)
+    with torch.no_grad():
+        times = (torch.rand(width) * (steps - 2) + 1).log()
+        lstm.bias_hh_l0.zero_()
+        lstm.bias_ih_l0.zero_()
+        lstm.bias_ih_l0[:width], lstm.bias_ih_l0[width : 2 * width] = -times, times
+    parameters = [*lstm.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
+
+    def said(x: Tensor) -> Tensor:
+        answer: Tensor = head(inside(spec, lstm, x)[0][-1].float())
+        return answer
+
+    data = torch.Generator().manual_seed(seed)
+    for _ in range(updates):
+        x, y = share(steps, 32, data)
+        loss = (said(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        x, y = share(steps, 256, torch.Generator().manual_seed(99))
+        return float((said(x) - y).square().mean() / y.var())
+
+
+@NATIVE
+@pytest.mark.heavy
+def test_training_with_a_rounded_state_ends_worse() -> None:
+    """Two seeds; the same start, data and order, and only the format of what goes from step to step differs."""
+    kept, rounded = ([trained(f"bf16,hidden={how}", seed) for seed in (0, 1)] for how in ("fp32", "compute"))
+    assert max(kept) < 0.02, kept
+    assert min(rounded) > 1.5 * max(kept), (kept, rounded)
+    assert sum(rounded) > 3 * sum(kept), (kept, rounded)
+
+
+def test_the_page_runs() -> None:
+    """`docs/recurrent.md`, block after block."""
+    page = (Path(__file__).parents[1] / "docs" / "recurrent.md").read_text()
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})
