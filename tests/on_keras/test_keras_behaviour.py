@@ -28,6 +28,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, Observation
 from mezzo.core.policy_text import as_loss_scale
 
+pytestmark = pytest.mark.every_backend
+
 FORMS = {
     "tensorflow": ("stateful", "tf.function", "XLA"),
     "jax": ("stateful", "stateless", "jit"),

@@ -14,8 +14,9 @@ from keras import layers
 from conftest import BACKEND
 from mezzo.core.errors import UnknownNameError
 from mezzo.core.loss_scale import StaticLossScale
-from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, set_policy
-from mezzo.keras.policy import compiling
+from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, policy, set_policy
+
+pytestmark = pytest.mark.every_backend
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -133,7 +134,7 @@ def test_a_plan_that_was_left_is_not_looked_for() -> None:
     model.compile("sgd", "mse")
     model(X)
     set_policy("fp32")
-    assert not compiling._CALLED
+    assert not policy._CALLED
     set_policy("fp16")
     model.fit(X, Y, verbose=0)
 

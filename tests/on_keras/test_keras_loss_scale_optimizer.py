@@ -16,6 +16,8 @@ from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, St
 from mezzo.keras import LossScaleOptimizer
 from scale_cases import TABLE
 
+pytestmark = pytest.mark.every_backend
+
 INF, NAN = math.inf, math.nan
 
 MACHINES = [(DynamicLossScale(**settings), events) for settings, events, *_ in TABLE]

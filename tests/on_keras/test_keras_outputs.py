@@ -13,7 +13,9 @@ from keras import layers
 
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.keras import SixteenBitOutputWarning, check_outputs, layer_policies, set_policy
-from mezzo.keras.policy.outputs import traced_outputs
+from mezzo.keras.checks import traced_outputs
+
+pytestmark = pytest.mark.every_backend
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = np.arange(8) % 3

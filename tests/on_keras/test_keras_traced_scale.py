@@ -12,6 +12,8 @@ from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, St
 from mezzo.core.traced_scale import ScaleArrays, advance, on_host, start
 from scale_cases import TABLE
 
+pytestmark = pytest.mark.every_backend
+
 CASES = [(DynamicLossScale(**settings), history) for settings, history, *_ in TABLE]
 CASES += [(StaticLossScale(3.5), "..xx.x"), (NoLossScale(), ".x.")]
 
