@@ -111,6 +111,32 @@ def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(launch: Callable[.
     assert [update.optimizer for update in ran.of("update")] == [0, 1, 2]
 
 
+def test_a_model_that_makes_its_metrics_after_compile_is_recorded(launch: Callable[..., Ran]) -> None:
+    ran = launch(
+        LINEAR
+        + """
+class Own(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def compile(self, *args):
+        super().compile(*args)
+        self.own = keras.metrics.Mean(name="own")
+    def call(self, x):
+        return self.inner(x)
+    @property
+    def metrics(self):
+        return [self.own]
+model = Own(model)
+model.compile(keras.optimizers.SGD(0.05), "mse")
+model.fit(x, y, batch_size=10, epochs=1, verbose=0)
+""",
+        policy="fp32",
+    )
+    assert ran.status == 0, ran.err
+    assert len(ran.of("update")) == 4
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on its torch backend")
 def test_several_batches_in_one_call_are_one_step_with_all_their_losses(launch: Callable[..., Ran]) -> None:
     ran = launch(

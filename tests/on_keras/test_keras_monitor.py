@@ -380,6 +380,14 @@ def test_what_is_saved_in_a_watched_training_loads_in_any(tmp_path: Path) -> Non
     assert type(loaded._loss_tracker) is keras.metrics.Mean
 
 
+def test_the_train_function_is_given_back(tmp_path: Path) -> None:
+    net = model(plain=True)
+    fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
+    before = net.train_function
+    fit(net, [PrecisionMonitor(tmp_path, verbose=False)])
+    assert net.train_function is before
+
+
 BAD = [
     ({"folder": ""}, "give a folder"),
     ({"folder": 3}, "give a folder"),

@@ -146,7 +146,6 @@ class PrecisionMonitor(keras.callbacks.Callback):
             model.train_function = model.test_function = None
             model.make_train_function()
         self._recorder = recorder = _Recorder(model, _new_file(self.folder), self._watch, self._every)
-        model.train_function = around(model.train_function, recorder.before, recorder.after)
         # Neither an exception nor Ctrl-C is told to a callback; what waits then is written when this one goes.
         self._abandon = finalize(self, recorder.abandon)
 
@@ -220,6 +219,8 @@ class _Recorder:
         self._numbers: dict[str, int] = {}  # optimizer's name -> its number, in the order of first steps
         self._skipped: dict[str, int] = {}
         self._unsettled: list[Skipped] = []
+        self._inner = model.train_function
+        self._outer = model.train_function = around(self._inner, self.before, self.after)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -313,6 +314,7 @@ class _Recorder:
         for text in self._reader.notes:
             self.journal.note(text)
         self._note_optimizers()
+        self._give_back()
         self.journal.end(status)
 
     def abandon(self) -> None:
@@ -323,7 +325,12 @@ class _Recorder:
         # The interpreter may be going down, or the device have failed: the records so far are on disk.
         with suppress(Exception):
             self._write()
+        self._give_back()
         self.journal.close()
+
+    def _give_back(self) -> None:
+        if self._model.train_function is self._outer:
+            self._model.train_function = self._inner
 
     def _write(self) -> None:
         late = self.journal.now() - time.perf_counter()

@@ -78,7 +78,6 @@ class _Steps:
                     self._session.journal.note(str(one.message))
                 else:
                     warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-            keep_losses(model)
             return made
 
         return compile
@@ -94,6 +93,8 @@ class _Steps:
     def _making(self, original: Any) -> Any:
         @functools.wraps(original)
         def make_train_function(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.train_function is None:  # not in compile: a model's own metrics may be made after it
+                keep_losses(model)
             made = original(model, *args, **kwargs)
             function = model.train_function
             if function is not None and not hasattr(function, _MARK):
