@@ -25,9 +25,8 @@ from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram, RangeRow
 from mezzo.core.records import OverflowRecord, RangesRecord, RunStarted
 from mezzo.core.remedies import remedies as remedies_of
-from mezzo.keras.dtypes import NAMES
 from mezzo.keras.hardware import describe
-from mezzo.keras.plan import POLICIES, plan
+from mezzo.keras.plan import NAMES, POLICIES, plan
 from mezzo.keras.steps import Step, StepReader, around, keep_losses
 from mezzo.scripts.journal import Journal, now_text
 

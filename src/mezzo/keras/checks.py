@@ -19,9 +19,9 @@ import keras
 from keras.src.backend import compute_output_spec  # a trace on any backend; Keras has no public name for it
 
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.keras.dtypes import SIXTEEN_BITS, significant_bits
+from mezzo.core.formats import named
 from mezzo.keras.layers import check_is_layer, paths_under, walk
-from mezzo.keras.plan import KerasPlan, names, plan_behind
+from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, names, plan_behind
 from mezzo.scripts.patches import Patches
 
 
@@ -269,7 +269,7 @@ def advice(model: Any, output: Output) -> str:
     which = f"output {output.name!r}" if output.name else "the output"
     told = (
         f"{which} of the model {model.name!r} is {output.dtype}: a loss sees values of "
-        f"{significant_bits(output.dtype)} significant bits{lost}."
+        f"{named(NAMES[output.dtype]).nmant + 1} significant bits{lost}."
     )
     layer = output.layer
     if layer is None:

@@ -28,7 +28,7 @@ from typing import Any
 import keras
 
 from mezzo.core.errors import CallOrderError
-from mezzo.keras.dtypes import NARROW
+from mezzo.keras.plan import NARROW
 
 
 def is_narrow(thing: Any) -> bool:

@@ -29,8 +29,7 @@ from keras.src.trainers.trainer import Trainer
 
 from mezzo.core.records import OpFormats
 from mezzo.keras.checks import PolicyWarning, SixteenBitOutputWarning
-from mezzo.keras.dtypes import NAMES, NARROW, SIXTEEN_BITS
-from mezzo.keras.plan import POLICIES
+from mezzo.keras.plan import NAMES, NARROW, POLICIES, SIXTEEN_BITS
 from mezzo.keras.steps import StepReader, around, keep_losses
 
 if TYPE_CHECKING:

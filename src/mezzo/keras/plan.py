@@ -18,12 +18,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import FORMATS
+from mezzo.core.formats import FORMATS, named
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.patterns import is_pattern, matches
 from mezzo.core.policy import PRESETS, Policy, policy
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.core.traced_scale import traceable
+
+NAMES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e5m2": "e5m2",
+}
+"""Keras's name of a dtype -> Mezzo's of its format."""
+
+SIXTEEN_BITS = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits == 16)
+"""The dtypes that a mixed policy computes in."""
+
+NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits < 32)
+"""The dtypes that lose what FP32 holds: 16 and 8 bits."""
 
 # Mezzo's word -> Keras's.
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}

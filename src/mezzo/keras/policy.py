@@ -30,9 +30,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras import checks, layers
-from mezzo.keras.dtypes import SIXTEEN_BITS
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
-from mezzo.keras.plan import KerasPlan, PlannedName, plan, plan_behind
+from mezzo.keras.plan import SIXTEEN_BITS, KerasPlan, PlannedName, plan, plan_behind
 from mezzo.scripts.patches import Patches
 
 _PATCHES = Patches()

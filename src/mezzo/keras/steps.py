@@ -352,7 +352,7 @@ def _packed() -> Callable[[Any, list[Any]], Any]:
     if backend == "jax":
         import jax
 
-        return jax.jit(_pack)  # type: ignore[no-any-return]
+        return jax.jit(_pack)
     if backend == "torch":
         import torch
 
