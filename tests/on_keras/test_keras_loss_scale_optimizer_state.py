@@ -21,8 +21,6 @@ from mezzo.core.loss_scale import (
 )
 from mezzo.keras import LossScaleOptimizer
 
-pytestmark = pytest.mark.every_backend
-
 INF = math.inf
 
 
@@ -114,6 +112,7 @@ def test_built_again_it_keeps_its_variables() -> None:
     assert values(held) == [[0, 1]]
 
 
+@pytest.mark.every_backend
 def test_gradients_of_every_narrow_format_are_unscaled_in_fp32() -> None:
     from mezzo.keras.gradients import unscale
 
@@ -127,6 +126,7 @@ def test_gradients_of_every_narrow_format_are_unscaled_in_fp32() -> None:
     assert not any(map(bool, bad))
 
 
+@pytest.mark.every_backend
 def test_no_other_framework_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, optimizer = variables(), LossScaleOptimizer(sgd(use_ema=True))
     optimizer.build(weights)
@@ -139,6 +139,7 @@ def test_no_other_framework_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int(optimizer.iterations) == int(optimizer.skipped_steps) == 1
 
 
+@pytest.mark.every_backend
 def test_the_assertion_in_a_graph_shows_a_hundred_variables() -> None:
     if BACKEND != "tensorflow":
         pytest.skip("an assertion in a graph is TensorFlow's")
@@ -158,6 +159,7 @@ def test_the_assertion_in_a_graph_shows_a_hundred_variables() -> None:
     assert " ".join("1" * 100) in told
 
 
+@pytest.mark.every_backend
 def test_the_warning_is_of_the_line_that_applies() -> None:
     optimizer = LossScaleOptimizer(sgd(), on_unscaled="warn")
     with pytest.warns(UserWarning, match="The loss was not scaled") as told, no_gradients():

@@ -15,8 +15,6 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.keras import SixteenBitOutputWarning, check_outputs, layer_policies, set_policy
 from mezzo.keras.checks import traced_outputs
 
-pytestmark = pytest.mark.every_backend
-
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = np.arange(8) % 3
 LOSS = "sparse_categorical_crossentropy"
@@ -84,6 +82,7 @@ RIGHT: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", WRONG)
 def test_a_16_bit_output_is_told_once_before_anything_is_learnt(name: str) -> None:
     make, layer = WRONG[name]
@@ -124,6 +123,7 @@ class Sixths(layers.Layer):
         return keras.KerasTensor((x.shape[0], 3), self.compute_dtype)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", ["says", "sixths"])
 def test_what_compile_cannot_know_is_told_once_all_the_same(name: str) -> None:
     set_policy("fp16")
@@ -273,6 +273,7 @@ def test_check_outputs_asks_for_a_batch_where_it_needs_one(name: str) -> None:
         check_outputs(WRONG[name][0]())
 
 
+@pytest.mark.every_backend
 def test_looking_changes_nothing_in_the_model() -> None:
     class Counting(layers.Layer):
         def build(self, shape: Any) -> None:
@@ -294,6 +295,7 @@ def test_looking_changes_nothing_in_the_model() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.every_backend
 def test_sizes_that_are_left_open() -> None:
     set_policy("bf16")
     inputs = keras.Input((None, None, 1))
