@@ -105,7 +105,7 @@ def start(backend: str, precision: str, seed: int, argv: Sequence[str], limit: f
         log = Path(folder, "log.txt")
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "mezzo.keras.launch", str(text)],
+                [sys.executable, "-m", "mezzo.keras.run", str(text)],
                 env={
                     **os.environ,
                     "KERAS_BACKEND": backend,

@@ -149,7 +149,7 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_child_of_keras_imports_no_framework_before_the_script() -> None:
     code = (
-        "import sys; import mezzo.keras.launch.__main__, mezzo.verify.frameworks; "
+        "import sys; import mezzo.keras.run, mezzo.verify.frameworks; "
         "print([name for name in ('keras', 'tensorflow', 'jax', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,8 +15,7 @@ import pytest
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.keras.policy.plan import KerasPlan, names, plan
-from mezzo.keras.policy.planned_name import PlannedName, plan_behind
+from mezzo.keras.plan import KerasPlan, PlannedName, names, plan, plan_behind
 
 HEAD = (("head", "float32"),)
 
@@ -225,7 +224,7 @@ def test_a_planned_name_is_its_string_and_survives_copies_but_not_files() -> Non
 
 def test_a_plan_imports_no_framework() -> None:
     code = (
-        "import sys; from mezzo.keras.policy.plan import plan; plan('fp16,module.a=fp32'); "
+        "import sys; from mezzo.keras.plan import plan; plan('fp16,module.a=fp32'); "
         "print([m for m in ('keras', 'tensorflow', 'jax', 'torch', 'tf_keras') if m in sys.modules])"
     )
     assert (

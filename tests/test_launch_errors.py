@@ -11,7 +11,7 @@ import pytest
 
 from launching import Ran, launcher
 from mezzo.cli.main import main
-from mezzo.keras.launch import runner as keras_runner
+from mezzo.keras import run as keras_runner
 from mezzo.pytorch.launch import runner
 
 TRAIN = """

@@ -130,7 +130,7 @@ NO_FRAMEWORK = [
     "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
     "import mezzo; mezzo.StatisticalLossScale()",
     "import mezzo; mezzo.keras; mezzo.tensorflow",
-    "import mezzo.scripts.seeds, mezzo.keras.policy.plan; mezzo.keras.policy.plan.plan('fp16,module.head=fp32')",
+    "import mezzo.scripts.seeds, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
     "import mezzo.core.records, mezzo.core.errors",
     "import mezzo; mezzo.formats.round(0.1, 'bf16'); mezzo.formats.bits(0.1, 'fp16')",
     "import mezzo, numpy; mezzo.formats.round(numpy.ones(3, numpy.float32), 'fp16')",

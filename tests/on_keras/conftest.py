@@ -1,4 +1,7 @@
-"""Keras's tests run once for each backend (`make frameworks`): KERAS_BACKEND names it, TensorFlow unless it is set."""
+"""Keras's tests: all of them on PyTorch, those marked `every_backend` on TensorFlow and JAX too (`make frameworks`).
+
+KERAS_BACKEND names the backend, TensorFlow unless it is set. A test that is skipped on some backends is marked here.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("skipif") is not None:
+            item.add_marker("every_backend")
 
 
 def pytest_report_header() -> str:

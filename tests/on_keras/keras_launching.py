@@ -9,7 +9,7 @@ import pytest
 
 import launching
 from launching import Ran
-from mezzo.keras.launch.runner import run
+from mezzo.keras.run import run
 
 __all__ = ["Ran", "launcher"]
 

@@ -209,6 +209,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize(("row", "form"), RUNS, ids=str)
 def test_ours(row: Row, form: str) -> None:
     optimizer, pure = hold(row, mezzo.keras.LossScaleOptimizer, form)
@@ -221,6 +222,7 @@ def test_ours(row: Row, form: str) -> None:
         assert keras.ops.convert_to_numpy(optimizer.bad_gradients).astype(bool).tolist() == flags
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("row", [row for row in ROWS if row.of_keras], ids=str)
 def test_keras_s_own_where_it_agrees(row: Row) -> None:
     """The table is right: what Keras's own does as it should, it says too."""
@@ -292,6 +294,7 @@ def test_a_configuration_that_keras_wrote_once_is_read() -> None:
     assert float(optimizer.inner_optimizer.learning_rate) == 0.5
 
 
+@pytest.mark.every_backend
 def test_optimizers_by_variable_under_one_loss_scale() -> None:
     inner = keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(sgd(), {".*first.*": keras.optimizers.SGD(learning_rate=0.25)})

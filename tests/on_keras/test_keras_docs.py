@@ -27,6 +27,7 @@ def _undone() -> Iterator[None]:
     set_policy("fp32")
 
 
+@pytest.mark.every_backend
 def test_the_pages_python_runs_and_prints_what_it_shows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,7 @@ from keras import layers
 from conftest import BACKEND
 from mezzo.core.errors import UnknownNameError
 from mezzo.core.loss_scale import StaticLossScale
-from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, set_policy
-from mezzo.keras.policy import compiling
+from mezzo.keras import LossScaleOptimizer, PolicyWarning, SixteenBitOutputWarning, policy, set_policy
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -90,12 +89,14 @@ def made(precision: str, loss: str | None = None, **arguments: Any) -> keras.Mod
     return model
 
 
+@pytest.mark.every_backend
 def test_a_pattern_that_names_no_layer_is_told_after_the_first_step() -> None:
     model = made("fp16,module.head=fp32,module.boddy=fp32")
     with pytest.raises(UnknownNameError, match=r"module\.boddy names no layer .* Did you mean 'body'\?"):
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.every_backend
 def test_a_16_bit_output_is_told_once_after_the_first_step() -> None:
     model = made("fp16", "mse")
     with warnings.catch_warnings(record=True) as found:
@@ -133,7 +134,7 @@ def test_a_plan_that_was_left_is_not_looked_for() -> None:
     model.compile("sgd", "mse")
     model(X)
     set_policy("fp32")
-    assert not compiling._CALLED
+    assert not policy._CALLED
     set_policy("fp16")
     model.fit(X, Y, verbose=0)
 
@@ -186,6 +187,7 @@ class Growing(keras.Model):
         return self.head(self.body(x)) if self.what == "layers" else x @ self.kernel
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("what", ["layers", "weights"])
 @pytest.mark.parametrize("built", [True, False])
 def test_the_loss_of_a_model_is_scaled_before_it_has_its_layers(what: str, built: bool) -> None:
@@ -224,6 +226,7 @@ def test_compiled_before_and_after_it_is_built_a_model_is_told_once() -> None:
     assert [each.category for each in found].count(SixteenBitOutputWarning) == 1
 
 
+@pytest.mark.every_backend
 def test_what_add_loss_was_given_in_16_bits_is_summed_in_fp32() -> None:
     class Adding(keras.Model):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Keras scripts that know nothing of Mezzo, run by `mezzo.keras.launch`: what is recorded of their training."""
+"""Keras scripts that know nothing of Mezzo, run by `mezzo.keras.run`: what is recorded of their training."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def naive_losses(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.every_backend
 def test_every_batch_of_fit_has_its_own_loss_and_an_update(launch: Callable[..., Ran]) -> None:
     ran = launch(
         LINEAR
@@ -110,6 +111,32 @@ def test_an_optimizer_that_is_gone_gives_its_number_to_nobody(launch: Callable[.
     assert [update.optimizer for update in ran.of("update")] == [0, 1, 2]
 
 
+def test_a_model_that_makes_its_metrics_after_compile_is_recorded(launch: Callable[..., Ran]) -> None:
+    ran = launch(
+        LINEAR
+        + """
+class Own(keras.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def compile(self, *args):
+        super().compile(*args)
+        self.own = keras.metrics.Mean(name="own")
+    def call(self, x):
+        return self.inner(x)
+    @property
+    def metrics(self):
+        return [self.own]
+model = Own(model)
+model.compile(keras.optimizers.SGD(0.05), "mse")
+model.fit(x, y, batch_size=10, epochs=1, verbose=0)
+""",
+        policy="fp32",
+    )
+    assert ran.status == 0, ran.err
+    assert len(ran.of("update")) == 4
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on its torch backend")
 def test_several_batches_in_one_call_are_one_step_with_all_their_losses(launch: Callable[..., Ran]) -> None:
     ran = launch(
@@ -125,6 +152,7 @@ model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0)
     assert "steps_per_execution" in ran.notes
 
 
+@pytest.mark.every_backend
 def test_fp16_is_scaled_and_a_skipped_step_is_told(launch: Callable[..., Ran]) -> None:
     ran = launch(
         LINEAR
@@ -135,7 +163,7 @@ print(type(model.optimizer).__module__, model.layers[0].compute_dtype)
         policy="fp16,loss_scale=dynamic(init=2**18)",
         observe=True,
     )
-    assert ran.lines[-1:] == ["mezzo.keras.scaling.loss_scale_optimizer float16"], ran.err
+    assert ran.lines[-1:] == ["mezzo.keras.loss_scale_optimizer float16"], ran.err
     updates = ran.of("update")
     scales = [one.loss_scale for one in updates]
     assert scales[0] == 2.0**18
@@ -150,6 +178,7 @@ print(type(model.optimizer).__module__, model.layers[0].compute_dtype)
     assert ran.of("run")[0].policy.startswith("fp16")
 
 
+@pytest.mark.every_backend
 def test_layers_and_their_formats_are_observed(launch: Callable[..., Ran]) -> None:
     ran = launch(
         HEAD
@@ -211,6 +240,7 @@ def test_a_script_without_seeds_is_seeded(launch: Callable[..., Ran]) -> None:
     assert first != other
 
 
+@pytest.mark.every_backend
 def test_every_seed_of_keras_is_shifted(launch: Callable[..., Ran]) -> None:
     source = """
 import keras
@@ -259,6 +289,7 @@ def test_the_twin_begins_one_ulp_away(launch: Callable[..., Ran]) -> None:
     np.testing.assert_allclose(plain, twin, rtol=1e-5)
 
 
+@pytest.mark.every_backend
 def test_the_script_ends_after_as_many_updates_as_were_asked_for(launch: Callable[..., Ran]) -> None:
     ran = launch(
         LINEAR
@@ -326,11 +357,32 @@ def test_a_script_that_never_trains_says_so(launch: Callable[..., Ran]) -> None:
     assert "never called fit" in ran.notes
 
 
+LOOP = """
+import contextlib
+optimizer = keras.optimizers.SGD(0.05)
+gradients = [keras.ops.ones_like(v.value) for v in model.trainable_variables]
+with __import__("torch").no_grad() if keras.backend.backend() == "torch" else contextlib.nullcontext():
+    optimizer.apply(gradients, model.trainable_variables)
+"""
+
+
+@pytest.mark.parametrize(("policy", "scaled"), [("bf16", False), ("fp16", True)])
+def test_a_loop_of_the_scripts_own_is_told_what_to_write(
+    launch: Callable[..., Ran], policy: str, scaled: bool
+) -> None:
+    ran = launch(LINEAR + LOOP, policy=policy)
+    assert (ran.status, ran.of("update")) == (0, [])
+    (note,) = (line for line in ran.notes.splitlines() if "never called fit" in line)
+    assert "train_step" in note
+    assert "model.fit" in note
+    assert ("mezzo.keras.LossScaleOptimizer(optimizer)" in note) == scaled
+
+
 def test_a_script_that_raises_gives_its_traceback_and_status(launch: Callable[..., Ran]) -> None:
     ran = launch("import keras\nraise KeyError('mine')", policy="bf16")
     assert ran.status == 1
     assert "KeyError: 'mine'" in ran.err
-    assert "mezzo/keras/launch" not in ran.err
+    assert "mezzo/keras/run" not in ran.err
 
 
 @pytest.mark.parametrize(
@@ -343,10 +395,11 @@ def test_what_only_pytorch_runs_can_do_is_refused(
         launch("import keras", policy="fp32", **asked)
 
 
+@pytest.mark.every_backend
 def test_everything_is_given_back(launch: Callable[..., Ran]) -> None:
     import keras
 
-    from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
+    from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 
     def found() -> list[object]:
         trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))

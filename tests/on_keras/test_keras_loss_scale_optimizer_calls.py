@@ -15,6 +15,8 @@ from mezzo.core.errors import CallOrderError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
+pytestmark = pytest.mark.every_backend
+
 
 def sgd(**settings: Any) -> Any:
     return keras.optimizers.SGD(0.5, **settings)
@@ -33,12 +35,10 @@ def forgetful_step(optimizer: Any, weights: Any = None) -> list[list[float]]:
 
 def test_applying_gradients_of_a_loss_that_nobody_scaled() -> None:
     """Keras's own divides them by the scale and says nothing."""
-    with pytest.raises(
-        CallOrderError, match=r"divides the gradients by the loss scale 2\^16.*scale_loss\(loss\)"
-    ):
+    with pytest.raises(CallOrderError, match=r"not scaled.*loss scale 2\^16.*scale_loss\(loss\)"):
         forgetful_step(LossScaleOptimizer(sgd()))
     optimizer = LossScaleOptimizer(sgd(), on_unscaled="warn")
-    with pytest.warns(UserWarning, match="nobody has multiplied the loss"):
+    with pytest.warns(UserWarning, match="The loss was not scaled"):
         forgetful_step(optimizer)
     once = values(optimizer.step_counter)
     with no_gradients():

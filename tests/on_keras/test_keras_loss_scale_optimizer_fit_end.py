@@ -14,6 +14,8 @@ from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
+pytestmark = pytest.mark.every_backend
+
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 

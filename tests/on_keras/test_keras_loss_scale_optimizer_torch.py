@@ -16,13 +16,16 @@ from conftest import BACKEND
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.keras import LossScaleOptimizer
-from mezzo.keras.scaling import apply_or_keep, patience
+from mezzo.keras import gradients as gradients_module
+from mezzo.keras import loss_scale_optimizer as optimizer_module
 
 if BACKEND != "torch":
     pytest.skip("the PyTorch backend alone", allow_module_level=True)
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.every_backend
 
 INF = math.inf
 
@@ -40,7 +43,7 @@ class NoReading(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path for accelerators, taken on this CPU."""
-    for module in (apply_or_keep, patience):
+    for module in (gradients_module, optimizer_module):
         monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
 
 
@@ -80,7 +83,7 @@ def test_the_path_without_reading_equals_the_branching_one(
 ) -> None:
     events = ".x..xx..."
     branching = weights_after(make, events, contextlib.nullcontext())
-    for module in (apply_or_keep, patience):
+    for module in (gradients_module, optimizer_module):
         monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
     assert weights_after(make, events, contextlib.nullcontext()) == branching
     if not reads:
@@ -97,7 +100,7 @@ def test_the_path_without_reading_equals_the_branching_one(
 
 
 def test_the_branching_path_copies_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply_or_keep, "_put_back", None)
+    monkeypatch.setattr(gradients_module, "_put_back", None)
     weights = variables()
     optimizer = LossScaleOptimizer(sgd())
     optimizer.build(weights)
@@ -115,9 +118,8 @@ def test_the_branching_path_copies_no_variable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch_gradients` against its specification in `gradients`, with NaN, infinities and formats mixed."""
-    from mezzo.keras.scaling import torch_gradients
-    from mezzo.keras.scaling.gradients import unscale
+    """`unscale_together` against its specification, with NaN, infinities and formats mixed."""
+    from mezzo.keras.gradients import unscale
 
     weights = [
         *variables([[1.0, 1.0]] * 5),
@@ -142,7 +144,7 @@ def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPat
                 torch.testing.assert_close(one[0], together[0][at], rtol=0, atol=0, equal_nan=True)
                 assert found == [together[1][at]]
             with monkeypatch.context() as patch:
-                patch.setattr(torch_gradients, "unscale_together", lambda *_: None)
+                patch.setattr(gradients_module, "unscale_together", lambda *_: None)
                 singly = unscale(*arguments, in_variables_format=again)
             for ours, theirs in zip(together[0], singly[0]):
                 assert (ours is None) == (theirs is None)
@@ -167,7 +169,7 @@ KERNELS = {
 
 @pytest.mark.parametrize(("gradients", "taken"), KERNELS.values(), ids=KERNELS)
 def test_what_the_kernels_for_lists_are_handed(gradients: list[Any], taken: bool) -> None:
-    from mezzo.keras.scaling.torch_gradients import unscale_together
+    from mezzo.keras.gradients import unscale_together
 
     weights = variables([[1.0]] * len(gradients))
     if taken:
@@ -183,8 +185,8 @@ def test_an_empty_variable_is_no_obstacle() -> None:
 
 
 def test_reading_is_free_on_a_cpu_alone() -> None:
-    assert apply_or_keep.reading_is_free(torch.zeros(()))
-    assert not apply_or_keep.reading_is_free(torch.zeros((), device="meta"))
+    assert gradients_module.reading_is_free(torch.zeros(()))
+    assert not gradients_module.reading_is_free(torch.zeros((), device="meta"))
 
 
 def test_on_an_accelerator_the_patience_is_looked_at_every_50th_step(

@@ -17,7 +17,7 @@ import mezzo.keras
 from conftest import BACKEND
 from mezzo.core import records
 from mezzo.keras import PrecisionMonitor
-from mezzo.keras.monitor import lost_state
+from mezzo.keras.callback import not_finite
 
 Array = npt.NDArray[Any]
 BATCH, BATCHES = 16, 6
@@ -128,7 +128,7 @@ def test_a_training_that_loses_nothing_has_no_note(
     net = model()
     assert not notes(watched(net, tmp_path, data(1.0)))
     assert len(capsys.readouterr().out.splitlines()) == 1
-    assert lost_state.not_finite(net) == []
+    assert not_finite(net) == []
 
 
 class Masked(keras.layers.Layer):  # type: ignore[misc]
@@ -148,9 +148,9 @@ def test_a_mask_of_infinities_is_not_told_and_a_nan_in_it_is(tmp_path: Path) -> 
     net = model(middle=Masked(name="masked"))
     net.layers[1].mask.assign([0.0, -math.inf])
     assert not notes(watched(net, tmp_path, data(1.0)))
-    assert [(one.path, is_nan) for one, is_nan in lost_state.not_finite(net)] == [("net/masked/mask", False)]
+    assert [(one.path, is_nan) for one, is_nan in not_finite(net)] == [("net/masked/mask", False)]
     net.layers[1].mask.assign([math.nan, -math.inf])
-    assert [is_nan for _, is_nan in lost_state.not_finite(net)] == [True]
+    assert [is_nan for _, is_nan in not_finite(net)] == [True]
     (note,) = notes(watched(net, tmp_path, data(1.0)))
     assert note.startswith("net/masked/mask is NaN")
 
@@ -161,15 +161,15 @@ import tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import keras, math
-from mezzo.keras.monitor import lost_state
+from mezzo.keras.callback import not_finite
 
 with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
     net = keras.Sequential([keras.layers.Input((2,)), keras.layers.BatchNormalization(name="norm")], name="net")
-assert lost_state.not_finite(net) == []
+assert not_finite(net) == []
 mean, variance = net.non_trainable_variables
 mean.value.values[1].assign([math.nan, 0.0])
 variance.value.values[0].assign([math.inf, 0.0])
-print([(one.path, is_nan) for one, is_nan in lost_state.not_finite(net)])
+print([(one.path, is_nan) for one, is_nan in not_finite(net)])
 """
 
 

@@ -102,6 +102,7 @@ def _float16() -> None:
     keras.config.set_dtype_policy("mixed_float16")
 
 
+@pytest.mark.every_backend
 def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> None:
     net = Own()
     net.compile(scaled(), "mse")
@@ -132,6 +133,7 @@ def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> N
     assert ["training step reports" in note for note in of("end", monitor.path)[0].notes] == [True]
 
 
+@pytest.mark.every_backend
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("own", [True, False])
 def test_data_of_unknown_length(tmp_path: Path, own: bool) -> None:

@@ -13,7 +13,7 @@ from keras import layers
 
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.keras import SixteenBitOutputWarning, check_outputs, layer_policies, set_policy
-from mezzo.keras.policy.outputs import traced_outputs
+from mezzo.keras.checks import traced_outputs
 
 X = np.random.default_rng(0).standard_normal((8, 4)).astype("float32")
 Y = np.arange(8) % 3
@@ -82,6 +82,7 @@ RIGHT: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", WRONG)
 def test_a_16_bit_output_is_told_once_before_anything_is_learnt(name: str) -> None:
     make, layer = WRONG[name]
@@ -122,6 +123,7 @@ class Sixths(layers.Layer):
         return keras.KerasTensor((x.shape[0], 3), self.compute_dtype)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", ["says", "sixths"])
 def test_what_compile_cannot_know_is_told_once_all_the_same(name: str) -> None:
     set_policy("fp16")
@@ -271,6 +273,7 @@ def test_check_outputs_asks_for_a_batch_where_it_needs_one(name: str) -> None:
         check_outputs(WRONG[name][0]())
 
 
+@pytest.mark.every_backend
 def test_looking_changes_nothing_in_the_model() -> None:
     class Counting(layers.Layer):
         def build(self, shape: Any) -> None:
@@ -292,6 +295,7 @@ def test_looking_changes_nothing_in_the_model() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.every_backend
 def test_sizes_that_are_left_open() -> None:
     set_policy("bf16")
     inputs = keras.Input((None, None, 1))

@@ -31,7 +31,7 @@ FILES = (
 )
 NAMED = "LossScaleOptimizerTest or loss_scal or blocks_nested_optimizers"
 
-UNSCALED = "nobody has multiplied the loss by it"
+UNSCALED = "The loss was not scaled"
 WHY_UNSCALED = "the test applies gradients that nobody scaled, which ours refuses unless on_unscaled='ignore'"
 
 # on_unscaled -> test, without the form at its end -> what its error says, and why ours differs.

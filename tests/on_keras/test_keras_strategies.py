@@ -16,6 +16,8 @@ import pytest
 
 from conftest import BACKEND
 
+pytestmark = pytest.mark.every_backend
+
 COMMON = """
 import json, math
 import keras
@@ -63,7 +65,7 @@ JIT = False
 """
 
 MIRRORED = """
-from mezzo.keras.scaling.replicas import step_on_all
+from mezzo.keras.gradients import step_on_all_replicas
 
 # One for all: a second one in the process takes up the collective keys of the first.
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -118,7 +120,7 @@ def infinite(gradients, variables):
 def unmerged(of_replica):
     def replica():
         found, at = [], tf.distribute.get_replica_context().replica_id_in_sync_group
-        step_on_all([of_replica[at]], [None], infinite, lambda step, bad: found.append(bad), None)
+        step_on_all_replicas([of_replica[at]], [None], infinite, lambda step, bad: found.append(bad), None)
         return found[0]
     return strategy.experimental_local_results(strategy.run(replica))
 

@@ -20,6 +20,8 @@ if BACKEND != "torch":
 
 import torch
 
+pytestmark = pytest.mark.every_backend
+
 X = np.random.default_rng(0).standard_normal((16, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 

@@ -10,13 +10,13 @@ from mezzo.core.lazy import lazy
 
 # Public name -> its module.
 _PUBLIC = {
-    "LossScaleOptimizer": "mezzo.keras.scaling.loss_scale_optimizer",
-    "PolicyWarning": "mezzo.keras.policy.plan_check",
-    "PrecisionMonitor": "mezzo.keras.monitor.precision_monitor",
-    "SixteenBitOutputWarning": "mezzo.keras.policy.outputs",
-    "check_outputs": "mezzo.keras.policy.outputs",
-    "layer_policies": "mezzo.keras.policy.policy_table",
-    "set_policy": "mezzo.keras.policy.global_policy",
+    "LossScaleOptimizer": "mezzo.keras.loss_scale_optimizer",
+    "PolicyWarning": "mezzo.keras.checks",
+    "PrecisionMonitor": "mezzo.keras.callback",
+    "SixteenBitOutputWarning": "mezzo.keras.checks",
+    "check_outputs": "mezzo.keras.checks",
+    "layer_policies": "mezzo.keras.layers",
+    "set_policy": "mezzo.keras.policy",
 }
 
 __all__ = [

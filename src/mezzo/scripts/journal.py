@@ -74,10 +74,12 @@ class Journal:
         if text not in self.notes:
             self.notes.append(text)
 
-    def loss(self, value: Any) -> None:
-        """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change."""
+    def loss(self, value: Any, at: float | None = None) -> None:
+        """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change; `at` if not now."""
         if self.writes:
-            self._put(LossRecord(index=self.losses, loss=math.nan, at=self.now()), value)
+            self._put(
+                LossRecord(index=self.losses, loss=math.nan, at=self.now() if at is None else at), value
+            )
         self.losses += 1
 
     def update(
@@ -88,8 +90,9 @@ class Journal:
         loss_scale: float,
         reason: str = "",
         observed: bool = False,
+        at: float | None = None,
     ) -> None:
-        """An optimizer's step that moved the parameters, or that was vetoed."""
+        """An optimizer's step that moved the parameters, or that was vetoed; `at` if not now."""
         if self.writes:
             record = UpdateRecord(
                 index=self.updates,
@@ -97,7 +100,7 @@ class Journal:
                 moved=moved,
                 skipped=not moved,
                 loss_scale=loss_scale,
-                at=self.now(),
+                at=self.now() if at is None else at,
                 reason=reason,
                 observed=observed,
             )
@@ -125,6 +128,10 @@ class Journal:
     def end(self, status: int) -> None:
         """The script is over: everything that waits is written, then the end."""
         self._put(RunEnded(status=status, seconds=self.now(), notes=list(self.notes)), None)
+        self.close()
+
+    def close(self) -> None:
+        """Write what waits, without an end: the run was broken off."""
         self.flush()
         if self._writer is not None:
             self._writer.close()
@@ -139,13 +146,17 @@ class Journal:
             if self._writer is not None:
                 self._writer.write(record)
 
-    def _put(self, record: Record, value: Any) -> None:
+    def begin(self) -> None:
+        """Write the `run` record now, if it is not there yet."""
         if self._make_started is not None:
             make, self._make_started = self._make_started, None
             if self._widen is not None:
                 self._writer = self._widen(self._writer)
             if self._writer is not None:
                 self._writer.write(make())
+
+    def _put(self, record: Record, value: Any) -> None:
+        self.begin()
         if self._writer is None:
             return
         self._queue.append((record, value))

@@ -100,7 +100,7 @@ def _is_mixed(policy: Any) -> bool:
 def _global_policies() -> Iterator[tuple[str, Any, str]]:
     """Of each Keras that is imported: its name, its policy, and the call that sets FP32."""
     if "keras" in sys.modules:
-        from mezzo.keras.policy.planned_name import plan_behind
+        from mezzo.keras.plan import plan_behind
 
         policy = sys.modules["keras"].config.dtype_policy()
         ours = plan_behind(policy) is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mezzo.core.errors import unknown_name
 from mezzo.core.policy import policy
-from mezzo.keras.policy.plan import plan
+from mezzo.keras.plan import plan
 from mezzo.pytorch.launch.storage import check
 from mezzo.verify.children import LAUNCH
 from mezzo.verify.finished import FinishedRun
@@ -122,12 +122,12 @@ FRAMEWORKS = _table(
         ),
         Framework(
             "keras",
-            (sys.executable, "-m", "mezzo.keras.launch"),
+            (sys.executable, "-m", "mezzo.keras.run"),
             _of_keras,
             ("keras", "tensorflow", "jax", "torch"),
-            "ended without a training step that Mezzo sees (fit, train_on_batch, or an optimizer that the script "
-            "applies itself), so it has no loss to compare. Compare a script that trains; one that only evaluates, or "
-            "trains in other processes, has none here.",
+            "ended without a training step that Mezzo sees (fit or train_on_batch), so it has no loss to compare. Put "
+            "the step of a loop of its own into train_step of its keras.Model and call model.fit; a script that only "
+            "evaluates, or trains in other processes, has no loss here.",
             _is_not_keras,
             False,
         ),

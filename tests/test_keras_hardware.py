@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.keras import machine
+from mezzo.keras import hardware
 
 
 def framework(**parts: Any) -> Any:
@@ -85,9 +85,9 @@ GPUS = [
 def test_the_gpu_and_its_formats(
     backend: str, module: Any, gpu: str | None, formats: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_cpu", lambda: ("a CPU", {"fma", "amx_bf16"}))
+    monkeypatch.setattr(hardware, "_cpu", lambda: ("a CPU", {"fma", "amx_bf16"}))
     without(monkeypatch, **{backend or "tensorflow": module})
-    told = machine.describe(backend)
+    told = hardware.describe(backend)
     assert json.loads(json.dumps(told)) == told
     assert told["gpu"] == gpu
     assert told["device_type"] == ("cpu" if gpu is None else "gpu")
@@ -108,11 +108,11 @@ def test_versions_of_what_was_used(
 ) -> None:
     parts = dict.fromkeys(("keras", "tensorflow", "tf_keras"), framework())
     without(monkeypatch, jax=jax_with("cpu"), torch=torch_with(None), **parts)
-    told = machine.describe(backend, used=used)
+    told = hardware.describe(backend, used=used)
     names = {"keras", "tensorflow", "jax", "torch", "tf_keras"}
     assert {name: told[name] for name in names & told.keys()} == dict.fromkeys(versions, "9.9")
     without(monkeypatch)
-    assert not names & machine.describe("").keys()
+    assert not names & hardware.describe("").keys()
 
 
 CPUINFO = """\
@@ -141,7 +141,7 @@ flags\t\t: none
 def test_the_cpu(key: str, flags: str, formats: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = CPUINFO.format(flags=flags).replace("flags", key)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
-    told = machine.describe("")
+    told = hardware.describe("")
     assert told["cpu"] == "Some CPU @ 2.00GHz"
     assert told["native_formats"] == formats
 
@@ -151,11 +151,11 @@ def test_a_machine_without_proc_or_affinity(monkeypatch: pytest.MonkeyPatch) -> 
         raise FileNotFoundError(self)
 
     monkeypatch.setattr(Path, "read_text", absent)
-    monkeypatch.setattr(machine.platform, "processor", lambda: "")
-    monkeypatch.setattr(machine.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(hardware.platform, "processor", lambda: "")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
-    told = machine.describe("")
+    told = hardware.describe("")
     assert (told["cpu"], told["native_formats"], told["usable_cores"]) == ("arm64", [], 3)
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    assert machine.describe("")["usable_cores"] == 7
+    assert hardware.describe("")["usable_cores"] == 7

@@ -1,6 +1,6 @@
 """What a precision means to Keras, as a value: the policy of every layer by its path, and the loss scale.
 
-No framework is imported here. `mezzo.keras.policy.global_policy` puts a plan in force.
+No framework is imported here. `mezzo.keras.set_policy` puts a plan in force.
 
 Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same, and it may begin at
 any component: ``head`` is the layer at ``head`` and the one at ``my_model/head``, since Keras puts the model's name
@@ -18,12 +18,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import FORMATS
+from mezzo.core.formats import FORMATS, named
 from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.patterns import is_pattern, matches
 from mezzo.core.policy import PRESETS, Policy, policy
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.core.traced_scale import traceable
+
+NAMES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e5m2": "e5m2",
+}
+"""Keras's name of a dtype -> Mezzo's of its format."""
+
+SIXTEEN_BITS = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits == 16)
+"""The dtypes that a mixed policy computes in."""
+
+NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage_bits < 32)
+"""The dtypes that lose what FP32 holds: 16 and 8 bits."""
 
 # Mezzo's word -> Keras's.
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -48,11 +64,7 @@ _REFUSED = {
 
 # What a Policy can say and Keras can't do: attribute, the value that says nothing, what to do instead.
 _CANNOT = (
-    (
-        "ops",
-        (),
-        "Keras has a policy for each layer and none for single ops: name the layer, module.PATTERN=fp32",
-    ),
+    ("ops", (), "Keras has a policy per layer and none for single ops: name the layer, module.PATTERN=fp32"),
     ("params", "fp32", "Keras's mixed policies keep FP32 variables: leave params and masters out"),
     ("state", "fp32", "Keras's optimizers keep FP32 state: leave it out"),
     (
@@ -62,11 +74,7 @@ _CANNOT = (
     ),
     ("recompute", "none", "keras.remat makes a layer's activations again: wrap the layer in it"),
     ("scaling", "tensorwise", "it scales fp8 factors, which Mezzo has on PyTorch alone: leave it out"),
-    (
-        "hidden",
-        "auto",
-        "Keras's recurrent layers carry what their policy computes in: module.PATTERN=fp32 for FP32",
-    ),
+    ("hidden", "auto", "Keras's recurrent layers carry their policy's dtype: module.PATTERN=fp32 for FP32"),
 )
 
 
@@ -148,6 +156,36 @@ class KerasPlan:
         rows = [(first, self.default), *self.paths, ("loss scale", print_loss_scale(self.loss_scale))]
         width = max(len(left) for left, _ in rows)
         return "\n".join([self.precision, *(f"  {left:<{width}}  {right}" for left, right in rows)])
+
+
+class PlannedName(str):
+    """``"mixed_float16"`` as a plan set it: the name of a policy that nobody chose for this layer, and its plan.
+
+    A layer without a `dtype` takes the global policy, and hands its name on: to the layers that it makes inside itself,
+    to its copies (`Bidirectional`, `clone_model`), to its config. Keras compares and saves the name as the plain string
+    that it is. A layer with a `dtype` of its own has a plain string, and so has one that comes from a file.
+    """
+
+    __slots__ = ("plan",)
+    plan: KerasPlan
+
+    def __new__(cls, text: str, plan: KerasPlan) -> PlannedName:
+        """The string, with its plan."""
+        self = super().__new__(cls, text)
+        self.plan = plan
+        return self
+
+    def __deepcopy__(self, memo: Any) -> PlannedName:
+        return self  # wrappers copy a config before they make a layer from it
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # unpickling does not need Mezzo
+
+
+def plan_behind(policy: Any) -> KerasPlan | None:
+    """The plan that gave a layer this policy; None for a policy of the layer's own."""
+    name = getattr(policy, "name", None)
+    return name.plan if isinstance(name, PlannedName) else None
 
 
 def names(pattern: str, path: str) -> bool:

@@ -8,60 +8,66 @@ One step, with S the scale that the loss was multiplied by::
         inner_optimizer.apply(gradients)        # clipping, weight decay, averages, accumulation: all unscaled
     loss_scale = loss_scale.next(found_inf)     # core.loss_scale is the specification
 
-It is a `keras.optimizers.LossScaleOptimizer`, so that `compile` and Keras's callbacks see what they look for. Of what
-Keras's does, it keeps the arguments that are refused.
+It is a `keras.optimizers.LossScaleOptimizer`, so that `compile` and Keras's callbacks recognise it.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import keras
 
 from mezzo.core import traced_scale
-from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, from_state_dict
+from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
-from mezzo.keras.scaling import fit_end
-from mezzo.keras.scaling.apply_or_keep import apply_or_keep
-from mezzo.keras.scaling.gradients import unscale
-from mezzo.keras.scaling.machine_setting import machine_of, setting_of
-from mezzo.keras.scaling.patience import Looks, assert_in_graph, patience_of
-from mezzo.keras.scaling.saved_state import allowed, is_keras_state, load_keras_state
-from mezzo.keras.scaling.scale_use import ScaleUse, check_not_baked_in
+from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale, traceable
+from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, step_on_all_replicas, unscale
 
-# By its name of now: a script or a plugin may put another class in the place of that attribute.
+# Bound now: a script or a plugin may put another class in this attribute.
 _Keras: Any = keras.optimizers.LossScaleOptimizer
+
+LOOK_EVERY = 50
+"""Steps between two checks of the patience where a check makes the host wait: PyTorch on an accelerator."""
+
+_ON_UNSCALED = ("raise", "warn", "ignore")
+# Keras's name of a setting of the dynamic loss scale -> ours.
+_KERAS_SETTINGS = {"initial_scale": "init", "dynamic_growth_steps": "growth_interval"}
+# Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
+_KERAS_OWN = 4
+_NAMES_SHOWN = 100
 
 
 @keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Wraps an optimizer: scales the loss, unscales the gradients, leaves out steps that are not finite.
+    """Wraps an optimizer: scales the loss, unscales the gradients, skips steps whose gradients are not finite.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that takes the steps. Clipping, weight decay, averages (EMA)
             and gradient accumulation are set on it, and act on unscaled gradients.
-        initial_scale: of the dynamic machine: the first S. Keras's name for `init`; None leaves 2^16.
-        dynamic_growth_steps: of the dynamic machine: good steps in a row that let S grow. Keras's name for
-            `growth_interval`; None leaves 2000.
+        initial_scale: `init` of the dynamic loss scale, under Keras's name; None leaves 2^16.
+        dynamic_growth_steps: its `growth_interval`, under Keras's name; None leaves 2000.
         loss_scale: ``"dynamic"``, what a policy may say (``"dynamic(init=1024,hysteresis=2)"``, ``"none"``,
             ``"2**10"``), a number, or a `DynamicLossScale`, `StaticLossScale` or `NoLossScale` of `mezzo`.
-        on_unscaled: what to do where gradients are applied and nobody ever asked for the scale: "raise", "warn" or
-            "ignore".
+        on_unscaled: what to do where gradients are applied and the scale was never read: "raise", "warn" or "ignore".
         name: of this optimizer.
         **kwargs: none: Keras's arguments for any optimizer belong to the inner one.
 
-    A step whose gradients are not finite leaves no trace in trainable weights or inner optimizer; `iterations` counts
-    the others. (What layers write on the way forward is written: the moving statistics of a `BatchNormalization`.)
-    If steps are skipped at the floor `patience` times in a row, `LossScaleCollapseError` is raised: at once where steps
-    are taken eagerly; by an assertion in a `tf.function` (`InvalidArgumentError`; none under XLA); every 50th step with
-    PyTorch on an accelerator; at the end of `fit` everywhere; whenever `check` is called.
+    A skipped step leaves no trace in trainable weights or inner optimizer; `iterations` counts the others. (What layers
+    assign in the forward pass stays assigned: the moving statistics of a `BatchNormalization`.) If steps are skipped at
+    the floor `patience` times in a row, `LossScaleCollapseError` is raised: at once in eager steps; by an assertion in
+    a `tf.function` (`InvalidArgumentError`; none under XLA); every 50th step with PyTorch on an accelerator; at the end
+    of `fit` everywhere; whenever `check` is called.
 
     Raises:
-        UsageError: an inner optimizer that is none, or wraps one for a loss scale already; a loss scale that is none.
+        UsageError: the inner optimizer is not one, or wraps one for a loss scale already; an invalid loss scale.
         ValueError: arguments that belong to the inner optimizer.
     """
 
@@ -77,12 +83,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
-        machine = machine_of(loss_scale, initial_scale, dynamic_growth_steps)
-        use = ScaleUse(on_unscaled)
+        machine = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
+        if on_unscaled not in _ON_UNSCALED:
+            raise UsageError(
+                f"on_unscaled is {on_unscaled!r}. Use one of {', '.join(map(repr, _ON_UNSCALED))}."
+            )
         super().__init__(
             inner_optimizer, initial_scale, getattr(machine, "growth_interval", None), name=name, **kwargs
         )
-        self._machine, self._use = machine, use
+        self._machine = machine
+        self._on_unscaled = on_unscaled
+        self._scale_was_read = on_unscaled == "ignore"
         begin = traced_scale.start(machine)
         # The first two in the order in which Keras's own has them, for what it saved.
         self.step_counter = self._scalar("step_counter", begin.good_steps)
@@ -92,7 +103,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.skipped_steps = self._scalar("skipped_steps", 0)
         self.last_step_skipped = self._scalar("last_step_skipped", 0)
         self.bad_gradients: Any = None
-        self._looks = Looks()
+        self._until_check = LOOK_EVERY
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
         # All replicas write the same.
@@ -130,9 +141,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             CallOrderError: JAX is compiling a function in which S would be a constant.
         """
-        self._use.asked()
+        self._scale_was_read = True
         if isinstance(self._machine, DynamicLossScale):
-            check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
+            _check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
         return self._scale
 
     @property
@@ -143,7 +154,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def initial_scale(self) -> float:
         """The first S, as a number."""
-        self._use.asked()
+        self._scale_was_read = True
         return float(traced_scale.start(self._machine).scale)
 
     @initial_scale.setter
@@ -170,7 +181,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             loss: shape ().
 
         Raises:
-            UsageError: there are not as many.
+            UsageError: their number is wrong.
         """
         if len(optimizer_variables) != len(self.variables):
             raise UsageError(
@@ -178,7 +189,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "Build the optimizer, optimizer.build(model.trainable_variables), and hand over the values of all of "
                 "optimizer.variables, in its order."
             )
-        self._use.asked()
+        self._scale_was_read = True
         place = next(at for at, variable in enumerate(self._variables) if variable is self._scale)
         return keras.ops.multiply(loss, optimizer_variables[place])
 
@@ -192,8 +203,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             trainable_variables: what they are of, all or some of those the optimizer was built for; None means all.
 
         Raises:
-            CallOrderError: nobody ever asked for the scale; JAX is compiling a function in which the optimizer's
-                variables would be constants; the call is outside the replicas of a strategy.
+            CallOrderError: the loss was not scaled: the scale was never read; JAX is compiling a function in which the
+                optimizer's variables would be constants; the call is outside the replicas of a strategy.
             LossScaleCollapseError: the patience ran out (see the class).
         """
         grads = list(grads)
@@ -211,17 +222,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if len(variables) != len(grads):
             raise UsageError(f"{len(grads)} gradients were given for {len(variables)} trainable variables")
         self._check_variables_are_known(variables)
-        check_not_baked_in(
+        _check_not_baked_in(
             self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
         )
-        if not isinstance(self._machine, NoLossScale):
-            self._use.check_scaled(power_text(traced_scale.start(self._machine).scale))
+        if not self._scale_was_read and not isinstance(self._machine, NoLossScale):
+            self._tell_unscaled()
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, variables)  # which says so
         elif keras.backend.backend() == "tensorflow":
-            from mezzo.keras.scaling.replicas import step_on_all
-
-            step_on_all(grads, variables, self._examine, self._conclude, self.inner_optimizer.apply)
+            step_on_all_replicas(grads, variables, self._examine, self._conclude, self.inner_optimizer.apply)
         else:
             unscaled, bad = self._examine(grads, variables)
             self._conclude(lambda: self.inner_optimizer.apply(unscaled, variables), bad)
@@ -236,24 +245,32 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         return super(_Keras, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
+    def _tell_unscaled(self) -> None:
+        message = (
+            f"The loss was not scaled: apply() divides the gradients by the loss scale "
+            f"{power_text(traced_scale.start(self._machine).scale)}, so the update would be too small. Take the "
+            "gradients of optimizer.scale_loss(loss); in a compiled JAX step, of "
+            "optimizer.stateless_scale_loss(optimizer_variables, loss). "
+            "If they are scaled otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
+        )
+        if self._on_unscaled == "raise":
+            raise CallOrderError(message)
+        self._scale_was_read = True
+        warnings.warn(message, stacklevel=3)
+
     def _examine(self, grads: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], Any]:
         """The unscaled gradients; and int [trainable variables], 1 where one is not finite."""
-        unscaled, flags = unscale(
-            grads,
-            variables,
-            self._scale.value,
-            in_variables_format=bool(self.inner_optimizer.gradient_accumulation_steps),
-        )
+        accumulates = bool(self.inner_optimizer.gradient_accumulation_steps)
+        unscaled, flags = unscale(grads, variables, self._scale.value, in_variables_format=accumulates)
         each: list[Any] = [None] * len(self._trainable_variables)
         for variable, flag in zip(variables, flags):
             each[self._get_variable_index(variable)] = flag
-        some = next(flag for flag in flags if flag is not None)
-        none = keras.ops.zeros_like(some)
+        none = keras.ops.zeros_like(next(flag for flag in flags if flag is not None))
         stacked = keras.ops.stack([none if flag is None else flag for flag in each])
         return unscaled, keras.ops.cast(stacked, self.bad_gradients.dtype)
 
     def _conclude(self, step: Callable[[], None], bad: Any) -> None:
-        """Take the step or leave it, and move the loss scale.
+        """Take or skip the step, and move the loss scale.
 
         Args:
             step: the inner optimizer's.
@@ -263,37 +280,35 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
         after = traced_scale.advance(self._machine, self._arrays(), found_inf, keras.ops)
+        bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
         for variable, value in (
-            (self._scale, after.scale),
-            (self.step_counter, after.good_steps),
-            (self._overflows, after.overflows),
-            (self._stuck, after.stuck),
+            *self._state(after),
             (self.skipped_steps, self.skipped_steps.value + one),
             (self.last_step_skipped, one),
-            (
-                self.bad_gradients,
-                keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value),
-            ),
+            (self.bad_gradients, bad_now),
         ):
             self.assign(variable, value)
-        if patience_of(self._machine) is None:
+        if self._patience is None:
             return
-        if self._looks.due(found_inf):
+        if self._check_is_due(found_inf):
             self.check()
-        names = [_path(variable) for variable in self._trainable_variables]
-        assert_in_graph(self._machine, self._stuck.value, self.bad_gradients.value, names)
+        if keras.backend.backend() == "tensorflow":
+            self._assert_in_graph()
 
     # Patience
 
+    @property
+    def _patience(self) -> int | None:
+        return getattr(self._machine, "patience", None)
+
     def check(self) -> None:
-        """Nothing, unless the patience ran out; waits for the device.
+        """Raise if the patience ran out. Synchronizes with the device.
 
         Raises:
             LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale. It
                 names the variables whose gradients are not finite.
         """
-        patience = patience_of(self._machine)
-        if patience is None or _number(self._stuck) < patience:
+        if self._patience is None or _number(self._stuck) < self._patience:
             return
         try:
             traced_scale.check(self._machine, self._arrays(_number))
@@ -308,61 +323,113 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         flags = self.bad_gradients.numpy()
         return [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
 
+    def _check_is_due(self, found_inf: Any) -> bool:
+        """Whether to check the patience after this step: where the host has waited for it anyway, else rarely."""
+        backend = keras.backend.backend()
+        if backend == "tensorflow":
+            import tensorflow as tf
+
+            return not tf.inside_function()
+        if backend == "jax":
+            return not is_traced(found_inf)
+        if backend != "torch" or reading_is_free(found_inf):
+            return True
+        import torch
+
+        if torch.compiler.is_compiling():
+            return False
+        self._until_check -= 1
+        if self._until_check > 0:
+            return False
+        self._until_check = LOOK_EVERY
+        return True
+
+    def _assert_in_graph(self) -> None:
+        """In a `tf.function`, assert that the patience has not run out (XLA drops assertions)."""
+        import tensorflow as tf
+
+        if not tf.inside_function():
+            return
+        smallest = isinstance(self._machine, DynamicLossScale)
+        held = "as small as it gets" if smallest else f"constant at {power_text(self._machine.scale)}"
+        names = [_path(variable) for variable in self._trainable_variables]
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        tf.debugging.Assert(
+            self._stuck.value < self._patience,
+            [
+                f"LossScaleCollapseError: {self._patience} steps in a row were skipped, with the loss scale {held}. "
+                f"optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are {shown}:",
+                self.bad_gradients.value,
+            ],
+            summarize=_NAMES_SHOWN,
+        )
+
     # State
 
     def machine(self) -> TraceableLossScale:
-        """The loss scale as a value of `mezzo`, with the state it has now; waits for the device."""
+        """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
         return traced_scale.on_host(self._machine, self._arrays(_number))
 
     def reset_loss_scale(self) -> None:
-        """Start the loss scale anew, as it was given to the constructor."""
-        begin = traced_scale.start(self._machine)
-        for variable, value in (
-            (self._scale, begin.scale),
-            (self.step_counter, begin.good_steps),
-            (self._overflows, begin.overflows),
-            (self._stuck, begin.stuck),
-        ):
+        """Set the loss scale back to what the constructor was given."""
+        for variable, value in self._state(traced_scale.start(self._machine)):
             variable.assign(value)
 
     def _arrays(self, of: Callable[[Any], Any] = lambda variable: variable.value) -> ScaleArrays:
         return ScaleArrays(*map(of, (self._scale, self.step_counter, self._overflows, self._stuck)))
 
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """The end of `fit`: the inner optimizer's averages become the weights, and the patience is looked at.
+    def _state(self, held: ScaleArrays) -> list[tuple[Any, Any]]:
+        """Each variable of the loss scale, and its value in these arrays."""
+        return [
+            (self._scale, held.scale),
+            (self.step_counter, held.good_steps),
+            (self._overflows, held.overflows),
+            (self._stuck, held.stuck),
+        ]
 
-        Of a `fit` that fails already, the error is let through.
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked.
+
+        On JAX Keras calls this when `fit` fails, too. That error is let through: the variables may hold no values then.
 
         Raises:
             LossScaleCollapseError: as `check`.
         """
-        if fit_end.finalize(self.inner_optimizer, var_list, self._stuck):
+        error = _failing()
+        with nullcontext() if error is None else suppress(Exception):
+            self.inner_optimizer.finalize_variable_values(var_list)
+            if keras.backend.backend() == "jax" and self.inner_optimizer.use_ema:
+                _give_own_buffers(var_list, self.inner_optimizer.variables)
+        if error is None and _is_readable(self._stuck):
             self.check()
 
     def load_own_variables(self, store: Any) -> None:
-        """Take over what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.
+        """Load what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.
 
-        A scale beyond this machine's bounds becomes the bound; a constant scale stays what it was set to.
+        A scale beyond this loss scale's bounds becomes the bound; a constant scale stays what it was set to.
         """
         own, inner = self._variables, self.inner_optimizer.variables
-        if is_keras_state(store, len(own), len(inner)):
-            load_keras_state(own, inner, store)
+        if len(own) != _KERAS_OWN and len(store.keys()) == _KERAS_OWN + len(inner):
+            zeros = keras.ops.zeros
+            for at, variable in enumerate(own):  # what is ours alone begins at 0
+                keras_has_it = at < _KERAS_OWN
+                variable.assign(store[str(at)] if keras_has_it else zeros(variable.shape, variable.dtype))
+            for at, variable in enumerate(inner):
+                variable.assign(store[str(_KERAS_OWN + at)])
         else:
             super().load_own_variables(store)
-        self._scale.assign(allowed(self._machine, _number(self._scale)))
+        self._scale.assign(_allowed(self._machine, _number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
         """What `from_config` makes the same optimizer from: settings, no state.
 
-        Where Keras's own optimizer has a word for all that is set, it is Keras's configuration, which it can read.
+        Where Keras's own optimizer has names for all that is set, it is Keras's configuration, which Keras's can read.
         """
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        unscaled = self._use.on_unscaled
         return {
             "name": self.name,
-            "inner_optimizer": inner,
-            **setting_of(self._machine),
-            **({} if unscaled == "raise" else {"on_unscaled": unscaled}),
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            **_setting_of(self._machine),
+            **({} if self._on_unscaled == "raise" else {"on_unscaled": self._on_unscaled}),
         }
 
     @classmethod
@@ -399,7 +466,103 @@ def _check_inner(inner: Any) -> None:
     if inner.loss_scale_factor is not None:
         warnings.warn(
             f"loss_scale_factor={inner.loss_scale_factor!r} of the inner optimizer is switched off: the scale of "
-            "LossScaleOptimizer stands in its place. "
+            "LossScaleOptimizer replaces it. "
             f"For that constant, give loss_scale={inner.loss_scale_factor!r} here.",
             stacklevel=3,
         )
+
+
+def _check_not_baked_in(variable: Any, instead: str) -> None:
+    """Raise `CallOrderError` if JAX is compiling a function in which this variable is read as a constant."""
+    if keras.backend.backend() != "jax" or is_traced(variable.value):
+        return
+    import jax
+
+    # A product of two constants is a tracer only while a program is recorded: `jax.grad` alone computes it at once.
+    if is_traced(jax.numpy.multiply(jax.numpy.float32(1), 1)):
+        raise CallOrderError(
+            "inside a function that JAX compiles, the optimizer's variables are constants: the loss scale would never "
+            f"change. Pass the optimizer's variables to the function and use {instead}."
+        )
+
+
+# The loss scale that the arguments ask for, and the same in a configuration
+
+
+def _loss_scale_of(
+    loss_scale: LossScale | float | str | dict[str, Any] | None,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+) -> TraceableLossScale:
+    where = "LossScaleOptimizer"
+    if loss_scale is None:
+        raise UsageError(f"{where}: loss_scale is None. For a scale of 1 write loss_scale='none'.")
+    given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and loss_scale != "dynamic":
+        raise UsageError(
+            f"{where}: {' and '.join(given)} set the dynamic loss scale, and loss_scale is {loss_scale!r}. "
+            "Give one or the other: loss_scale='dynamic(init=1024,growth_interval=100)' says both."
+        )
+    if isinstance(loss_scale, dict):
+        return traceable(from_state_dict(loss_scale))
+    machine: Any = as_loss_scale(loss_scale, where, offers_statistical=False)
+    settings = {_KERAS_SETTINGS[name]: value for name, value in given.items()}
+    try:
+        machine = replace(machine, **settings, scale=0.0) if settings else machine
+    except UsageError as error:
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise type(error)(f"{where}({told}): {error}") from None
+    return traceable(machine)
+
+
+def _setting_of(machine: TraceableLossScale) -> dict[str, Any]:
+    """The arguments that `_loss_scale_of` makes this loss scale from: Keras's two where they say it all."""
+    if isinstance(machine, DynamicLossScale):
+        keras_own: dict[str, Any] = {name: getattr(machine, ours) for name, ours in _KERAS_SETTINGS.items()}
+        if _loss_scale_of("dynamic", **keras_own) == machine:
+            return keras_own
+    return {"loss_scale": machine.state_dict()}
+
+
+def _allowed(machine: TraceableLossScale, scale: float) -> float:
+    """A loaded scale, within bounds. Keras's own can have saved 0 or infinity, from which no step leads back."""
+    if not isinstance(machine, DynamicLossScale):
+        return machine.scale
+    if math.isnan(scale):
+        return machine.init
+    return min(max(scale, machine.floor), machine.ceiling)
+
+
+# The end of `fit`
+
+
+def _failing() -> BaseException | None:
+    """The error that the caller of `finalize_variable_values` is failing with; not one that is handled further out."""
+    error = sys.exc_info()[1]
+    caller: Any = sys._getframe(1)
+    while caller is not None and caller.f_code.co_name == "finalize_variable_values":  # a subclass's too
+        caller = caller.f_back
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        if trace.tb_frame is caller:
+            return error
+        trace = trace.tb_next
+    return None
+
+
+def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:
+    """Keras makes the average's buffer the weight's, and the first step of the next `fit` would donate it twice."""
+    import jax.numpy as jnp
+
+    held = {id(one.value) for one in others}
+    for variable in variables:
+        if id(variable.value) in held:
+            variable.assign(jnp.array(variable.value, copy=True))
+
+
+def _is_readable(variable: Any) -> bool:
+    if keras.backend.backend() != "jax":
+        return True
+    value = variable._value
+    return value is not None and not value.is_deleted()

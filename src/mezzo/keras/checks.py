@@ -1,0 +1,308 @@
+"""Does a model follow its plan: does every pattern name a layer, and does the loss get FP32 values?
+
+A Keras layer returns what it computes in, the last one too. Under `mixed_float16` a softmax that is the last layer
+gives a probability of 11 bits, and 0 for one under 2^-25; Keras's losses compute in FP32, on what is left. So the last
+layer is given float32. The dtypes of outputs come from a trace of the model's call, not from what its layers say of
+themselves: a layer may cast its result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.backend import compute_output_spec  # a trace on any backend; Keras has no public name for it
+
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.formats import named
+from mezzo.keras.layers import check_is_layer, paths_under, walk
+from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, names, plan_behind
+from mezzo.scripts.patches import Patches
+
+
+class PolicyWarning(UserWarning):
+    """A model, or a layer that a policy names, does not follow the active policy; the message says why."""
+
+
+class SixteenBitOutputWarning(UserWarning):
+    """A model hands its loss 16-bit values; the message has the line that fixes it."""
+
+
+def check_plan(model: Any, plan: KerasPlan) -> None:
+    """Tell where a model whose layers are all known does not follow the plan.
+
+    Raises:
+        UnknownNameError: a pattern names no layer of this model, nor of another one made under the same plan; the
+            message has the nearest layer's path.
+
+    Warns:
+        PolicyWarning: no layer computes in 16 bits; or a layer that a pattern names has a policy of its own.
+    """
+    layers = list(walk(model))
+    following = [path for path, layer in layers if plan_behind(layer.dtype_policy) is plan]
+    if not following:  # the patterns are not about layers with policies of their own (from a file, say)
+        if layers and all(layer.compute_dtype not in SIXTEEN_BITS for _, layer in layers):
+            warnings.warn(
+                f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "
+                "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in "
+                "the same thread; keras.utils.clear_session() forgets the policy.",
+                PolicyWarning,
+                stacklevel=3,
+            )
+        return
+    for path, layer in layers:
+        pattern, name = plan.decision(path)
+        if pattern and plan_behind(layer.dtype_policy) is None and layer.dtype_policy.name != name:
+            warnings.warn(
+                f"set_policy({plan.precision!r}): module.{pattern} names the layer {path!r}, which has the policy "
+                f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
+                "Make it after set_policy and without a dtype, or leave the pattern out.",
+                PolicyWarning,
+                stacklevel=3,
+            )
+    check_patterns(model, plan)
+
+
+def check_patterns(model: Any, plan: KerasPlan) -> None:
+    """Raise `UnknownNameError` if a pattern names no layer of this model, nor of another one made under the plan."""
+    known = [path for path, _ in walk(model)]
+    for pattern in plan.unmatched([*known, *paths_under(plan)]):
+        more = (
+            f" and {len(known) - 8} more (mezzo.keras.layer_policies prints them)" if len(known) > 8 else ""
+        )
+        raise UnknownNameError(
+            f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. "
+            f"Its layers are {', '.join(known[:8])}{more}. Did you mean {_nearest(pattern, known)!r}? A pattern for "
+            "another model needs that model made, and called once, before this one is compiled."
+        )
+
+
+def _nearest(pattern: str, paths: list[str]) -> str:
+    """The end of a layer's path that is most like the pattern, and names it."""
+    likeness = difflib.SequenceMatcher(b=pattern.replace(".", "/").replace("*", "").strip("/"))
+
+    def score(end: str) -> float:
+        likeness.set_seq1(end)
+        return likeness.ratio()
+
+    ends = ["/".join(path.split("/")[at:]) for path in paths for at in range(path.count("/") + 1)]
+    best = max(dict.fromkeys(ends), key=score)
+    assert any(names(best, path) for path in paths)
+    return best
+
+
+# Outputs
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that leaves a model.
+
+    Args:
+        name: the output's, or its place; empty for a model's only one.
+        dtype: as Keras writes it.
+        layer: the layer that made it; None where the model's own `call` did, or it is not known.
+    """
+
+    name: str
+    dtype: str
+    layer: Any = None
+
+
+def check_outputs(model: Any, x: Any = None) -> None:
+    """Raise if a floating output of a model is 16 bits.
+
+    Args:
+        model: a `keras.Model`.
+        x: a batch of its inputs (arrays, or what has a shape and a dtype); needed unless the model is Sequential or
+            Functional and built. Nothing is computed with it.
+
+    Raises:
+        UsageError: not a Keras model; an output is float16 or bfloat16, with the layer and the line that fixes it; no
+            batch was given where one is needed.
+        UnknownNameError: the plan that the layer follows has a pattern that names no layer.
+    """
+    check_is_layer(model, "check_outputs")
+    if x is None and inputs_of(model) is None:
+        raise UsageError(
+            f"check_outputs: the model {model.name!r} is subclassed or not built yet, so its inputs are not known. "
+            "Give a batch: check_outputs(model, x)."
+        )
+    sixteen = [output for output in traced_outputs(model, x) if output.dtype in SIXTEEN_BITS]
+    for output in sixteen:  # a misspelt pattern may be why, and would be repeated in the advice
+        plan = plan_behind(getattr(output.layer, "dtype_policy", None))
+        if plan is not None:
+            check_patterns(model, plan)
+    if sixteen:
+        raise UsageError("\n".join(advice(model, output) for output in sixteen))
+
+
+def warn_of_outputs(model: Any, found: list[Output]) -> None:
+    """Warn of each 16-bit output that the model's loss reads."""
+    read = _read_by_a_loss(model, [output.name for output in found])
+    for output in found:
+        if output.name in read and output.dtype in SIXTEEN_BITS:
+            warnings.warn(advice(model, output), SixteenBitOutputWarning, stacklevel=4)
+
+
+def traced_outputs(model: Any, x: Any = None) -> list[Output]:
+    """Every tensor that a model gives, from a trace of its call, with the layer that made it.
+
+    Args:
+        model: a `keras.Model`.
+        x: a batch of its inputs; None for a built Sequential or Functional model.
+    """
+    inputs = inputs_of(model) if x is None else keras.tree.map_structure(symbol, x)
+    found: list[Output] = []
+
+    def traced(inputs: Any) -> Any:
+        made: dict[int, tuple[Any, Any]] = {}  # id -> tensor, kept lest its id is taken again, and the layer
+        patches = Patches()
+        patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, model, made))
+        try:
+            outputs = model(inputs)
+        finally:
+            patches.undo()
+        found[:] = [  # a trace may run twice
+            Output(name, keras.backend.standardize_dtype(tensor.dtype), made.get(id(tensor), (None, None))[1])
+            for name, tensor in named_leaves(model, outputs)
+        ]
+        return outputs
+
+    if keras.backend.backend() != "torch":
+        compute_output_spec(traced, inputs)
+        return found
+    # There Keras traces on PyTorch's "meta" device, where it does not cast variables to the layer's compute dtype: it
+    # says float32 of a Dense that gives float16. So two examples of zeros go through, and what that assigns is undone.
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with (
+        torch.no_grad(),
+        keras.StatelessScope(),
+        _torch_buffers_kept(model),
+        torch.random.fork_rng(devices=devices),
+    ):
+        traced(keras.tree.map_structure(_zeros, inputs))
+    return found
+
+
+def _zeros(symbol: Any) -> Any:
+    sizes = [size or 64 for size in symbol.shape]  # of images and sequences whose size is left open
+    # Two examples: of one alone PyTorch's batch norm has no variance, and fails.
+    return keras.ops.zeros([min(2, symbol.shape[0] or 2), *sizes[1:]] if sizes else [], symbol.dtype)
+
+
+@contextmanager
+def _torch_buffers_kept(model: Any) -> Iterator[None]:
+    """Afterwards every buffer of PyTorch modules within a model has the value it has now; no scope catches those."""
+    import torch
+
+    # By Keras's list: PyTorch does not see layers that a model keeps in a Python list. By name: a buffer may be
+    # replaced by another tensor rather than written to.
+    modules = {id(module): module for layer in model._flatten_layers() for module in layer.modules()}
+    kept = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in modules.values()
+        for name, buffer in module._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                module._buffers[name] = buffer
+                # Only where it differs: an expanded one can't be written to.
+                if before is not None and not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+def _noting(call: Any, model: Any, made: dict[int, tuple[Any, Any]]) -> Any:
+    def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = call(layer, *args, **kwargs)
+        if layer is not model:
+            for tensor in keras.tree.flatten(outputs):
+                made.setdefault(id(tensor), (tensor, layer))  # the innermost layer returns first
+        return outputs
+
+    return noting
+
+
+def named_leaves(model: Any, outputs: Any) -> list[tuple[str, Any]]:
+    """The tensors in what a model gives, each with its name: Keras's, a dictionary's key, or its place."""
+    leaves = [leaf for leaf in keras.tree.flatten(outputs) if hasattr(leaf, "dtype")]
+    found = list(getattr(model, "output_names", None) or [])
+    if isinstance(outputs, dict) and len(outputs) == len(leaves):
+        found = sorted(outputs)  # the order in which Keras flattens a dictionary
+    if len(leaves) == 1:
+        found = [""]
+    elif len(found) != len(leaves):
+        found = [str(index) for index in range(len(leaves))]
+    return list(zip(found, leaves, strict=True))
+
+
+def inputs_of(model: Any) -> Any:
+    """The symbolic inputs of a built Sequential or Functional model, else None."""
+    graph = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
+    return getattr(graph, "_inputs_struct", None)
+
+
+def _read_by_a_loss(model: Any, outputs: Iterable[str]) -> set[str]:
+    """Those of a compiled model's outputs that its loss reads."""
+    outputs = list(outputs)
+    loss = getattr(model, "loss", None)
+    if isinstance(loss, dict) and set(loss) <= set(outputs):
+        return {name for name in outputs if loss.get(name) is not None}
+    if isinstance(loss, (list, tuple)) and len(loss) == len(outputs):
+        return {name for name, each in zip(outputs, loss) if each is not None}
+    return set() if loss is None else set(outputs)
+
+
+def advice(model: Any, output: Output) -> str:
+    """What is wrong with a 16-bit output and the line that fixes it."""
+    lost = ", and under 2^-25 they are 0" if output.dtype == "float16" else ""
+    which = f"output {output.name!r}" if output.name else "the output"
+    told = (
+        f"{which} of the model {model.name!r} is {output.dtype}: a loss sees values of "
+        f"{named(NAMES[output.dtype]).nmant + 1} significant bits{lost}."
+    )
+    layer = output.layer
+    if layer is None:
+        return (
+            f'{told} Give the layer that makes it dtype="float32", or cast it: keras.ops.cast(y, "float32").'
+        )
+    fix = f"{told} Make its layer float32: {_constructor(layer)}"
+    plan = plan_behind(layer.dtype_policy)
+    # Not what the layer says: one of Keras's own without a build has no path unless the plan has patterns.
+    path = next((path for path, each in walk(model) if each is layer), None)
+    if plan is None or path is None or plan.policy_for(path) == "float32":
+        return f"{fix}."
+    pattern = path.removeprefix(
+        f"{model.name}/"
+    )  # which may be numbered, and another one of the same kind not
+    return f'{fix}, or set_policy("{plan.in_fp32(pattern)}") before the model is made.'
+
+
+def _constructor(layer: Any) -> str:
+    kind = type(layer)
+    where = "keras.layers." if kind.__module__.startswith("keras.") else ""
+    try:
+        config = layer.get_config()
+    except NotImplementedError:  # Keras's word for a layer whose arguments it does not know
+        config = {}
+    # The one argument without a default of a usual last layer.
+    first = config.get({"Dense": "units", "Activation": "activation"}.get(kind.__name__))
+    argument = repr(first) if isinstance(first, (int, str)) else "..."
+    return f'{where}{kind.__name__}({argument}, dtype="float32", name="{layer.name}")'
+
+
+def symbol(value: Any) -> Any:
+    """The shape and dtype of an array, as a `keras.KerasTensor`."""
+    if not hasattr(value, "shape"):
+        value = keras.ops.convert_to_numpy(value)
+    return keras.KerasTensor(tuple(value.shape), keras.backend.standardize_dtype(value.dtype))

@@ -1,0 +1,250 @@
+"""One step with scaled gradients on any backend of Keras: unscale them, look for overflow, take the step or skip it.
+
+The naive code it equals, with S the loss scale::
+
+    unscaled  = [float32(gradient) / S for gradient in gradients]
+    found_inf = not all(isfinite(as_the_variable_stores_it(gradient)) for gradient in unscaled)
+    if not found_inf:
+        inner.apply(unscaled, variables)
+
+The overflow check reads the unscaled gradients, because a scale below 1 makes numbers larger. For a 16-bit variable it
+reads the gradient in that format, because the inner optimizer casts it. How the branch is taken:
+
+=========== ==================================== ====================================================================
+TensorFlow  eager, graph, XLA                    `tf.cond`
+JAX         a value that can be read             a Python branch
+JAX         traced (`jit`)                       `lax.cond` over the values, with the inner step in a `StatelessScope`
+PyTorch     on a CPU                             a Python branch: reading is free
+PyTorch     on an accelerator, under `compile`   apply, then restore with `where`, so that the host does not wait. It
+                                                 holds a second copy of the variables during the step
+=========== ==================================== ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from mezzo.core.errors import CallOrderError
+from mezzo.keras.plan import NARROW
+
+
+def is_narrow(thing: Any) -> bool:
+    """Whether a tensor or variable holds fewer bits than FP32."""
+    return keras.backend.standardize_dtype(thing.dtype) in NARROW
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether the variable's "gradient" is its next value (FP8 scales), which the loss scale does not touch."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def unscale(
+    gradients: Sequence[Any], variables: Sequence[Any], scale: Any, *, in_variables_format: bool
+) -> tuple[list[Any], list[Any]]:
+    """The unscaled gradients, and for each whether it is not finite.
+
+    Args:
+        gradients: tensors, `tf.IndexedSlices`, or None where there is no gradient, one per variable.
+        variables: the variables of these gradients.
+        scale: FP32, shape (): what the loss was multiplied by.
+        in_variables_format: cast them back to the variable's format, as a 16-bit gradient accumulator needs.
+
+    Returns:
+        The gradients in the given order, in FP32 where they were narrower (one that overwrites its variable unchanged,
+        None as None); and for each a boolean of shape (), or None.
+    """
+    if keras.backend.backend() == "torch":
+        together = unscale_together(gradients, variables, scale, in_variables_format)
+        if together is not None:
+            return together
+    unscaled = [_unscaled(*pair, scale, in_variables_format) for pair in zip(gradients, variables)]
+    return unscaled, [_is_bad(gradient, variable) for gradient, variable in zip(unscaled, variables)]
+
+
+def _unscaled(gradient: Any, variable: Any, scale: Any, in_variables_format: bool) -> Any:
+    if gradient is None or is_overwritten(variable):
+        return gradient
+    if _is_slices(gradient):
+        values = _unscaled(gradient.values, variable, scale, in_variables_format)
+        return type(gradient)(values, gradient.indices, gradient.dense_shape)
+    gradient = keras.ops.convert_to_tensor(gradient)
+    wide = keras.ops.cast(gradient, "float32") if is_narrow(gradient) else gradient
+    wide = keras.ops.divide(wide, keras.ops.cast(scale, wide.dtype))
+    return _as_stored(wide, variable) if in_variables_format else wide
+
+
+def _is_bad(gradient: Any, variable: Any) -> Any:
+    if gradient is None:
+        return None
+    values = keras.ops.convert_to_tensor(gradient.values if _is_slices(gradient) else gradient)
+    if not is_overwritten(variable):
+        values = _as_stored(values, variable)
+    return keras.ops.logical_not(keras.ops.all(keras.ops.isfinite(values)))
+
+
+def _as_stored(values: Any, variable: Any) -> Any:
+    if not is_narrow(variable):
+        return values
+    return keras.ops.cast(values, keras.backend.standardize_dtype(variable.dtype))
+
+
+def _is_slices(gradient: Any) -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def unscale_together(
+    gradients: Sequence[Any], variables: Sequence[Any], scale: Any, in_variables_format: bool
+) -> tuple[list[Any], list[Any]] | None:
+    """`unscale` on PyTorch in a few kernels, whatever the number of gradients: a GPU step is bound by launches.
+
+    Returns None where some gradient is not what PyTorch's list kernels take: floating, dense, not empty, on one device.
+    """
+    import torch
+
+    here = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    if not here or not all(
+        isinstance(gradient, torch.Tensor)
+        and gradient.layout == torch.strided
+        and gradient.is_floating_point()
+        and gradient.numel() > 0
+        and gradient.device == gradients[here[0]].device
+        for gradient in (gradients[at] for at in here)
+    ):
+        return None
+
+    def as_stored(tensor: Any, variable: Any) -> Any:
+        name = keras.backend.standardize_dtype(variable.dtype)
+        return tensor.to(getattr(torch, name)) if is_narrow(variable) else tensor
+
+    with torch.no_grad():
+        unscaled: list[Any] = list(gradients)
+        scaled = [at for at in here if not is_overwritten(variables[at])]
+        if scaled:
+            wide = [gradients[at].float() if is_narrow(gradients[at]) else gradients[at] for at in scaled]
+            for at, gradient in zip(scaled, torch._foreach_div(wide, scale)):
+                unscaled[at] = as_stored(gradient, variables[at]) if in_variables_format else gradient
+        # The largest magnitude: NaN if any is NaN, and infinite in a narrow format exactly if some element is.
+        norms = torch._foreach_norm([unscaled[at] for at in here], float("inf"))
+        largest = [as_stored(amax, variables[at]) for at, amax in zip(here, norms)]
+        widest = torch.float64 if any(amax.dtype == torch.float64 for amax in largest) else torch.float32
+        flags = torch.stack([amax.to(widest) for amax in largest]).isfinite().logical_not().unbind()
+    bad: list[Any] = [None] * len(gradients)
+    for at, flag in zip(here, flags):
+        bad[at] = flag
+    return unscaled, bad
+
+
+def step_on_all_replicas(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    examine: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], Any]],
+    conclude: Callable[[Callable[[], None], Any], None],
+    apply: Callable[[Sequence[Any], Sequence[Any]], None],
+) -> None:
+    """One step on TensorFlow, decided from what all replicas of a `tf.distribute` strategy found.
+
+    Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later. An infinity on one replica
+    would reach every weight through the sum, so the decision is one for all replicas.
+
+    Args:
+        gradients: this replica's.
+        variables: the variables of these gradients.
+        examine: gradients, variables -> what to apply, and the number of bad gradients per variable (int32 [n]).
+        conclude: a step to take or skip, that number summed over the replicas -> nothing; it moves the loss scale too.
+        apply: unscaled gradients, variables -> nothing: the inner optimizer's step.
+
+    Raises:
+        CallOrderError: called outside `strategy.run`.
+    """
+    import tensorflow as tf
+
+    if tf.distribute.in_cross_replica_context():
+        raise CallOrderError(
+            "apply() was called outside the replicas, where there is no gradient of any one of them. "
+            "Call it in the function that you hand to strategy.run(...)."
+        )
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        replica = tf.distribute.get_replica_context()
+        unscaled, bad = examine(gradients, variables)
+        if replica.num_replicas_in_sync > 1:
+            bad = replica.all_reduce(tf.distribute.ReduceOp.SUM, bad)
+        conclude(lambda: apply(unscaled, variables), bad)
+        return
+
+    def across(strategy: Any, gradients: Any, variables: Any) -> None:
+        each = strategy.extended.call_for_each_replica
+        unscaled, bad = each(examine, args=(gradients, variables))
+        bad = strategy.reduce(tf.distribute.ReduceOp.SUM, bad, axis=None)
+        # The branch is out here because a branch inside a replica may not merge, and the inner step does.
+        conclude(lambda: each(apply, args=(unscaled, variables)), bad)
+
+    tf.distribute.get_replica_context().merge_call(across, args=(gradients, variables))
+
+
+def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
+    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were.
+
+    Args:
+        inner: the inner optimizer, built.
+        step: calls `inner.apply(...)`, and writes to nothing else.
+        found_inf: boolean, shape ().
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        keras.ops.cond(found_inf, lambda: None, step)
+    elif backend == "jax" and is_traced(found_inf):
+        _in_stateless_scope(inner, step, found_inf)
+    elif backend == "torch" and not reading_is_free(found_inf):
+        _put_back(inner, step, found_inf)
+    elif not bool(found_inf):
+        step()
+
+
+def reading_is_free(tensor: Any) -> bool:
+    """Whether the host can read a PyTorch tensor without waiting, and without breaking a compiled graph."""
+    import torch
+
+    return bool(tensor.device.type == "cpu") and not torch.compiler.is_compiling()
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a JAX value is one of a function that is being traced."""
+    import jax
+
+    return isinstance(value, jax.core.Tracer)
+
+
+def _written(inner: Any) -> list[Any]:
+    """What a step may write to: all trainable variables (averages may overwrite them), and the inner optimizer's."""
+    return [*inner._trainable_variables, *inner.variables]
+
+
+def _in_stateless_scope(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
+    written = _written(inner)
+    before = [variable.value for variable in written]
+
+    def stepped() -> list[Any]:
+        with keras.StatelessScope(state_mapping=list(zip(written, before))) as scope:
+            step()
+        return [scope.get_current_value(variable) for variable in written]
+
+    for variable, value in zip(written, keras.ops.cond(found_inf, lambda: before, stepped)):
+        variable.assign(value)
+
+
+def _put_back(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
+    import torch
+
+    written = _written(inner)
+    with torch.no_grad():
+        before = [variable.value.detach().clone() for variable in written]
+        step()
+        for variable, kept in zip(written, before):
+            variable.assign(torch.where(found_inf, kept, variable.value))

@@ -1,0 +1,193 @@
+"""The hardware that a Keras script runs on: what it is, true FP32, and the peak memory of a step.
+
+Nothing is imported that the script has not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mezzo.core.records import MemoryRecord
+from mezzo.core.version import VERSION
+
+# CPU flags, as Linux names them, of which any one multiplies bf16 pairs into FP32; and likewise for fp16.
+_CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}
+# First CUDA compute capability whose tensor cores take the format.
+_CUDA_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
+
+
+def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
+    """What ran where, as plain JSON values.
+
+    Args:
+        backend: Keras's backend; empty where Keras was not imported.
+        used: whether the script made anything of Keras's: TensorFlow imports Keras and JAX for itself.
+
+    Keys: os, python, the version of each framework imported (jax: as the backend), mezzo, backend, device_type, cpu,
+    usable_cores, gpu, native_formats (those of bf16 and fp16 that the device multiplies itself).
+    """
+    versions: dict[str, Any] = {
+        name: str(getattr(sys.modules[name], "__version__", ""))
+        for name in ("keras", "tensorflow", "jax", "torch", "tf_keras")
+        if name in sys.modules and (name != "jax" or backend == "jax") and (name != "keras" or used)
+    }
+    gpu, capability = _gpu(backend) if backend else (None, None)
+    name, flags = _cpu()
+    if gpu is None:
+        native = [fmt for fmt, by in _CPU_FLAGS.items() if not flags.isdisjoint(by)]
+    else:
+        native = [fmt for fmt, first in _CUDA_FROM.items() if capability is None or capability >= first]
+    return {
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **versions,
+        "mezzo": VERSION,
+        "backend": backend,
+        "device_type": "cpu" if gpu is None else "gpu",
+        "cpu": name,
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": gpu,
+        "native_formats": sorted(native),
+    }
+
+
+def _cpu() -> tuple[str, set[str]]:
+    name, flags = platform.processor() or platform.machine(), set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() in ("flags", "Features"):
+                flags = set(value.split())
+                break
+    except OSError:
+        pass
+    return name, flags
+
+
+def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:
+    """The GPU that the backend uses, and its CUDA compute capability where it has one; None for a CPU."""
+    if backend == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return None, None
+        return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if backend == "jax":
+        import jax
+
+        device: Any = jax.local_devices()[0]
+        if device.platform == "cpu":
+            return None, None
+        told = str(getattr(device, "compute_capability", ""))
+        return str(device.device_kind), _numbers(told)
+    import tensorflow
+
+    config: Any = tensorflow.config
+    devices = config.list_physical_devices("GPU")
+    if not devices:
+        return None, None
+    details = config.experimental.get_device_details(devices[0])
+    return str(details.get("device_name", "GPU")), details.get("compute_capability")
+
+
+def _numbers(text: str) -> tuple[int, int] | None:
+    major, dot, minor = text.partition(".")
+    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
+
+
+def switch_off_tf32(backend: str) -> None:
+    """Compute FP32 in true FP32: switch TF32, and a CPU's short cuts of the same kind, off."""
+    module: Any = sys.modules[backend]
+    if backend == "tensorflow":
+        module.config.experimental.enable_tensor_float_32_execution(False)
+    elif backend == "jax":
+        module.config.update("jax_default_matmul_precision", "highest")
+    else:
+        module.set_float32_matmul_precision("highest")
+        module.backends.cudnn.allow_tf32 = False
+
+
+# Peak memory. On a GPU it is what the backend's allocator had handed out at the worst moment. On a CPU neither
+# TensorFlow nor JAX counts its tensors, so it is the resident memory of the process at the worst moment of the step,
+# less what the process held when Keras had just been imported: the script's data and compiled code are in it.
+
+RESIDENT = "resident memory of the process, above what it held when Keras had been imported"
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): the peak becomes what is resident now
+
+
+def resident(field: str = "VmRSS") -> int | None:
+    """Bytes of a line of ``/proc/self/status``: VmRSS is resident now, VmHWM at the most; None on another system."""
+    try:
+        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord | None]:
+    """Begin to measure. What it returns ends the measurement, and gives None where it could not be made.
+
+    Args:
+        backend: Keras's backend.
+        before: bytes that were resident when Keras had been imported.
+    """
+    return {"tensorflow": _tensorflow_peak, "jax": _jax_peak, "torch": _torch_peak}[backend]() or _process(
+        before
+    )
+
+
+def _process(before: int | None) -> Callable[[], MemoryRecord | None]:
+    try:
+        _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return lambda: None
+
+    def stop() -> MemoryRecord | None:
+        peak = resident("VmHWM")
+        return None if peak is None or before is None else MemoryRecord(max(0, peak - before), RESIDENT)
+
+    return stop
+
+
+def _tensorflow_peak() -> Callable[[], MemoryRecord | None] | None:
+    import tensorflow
+
+    config: Any = tensorflow.config
+    devices = config.list_logical_devices("GPU")
+    if not devices:
+        return None
+    name = devices[0].name
+    config.experimental.reset_memory_stats(name)
+    return lambda: MemoryRecord(
+        int(config.experimental.get_memory_info(name)["peak"]), "TensorFlow's GPU allocator"
+    )
+
+
+def _jax_peak() -> Callable[[], MemoryRecord | None] | None:
+    import jax
+
+    device: Any = jax.local_devices()[0]
+    if device.platform == "cpu" or not (device.memory_stats() or {}).get("peak_bytes_in_use"):
+        return None
+    how = "JAX's device allocator, since the script began"
+    return lambda: MemoryRecord(int(device.memory_stats()["peak_bytes_in_use"]), how)
+
+
+def _torch_peak() -> Callable[[], MemoryRecord | None] | None:
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_initialized():
+        return None
+    cuda.reset_peak_memory_stats()
+    return lambda: MemoryRecord(int(cuda.max_memory_allocated()), "cuda allocator")

@@ -1,1 +1,0 @@
-"""Keras scripts that know nothing of Mezzo, run under a dtype policy."""

@@ -1,0 +1,156 @@
+"""The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`.
+
+A layer takes its policy when it is first built or called. Keras knows no path before that, and of layers without a
+build (Activation, Softmax, Dropout, Add) never: their `path` stays None, so that a `keras.DTypePolicyMap` cannot name
+them. Here a path is where the layer is first used, by the names of the scopes around it, which is what Keras writes
+into `path` of the others.
+
+A layer that was given a `dtype` keeps it, and so does one that was made before the plan: the name of their policy is
+not a `PlannedName`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+from keras.src.backend.common.name_scope import current_path  # Keras has no public name for it
+
+from mezzo.core.errors import UsageError
+from mezzo.keras.plan import KerasPlan, PlannedName, plan_behind
+from mezzo.scripts.patches import Patches
+
+# Layer -> its path, of layers that have their plan's policy.
+_PATHS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def install(patches: Patches) -> None:
+    """From here on every layer takes its plan's policy at its first build or call, until the patches are undone."""
+    for name in ("__call__", "_open_name_scope"):  # the second opens a build
+        patches.set(keras.layers.Layer, name, _first_taking_policy(getattr(keras.layers.Layer, name)))
+
+
+def _first_taking_policy(method: Any) -> Any:
+    @functools.wraps(method)
+    def taking(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        # A layer has no such attribute if its __init__ called no super().
+        plan = plan_behind(getattr(layer, "_dtype_policy", None))
+        if plan is not None and layer not in _PATHS:
+            around = layer._parent_path if layer._parent_path is not None else current_path()
+            path = _PATHS[layer] = f"{around}/{layer.name}" if around else str(layer.name)
+            name = plan.policy_for(path)
+            if name != layer.dtype_policy.name:
+                layer.dtype_policy = keras.DTypePolicy(PlannedName(name, plan))
+        return method(layer, *args, **kwargs)
+
+    return taking
+
+
+def paths_under(plan: KerasPlan) -> list[str]:
+    """The paths of all layers of any model that took their policy from this plan."""
+    return [path for layer, path in list(_PATHS.items()) if plan_behind(layer.dtype_policy) is plan]
+
+
+def check_is_layer(given: Any, where: str) -> None:
+    """Raise `UsageError` unless this is a model or another layer of Keras's."""
+    if not isinstance(given, keras.layers.Layer):
+        raise UsageError(f"{where}: model is {given!r}; give a keras.Model.")
+
+
+def walk(model: Any) -> Iterator[tuple[str, Any]]:
+    """(path, layer) of everything in a model that computes: all layers within it, without its inputs, at any depth.
+
+    A layer that was not used yet has the path that it will probably get.
+    """
+    seen = {id(model)}
+
+    def inside(layer: Any, around: str) -> Iterator[tuple[str, Any]]:
+        for each in layer._flatten_layers(include_self=False, recursive=False):
+            if id(each) in seen or isinstance(each, keras.layers.InputLayer):
+                continue
+            seen.add(id(each))
+            path = path_of(each) or (f"{around}/{each.name}" if around else each.name)
+            yield path, each
+            yield from inside(each, path)
+
+    # The layers of a Functional model were called before there was a model whose name could stand before theirs.
+    functional = isinstance(model, keras.Model) and hasattr(model, "_inputs_struct")
+    yield from inside(model, "" if functional else path_of(model) or model.name)
+
+
+def path_of(layer: Any) -> str | None:
+    """A layer's path; None for one that was never built, and for one of Keras's own that has no build."""
+    return _PATHS.get(layer) or layer.path
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """One layer's policy.
+
+    Args:
+        path: where it is in the model.
+        kind: its class.
+        policy: Keras's name of its policy.
+        compute: the dtype that it computes in and returns.
+        variables: the dtype of its variables.
+        why: ``plan``, the pattern of the plan that named it or a layer around it, or ``its own`` for a `dtype` that it
+            was given, made before the plan, or saved with.
+    """
+
+    path: str
+    kind: str
+    policy: str
+    compute: str
+    variables: str
+    why: str
+
+
+class LayerPolicies(tuple[LayerPolicy, ...]):
+    """The rows of a model in the order of its layers. Printed, a table.
+
+    Attributes:
+        unmatched: the patterns of its plan that name no layer of this model.
+    """
+
+    unmatched: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = ("layer", "class", "policy", "computes in", "why")
+        rows = [head, *((row.path, row.kind, row.policy, row.compute, row.why) for row in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)) for row in rows]
+        lines += [f"module.{pattern} names no layer of this model" for pattern in self.unmatched]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def layer_policies(model: Any) -> LayerPolicies:
+    """What each layer of a Keras model computes in, and why.
+
+    A layer takes its plan's policy when it is first built or called; before that its row has the default.
+
+    Args:
+        model: a `keras.Model`, or any layer with layers in it.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    check_is_layer(model, "layer_policies")
+    layers = list(walk(model))
+    found = LayerPolicies(_row(path, layer) for path, layer in layers)
+    plans = dict.fromkeys(filter(None, (plan_behind(layer.dtype_policy) for _, layer in layers)))
+    found.unmatched = tuple(
+        dict.fromkeys(pattern for plan in plans for pattern in plan.unmatched(path for path, _ in layers))
+    )
+    return found
+
+
+def _row(path: str, layer: Any) -> LayerPolicy:
+    plan = plan_behind(layer.dtype_policy)
+    pattern = None if plan is None else plan.decision(path)[0]
+    why = "its own" if plan is None else f"module.{pattern}" if pattern else "plan"
+    policy = str(layer.dtype_policy.name)
+    return LayerPolicy(path, type(layer).__name__, policy, layer.compute_dtype, layer.variable_dtype, why)

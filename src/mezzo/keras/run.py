@@ -1,0 +1,323 @@
+"""run: one unmodified Keras script under one policy, from the request to the exit status.
+
+`python -m mezzo.keras.run REQUEST.json` is a child process that runs one request and ends as its script ended. Nothing
+of Keras is imported here before the script does so; `mezzo.keras.patches` is what the script meets in Keras then.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from mezzo.core.errors import MezzoError, ScriptError, UsageError
+from mezzo.core.loss_scale import NoLossScale
+from mezzo.core.records import MemoryRecord, RunStarted
+from mezzo.keras.hardware import describe, peak_memory, resident, switch_off_tf32
+from mezzo.keras.plan import KerasPlan, plan
+from mezzo.scripts import child, life_cycle, script
+from mezzo.scripts.framework_seeds import FrameworkSeeds
+from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.journal import Journal
+from mezzo.scripts.patches import Patches
+from mezzo.scripts.request import RunRequest
+from mezzo.scripts.seeds import Seeds
+
+# What a PyTorch run can be asked for and this one cannot.
+_NOT_HERE = {
+    "watch": "look at exponents",
+    "watch_all": "look at exponents",
+    "sensitivity": "measure sensitivity",
+    "tensorboard": "write TensorBoard's events",
+}
+
+# The options that switch TensorFlow's own graph rewrite on.
+_REWRITES = ("auto_mixed_precision", "auto_mixed_precision_mkl", "auto_mixed_precision_onednn_bfloat16")
+
+_NO_STEPS = (
+    "the script never called fit or train_on_batch, so no step was recorded. If it has a training loop of its own, "
+    "put the step into train_step of its keras.Model and call model.fit"
+)
+_LOOP_SCALE = (
+    "; in float16 the loop needs a loss scale, too: mezzo.keras.LossScaleOptimizer(optimizer), and the gradients of "
+    "its scale_loss(loss)"
+)
+
+# The first steps make variables and compile; the step after them is like all later ones.
+_FIRST = 2
+
+
+def run(request: RunRequest) -> int:
+    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status.
+
+    Keras's backend is the one that the script or KERAS_BACKEND chooses. A script that raises has its traceback printed,
+    with the script's code alone in it, and gives status 1; after an interrupt the status is 130. All patches are undone
+    at the end.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, the request asks for what only PyTorch's runs do, or
+            records can't be written; nothing has run.
+        ScriptError: the script sets a policy of its own in a run in FP32.
+        MezzoError: likewise, from the policy.
+    """
+    kept, target = checked(request)
+    journal = Journal(request.records, lambda: _started(session))
+    session = Session(request, kept, journal)
+    imports = ImportWatch()
+    parts: list[life_cycle.Part] = [imports]
+    if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
+        seeds = Seeds(request.seed_offset, imports)
+        parts += [seeds, FrameworkSeeds(seeds, imports)]
+    parts.append(Instrument(session, imports))
+    return life_cycle.run(
+        session,
+        target,
+        parts,
+        finish=lambda status: session.finish(),
+        summary=lambda failed: summary(session, failed=failed),
+    )
+
+
+def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
+    """A request's plan, and its script's place; nothing is imported of Keras.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, or the request asks for what only PyTorch's runs do.
+        MezzoError: likewise, from the policy.
+    """
+    for name, what in _NOT_HERE.items():
+        if getattr(request, name):
+            raise UsageError(
+                f"a run of a Keras script can't {what} ({name} is {getattr(request, name)!r}): leave it out. "
+                "mezzo.keras.PrecisionMonitor, a callback, watches a model in fit."
+            )
+    return plan(request.policy), script.locate(request.target, is_module=request.is_module)
+
+
+def _started(session: Session) -> RunStarted:
+    used = session.used or bool(session.journal.losses or session.journal.updates)
+    machine = describe(session.backend, used=used)
+    return life_cycle.started(session.request, session.plan.precision, machine)
+
+
+@dataclass
+class Session:
+    """What one run of a Keras script knows of itself. Every patched function holds the same one.
+
+    Attributes:
+        backend: Keras's backend; empty until the script has imported Keras.
+        left_alone: why the script's own policy is used; None while Mezzo's is.
+        fatal: the user's mistake that only a line of the script could show.
+        used: whether the script has made a layer of Keras's: importing TensorFlow imports Keras too.
+        resident: bytes that the process held when Keras had been imported; None where the system does not tell.
+        formats: gives a row for each layer that was called, if they are observed.
+    """
+
+    request: RunRequest
+    plan: KerasPlan
+    journal: Journal
+    backend: str = ""
+    left_alone: str | None = None
+    fatal: MezzoError | None = None
+    used: bool = False
+    resident: int | None = None
+    formats: Any = None
+    _numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    # The dictionary forgets those that are gone.
+    _next: Iterator[int] = field(default_factory=itertools.count)
+    _moved: int = 0
+    _updates: int = 0
+    _measuring: Callable[[], MemoryRecord | None] | None = None
+    _observed: bool = False
+
+    def stop(self, error: MezzoError) -> NoReturn:
+        """End the run for a mistake that is the user's."""
+        self.fatal = error
+        raise error
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """What Keras does here checks the run's policy: where that does not fit the script, the user's mistake is told.
+
+        Raises:
+            UsageError: as it was raised; under a policy of Mezzo's it ends the run.
+        """
+        try:
+            yield
+        except UsageError as error:
+            if not self.plan.is_fp32 and self.left_alone is None:
+                self.fatal = error
+            raise
+
+    def has_own_policy(self, what: str) -> None:
+        """The script sets a policy itself: an error in FP32, which this run would not be in; else it is left alone."""
+        if self.plan.is_fp32:
+            self.stop(
+                ScriptError(
+                    f"the script {what}, so this run would not be in FP32. Take that out: Mezzo sets the policy of "
+                    "each run"
+                )
+            )
+        if self.left_alone is None:
+            from mezzo.keras.policy import set_policy
+
+            set_policy("fp32")
+            self.left_alone = f"it {what}"
+            self.journal.note(f"left alone: {self.left_alone}")
+            self.journal.note("to have Mezzo set it, take that line out")
+
+    def stepped(self, optimizer: Any, *, skipped: bool, scale: float) -> None:
+        """A training step is over. An optimizer's number is its place in the order of first steps.
+
+        Raises:
+            SystemExit: as many steps as were asked for are done.
+        """
+        if optimizer not in self._numbers:
+            self._numbers[optimizer] = next(self._next)
+        number = self._numbers[optimizer]
+        stop, self._measuring = self._measuring, None
+        if stop is not None:
+            memory = stop()
+            if skipped:  # the next step that moves is observed instead
+                self._moved = _FIRST - 1
+            else:
+                self._observed = True
+                if memory is None:
+                    self.journal.note("peak memory was not measured: this system does not tell it")
+                self.journal.observed(memory, None if self.formats is None else self.formats())
+        self.journal.update(
+            number,
+            moved=not skipped,
+            loss_scale=scale,
+            reason="gradients not finite" if skipped else "",
+            observed=stop is not None,
+        )
+        if self.request.observe and not self._observed and number == 0 and not skipped:
+            self._moved += 1
+            if self._moved == _FIRST:
+                self._measuring = peak_memory(self.backend, self.resident)
+        self._updates += number == 0
+        wanted = self.request.stop_after
+        if wanted is not None and self._updates >= wanted:
+            self.journal.note(f"ended after {wanted} updates of the first optimizer, as asked")
+            raise SystemExit(0)
+
+    def finish(self) -> None:
+        """The script is over."""
+        journal = self.journal
+        if self.request.observe and not self._observed and self.left_alone is None:
+            journal.note("no step was observed (memory, formats): the script ended before its third update")
+        if not journal.losses and not journal.updates:
+            scales = (
+                self.used and self.left_alone is None and not isinstance(self.plan.loss_scale, NoLossScale)
+            )
+            journal.note(_NO_STEPS + (_LOOP_SCALE if scales else ""))
+
+
+def summary(session: Session, *, failed: bool = False) -> str:
+    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
+    journal, kept = session.journal, session.plan
+    if failed and not (session.used or journal.updates or journal.losses or journal.notes):
+        return ""
+    if session.left_alone is not None:
+        lines = [f"this script ran by its own policy: {kept.precision} was not applied"]
+    elif not session.backend:
+        lines = ["Keras was not imported, so there was nothing to run in another precision"]
+    else:
+        lines = [f"policy {kept.precision} ({kept.default}), Keras on {session.backend}"]
+    if journal.updates:
+        steps = journal.updates
+        lines.append(f"{steps} training step{'' if steps == 1 else 's'}, {journal.skipped} skipped")
+        if session.left_alone is None and not isinstance(kept.loss_scale, NoLossScale):
+            lines.append(f"loss scale {journal.loss_scale:g} in the last step")
+    return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
+
+
+class Instrument:
+    """Sets the policy once the script has imported Keras, records what it trains, and undoes all of it at the end."""
+
+    def __init__(self, session: Session, imports: ImportWatch) -> None:
+        self._session = session
+        self._imports = imports
+        self._patches = Patches()
+        self._policy_set = False
+
+    def install(self) -> None:
+        """Wait for Keras, and for TensorFlow, which a script may set up before."""
+        self._imports.when("tensorflow", self._tensorflow_imported)
+        self._imports.when("keras", self._keras_imported)
+
+    def remove(self) -> None:
+        """Undo all of it."""
+        self._patches.undo()
+        if self._policy_set:
+            from mezzo.keras.policy import set_policy
+
+            set_policy("fp32")
+
+    def _tensorflow_imported(self, tensorflow: ModuleType) -> None:
+        """Refuse the graph rewrite, whichever line switches it on: it would add 16 bits to any run."""
+        from tensorflow.python.eager.context import Context
+
+        session, original = self._session, Context.set_optimizer_experimental_options
+
+        @functools.wraps(original)
+        def set_optimizer_experimental_options(context: Any, options: Any) -> Any:
+            on = next((name for name in _REWRITES if isinstance(options, dict) and options.get(name)), None)
+            if on is not None:
+                alone = "FP32" if session.plan.is_fp32 else f"{session.plan.precision} alone"
+                session.stop(
+                    ScriptError(
+                        f"the script switches TensorFlow's mixed precision graph rewrite on itself ({on}, "
+                        f"{_place(sys._getframe(1))}), so this run would not be in {alone}. Take that out: Mezzo sets "
+                        "the precision of each run"
+                    )
+                )
+            return original(context, options)
+
+        self._patches.set(Context, "set_optimizer_experimental_options", set_optimizer_experimental_options)
+
+    def _keras_imported(self, keras: ModuleType | Any) -> None:
+        session = self._session
+        session.backend = keras.backend.backend()
+        if session.backend not in ("tensorflow", "jax", "torch"):
+            session.stop(
+                UsageError(
+                    f"Keras's backend is {session.backend!r}, which does not train. Set KERAS_BACKEND to tensorflow, "
+                    "jax or torch."
+                )
+            )
+        session.resident = resident()
+        from mezzo.keras.patches import patch
+        from mezzo.keras.policy import set_policy
+
+        if session.plan.is_fp32:
+            switch_off_tf32(session.backend)
+        set_policy(session.request.policy)
+        self._policy_set = True
+        patch(session, self._patches)
+
+
+def _place(frame: FrameType | None) -> str:
+    """The first line that is neither TensorFlow's nor Mezzo's: the script's, or its library's."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("tensorflow", "mezzo", "contextlib"):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a line that is not known"
+
+
+def main(words: list[str]) -> int:
+    """Read the request, run it, return its status; 2 for a request that can't be run."""
+    return child.main(words, run, "mezzo.keras.run")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
