@@ -166,7 +166,7 @@ def test_a_weight_that_may_have_changed_is_rounded_anew(how: str, rounded: list[
         w_hh.data.add_(1.0)
     else:
         w_hh.data.add_(1.0)
-        torch.set_autocast_cache_enabled(False)  # as a region does that saw `.data` (region.writers)
+        torch.set_autocast_cache_enabled(False)
     try:
         got = ours("gru")(x, h, *weights)
     finally:

@@ -59,6 +59,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     """The `nn.Module.__call__` of a run."""
     thread = _Thread()
     companions = session.companions
+    is_wrapped_call = original is vars(nn.Module)["_wrapped_call_impl"]
 
     def prepare_at_trace_time(context: Any) -> None:
         variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -159,6 +160,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL) or FOLLOWS in self.__dict__:
+            if is_wrapped_call and self._compiled_call_impl is None:
+                return self._call_impl(*args, **kwargs)  # what `original` does, without a frame of its own
             return original(self, *args, **kwargs)
         if not _dynamo_compiling() and thread.in_fp32:
             return original(self, *args, **kwargs)
