@@ -1,4 +1,4 @@
-"""Nothing of PyTorch stays replaced: modules, classes and settings are the same before and after each public feature."""
+"""Nothing of PyTorch stays replaced: modules, classes and settings are the same before and after each feature."""
 
 from __future__ import annotations
 

@@ -79,24 +79,21 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    def begin(module: nn.Module) -> Policy | None:
-        """The policy for an outermost call of this module; None if the call is none of ours."""
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
+        """Begin an outermost call of this module; None if the call is none of ours."""
         if session.left_alone is not None or _tracing_state() is not None:
             return None
         if companions.busy:  # one who looks at a step calls the model
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
-            return session.policy_now if session.lowers and preparation.knows(module) else None
-        if not preparation.prepare(module):
-            return None
-        policy = session.enter()
-        if module.training and session.scaling:
-            preparation.remember_statistics(module)
-        return policy
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        policy = begin(module)
-        if policy is None:
+            if not (session.lowers and preparation.knows(module)):
+                return None
+            policy = session.policy_now
+        elif preparation.prepare(module):
+            policy = session.enter()
+            if module.training and session.scaling:
+                preparation.remember_statistics(module)
+        else:
             return None
         companions.watch_begins(module)
         if thread.policy is not policy:

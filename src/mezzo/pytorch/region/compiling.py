@@ -7,8 +7,8 @@ label that either knows means the same policy, under the same table of operation
 
 **The backward pass of a compiled function** is made as an eager one runs: outside of every region. `torch.compile`
 makes both passes while the function is called, and by default makes the backward pass under the autocast state of that
-call. The two differ where an op's backward pass calls other ops: the products of an FP32 `linear` inside a 16-bit region
-would be computed as products of the region, and numbers beyond fp16 would overflow. (`torch.amp` has that fault.)
+call. The two differ where an op's backward pass calls other ops: the products of an FP32 `linear` inside a 16-bit
+region would be computed as products of the region, and numbers beyond fp16 overflow. (`torch.amp` has this bug.)
 """
 
 from __future__ import annotations
