@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.pytorch.region import compiled_backward
+from mezzo.pytorch.region import compiling
 
 pytestmark = [
     pytest.mark.heavy,
@@ -64,5 +64,7 @@ def test_a_setting_of_the_users_stays() -> None:
         ("same_as_forward", "off"),
     ):
         with config.patch(backward_pass_autocast=before):
-            compiled_backward.make_it_outside()
+            compiling.begin()
             assert config.backward_pass_autocast == after
+            compiling.end()
+            assert config.backward_pass_autocast == before

@@ -48,6 +48,7 @@ class Instrument:
         self._patches = Patches()
         self._steps: Any = None
         self._end_loan: Any = lambda: None
+        self._release: Any = lambda: None
         self.watch: Any = None
         self.storage: Any = None
         self.preparation: Any = None
@@ -63,6 +64,7 @@ class Instrument:
         if self._steps is not None:
             self._steps.undo()
         self._end_loan()
+        self._release()
         self._patches.undo()
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
@@ -72,7 +74,8 @@ class Instrument:
         from mezzo.pytorch.launch.storage import Storage
         from mezzo.pytorch.launch.veto import Veto
         from mezzo.pytorch.launch.watch import StepWatch
-        from mezzo.pytorch.region import checkpoint, fallback
+        from mezzo.pytorch.region import fallback
+        from mezzo.pytorch.region import patches as region_patches
 
         session, patches = self._session, self._patches
         veto = Veto(session)
@@ -96,7 +99,8 @@ class Instrument:
         own_use.watch(session, patches, self._imports)
         if session.policy.compute != "fp32":
             self._end_loan = fallback.lend_kernels()
-            checkpoint.install()  # before the script's first: it may checkpoint the call that makes the first region
+            region_patches.hold()  # once, not at each call of a model
+            self._release = region_patches.release
         if session.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
             from mezzo.pytorch.tf32 import switch_off_tf32
 

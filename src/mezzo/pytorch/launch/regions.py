@@ -59,6 +59,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
     """The `nn.Module.__call__` of a run."""
     thread = _Thread()
     companions = session.companions
+    is_wrapped_call = original is vars(nn.Module)["_wrapped_call_impl"]
 
     def prepare_at_trace_time(context: Any) -> None:
         variable = context.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker()
@@ -78,24 +79,21 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             out = original(self, *args, **kwargs)
         return to_fp32(out)
 
-    def begin(module: nn.Module) -> Policy | None:
-        """The policy for an outermost call of this module; None if the call is none of ours."""
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
+        """Begin an outermost call of this module; None if the call is none of ours."""
         if session.left_alone is not None or _tracing_state() is not None:
             return None
         if companions.busy:  # one who looks at a step calls the model
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
-            return session.policy_now if session.lowers and preparation.knows(module) else None
-        if not preparation.prepare(module):
-            return None
-        policy = session.enter()
-        if module.training and session.scaling:
-            preparation.remember_statistics(module)
-        return policy
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        policy = begin(module)
-        if policy is None:
+            if not (session.lowers and preparation.knows(module)):
+                return None
+            policy = session.policy_now
+        elif preparation.prepare(module):
+            policy = session.enter()
+            if module.training and session.scaling:
+                preparation.remember_statistics(module)
+        else:
             return None
         companions.watch_begins(module)
         if thread.policy is not policy:
@@ -159,6 +157,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _any_autocast() or _label_on(_LABEL) or FOLLOWS in self.__dict__:
+            if is_wrapped_call and self._compiled_call_impl is None:
+                return self._call_impl(*args, **kwargs)  # what `original` does, without a frame of its own
             return original(self, *args, **kwargs)
         if not _dynamo_compiling() and thread.in_fp32:
             return original(self, *args, **kwargs)

@@ -119,9 +119,11 @@ class Session:
     def enter(self) -> Policy:
         """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""
         self.model_calls += 1
-        if self.trial is not None:
+        if self.trial is None:
+            policy = self.policy
+        else:
             self.trial.start()
-        policy = self.policy_now
+            policy = self.policy_now
         self.lowered_calls += self.lowers and policy is not _FP32
         return policy
 

@@ -28,7 +28,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.region import checkpoint, dispatch, identity, writers
+from mezzo.pytorch.region import compiling, dispatch, identity, patches
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_on_tf32
 
@@ -68,8 +68,6 @@ _FP32 = torch.float32  # the dtype of autocast under emulated TF32, which torch.
 
 # What must be in place before the first label of a policy is used.
 identity.on_new_label(dispatch.install)
-identity.on_new_label(checkpoint.install)
-identity.on_new_label(writers.install)
 
 
 @unseen
@@ -92,7 +90,7 @@ def autocast(
         device_type: ``"cpu"``, ``"cuda"``, ... Default: the accelerator of this machine, else ``"cpu"``.
         enabled: False for a region without autocast and without a policy, wherever it stands.
         cache_enabled: whether 16-bit copies of weights are kept until the outermost region ends (autocast's
-            own cache, which forgets where a weight may be written: `mezzo.pytorch.region.writers`). Default: as
+            own cache; `mezzo.pytorch.region.patches` says when it is cleared). Default: as
             outside, but not where gradients aren't recorded, since there any op may write a weight.
 
     A region inside another takes its place until it ends; a thread that should compute in a policy enters it
@@ -167,7 +165,9 @@ class Region:
             if self._cache_enabled is not None:
                 _set_cache_enabled(self._cache_enabled)
         if self._cache_enabled is None and cached and not _is_grad_enabled():
-            _set_cache_enabled(False)  # a weight could be written at any moment (`writers`)
+            _set_cache_enabled(False)  # a weight could be written at any moment
+        if way.is_outermost:
+            patches.hold()
         way.enter()
         if meaning.recomputes:
             from mezzo.pytorch.region import recompute
@@ -188,14 +188,13 @@ class Region:
 
             recompute.pop()
         way.leave()
+        if way.is_outermost:
+            patches.release()
         if genuine is not None:
             genuine.__exit__(None, None, None)
-            if not _label():
-                writers.forget_aliases()
             return
         if _decrement_nesting() == 0:
             _clear_cache()
-            writers.forget_aliases()
         _set_enabled(self.device_type, enabled)
         _set_dtype(self.device_type, dtype)
         _set_cache_enabled(cached)
@@ -336,6 +335,8 @@ def _settings(
     )
     meaning = region._meaning
     code = identity.successor(before, region.device_type, meaning.policy)
+    compiling.set_up()
+    compiling.begin()
     dtype = meaning.dtype or torch.get_autocast_dtype(region.device_type)
     label = (
         (device, digit or torch.bfloat16, digit is not None, cache_enabled)

@@ -30,7 +30,6 @@ import torch
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.machine import ASSUME_NATIVE, native_formats
-from mezzo.pytorch.region import compiled_backward
 
 Binding = tuple[tuple[str, Policy], ...]
 
@@ -50,8 +49,6 @@ _devices: tuple[str, ...] = ()
 _resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast where it is off
 _ways: list[Way] = []
 _digits = 1
-_user_tag: str | None = None
-_own_tag: str | None = None
 
 # os.environ's own table, where it has one of bytes (POSIX).
 _RAW_NAME = os.fsencode(ASSUME_NATIVE)
@@ -174,11 +171,12 @@ class Way:
         code: the label inside.
     """
 
-    __slots__ = ("_inside", "_outside", "before", "code")
+    __slots__ = ("_inside", "_outside", "before", "code", "is_outermost")
 
     def __init__(self, before: int, code: int) -> None:
         self.before = before
         self.code = code
+        self.is_outermost = bool(code) and not before
         self.work_out()
         _ways.append(self)
 
@@ -282,31 +280,17 @@ def _label_for(binding: Binding) -> int:
                 _digits += 1
             for known in _ways:
                 known.work_out()
-        _tag_compile_caches()
-        compiled_backward.make_it_outside()
         return code
 
 
-def _tag_compile_caches() -> None:
-    """Make the tag of torch's compile caches say which policy each label stands for in this process.
-
-    The tag is one for the process while several policies live in it, and a graph's cache key already holds
-    the label (AOTAutograd's holds every device's autocast dtype). What a key lacks is what the labels *mean*,
-    which depends on the order of their making; so the tag is a hash of all of them in order. Two processes
-    share compiled code only if each label that either knows means the same policy, under the same op table.
-    """
-    global _user_tag, _own_tag
-    import torch.compiler.config as config
-
-    if _user_tag is None or config.cache_key_tag != _own_tag:
-        _user_tag = config.cache_key_tag
+def fingerprint() -> str:
+    """Of what each label of this process means, in the order of their making: see `compiling`."""
     content = "|".join(
         f"{code}:{assumed}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
         for (binding, assumed), code in sorted(_labels.items(), key=lambda item: item[1])
     )
     content += "|" + ",".join(_devices) + "|" + _environment()
-    _own_tag = f"{_user_tag}mezzo:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
-    config.cache_key_tag = _own_tag
+    return f"mezzo:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def _environment() -> str:

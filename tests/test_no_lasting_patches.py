@@ -1,0 +1,175 @@
+"""Nothing of PyTorch stays replaced: modules, classes and settings are the same before and after each feature."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SETUP = """
+    import gc, json, sys, types
+    import torch, torch._dynamo, torch.utils.checkpoint
+    import torch._functorch.config, torch._inductor.config, torch.compiler.config
+    from torch import nn
+    from torch.autograd import graph, grad_mode
+    from torch.nn import functional as F
+    from torch.nn.modules import module as nn_module
+    from torch.optim import optimizer as optim_module
+    from torch.utils.checkpoint import checkpoint
+
+    MODULES = [
+        torch, torch.amp, torch.amp.autocast_mode, torch.amp.grad_scaler, torch.autograd, torch.compiler, torch.optim,
+        torch.utils.checkpoint, torch._C, torch._C._autograd, F, graph, grad_mode, nn_module, optim_module,
+    ]
+    CLASSES = [
+        torch.Tensor, torch._C.TensorBase, nn.Parameter, nn.Module, nn.Linear, nn.Sequential, nn.BatchNorm1d,
+        torch.amp.autocast, torch.amp.GradScaler, torch.autograd.Function, torch.optim.Optimizer, torch.optim.SGD,
+        torch.optim.AdamW, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled,
+        torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame,
+        graph.saved_tensors_hooks,
+    ]
+    CONFIGS = [torch.compiler.config, torch._functorch.config, torch._inductor.config, torch._dynamo.config]
+    CODE = (type, property, types.FunctionType, types.BuiltinFunctionType, staticmethod, classmethod)
+
+    def contents():
+        '''What there is now, by name. Values are kept, so that no address is used twice.'''
+        found = {}
+        for owner in MODULES:  # modules hold counters and caches, which may move
+            found |= {f"{owner.__name__}.{name}": v for name, v in vars(owner).items() if isinstance(v, CODE)}
+        for owner in CLASSES:
+            found |= {f"{owner.__module__}.{owner.__qualname__}.{name}": v for name, v in vars(owner).items()}
+        for name in vars(nn_module):
+            if name.startswith("_global_") and isinstance(getattr(nn_module, name), dict):
+                found[name] = list(getattr(nn_module, name))
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+            found[name] = list(getattr(optim_module, name))
+        for owner in CONFIGS:
+            found |= {f"{owner.__name__}.{name}": repr(v) for name, v in owner.get_config_copy().items()}
+        for device in torch._C._autocast_supported_devices():
+            found[f"autocast {device}"] = [torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)]
+        found["autocast cache"] = [torch.is_autocast_cache_enabled()]
+        found["matmul precision"] = [torch.get_float32_matmul_precision()]
+        found["saved-tensor hooks"] = [torch._C._autograd._top_saved_tensors_default_hooks(False)]
+        return found
+
+    def network():
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2), nn.Softmax(-1))
+
+    def trained(net, optimizer, x):
+        optimizer.zero_grad()
+        net(x).log().mean().backward()
+        optimizer.step()
+
+    x = torch.randn(3, 4)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):  # PyTorch wraps `step` at a class's first instance
+        net = network()
+        trained(net, kind(net.parameters(), lr=0.1), x)
+    trained(network(), torch.optim.SGD(net.parameters(), lr=0.1), x)
+    checkpoint(net, x, use_reentrant=False).sum().backward()
+
+    def differing(before, after):
+        def same(one, other):
+            return one == other if isinstance(one, (list, str)) else one is other
+        return sorted(
+            name for name in {**before, **after}
+            if name not in before or name not in after or not same(before[name], after[name])
+        )
+
+    # Dynamo has patches of its own, from its first compilation on.
+    torch.compile(lambda x: trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x), backend="eager")(x)
+    torch.compile(lambda x: F.softmax(net[0](x), -1), backend="aot_eager")(x).sum().backward()
+
+    import mezzo
+    before = contents()
+"""
+
+USES = {
+    "autocast": """
+        with mezzo.autocast("bf16", "cpu"):
+            during = differing(before, contents())
+            net(x).sum().backward()
+            with torch.no_grad():
+                net[0].weight.mul_(2)
+            net[0].weight.data.clamp_(-1, 1)
+            net[0].weight.detach()
+        assert any("set_grad_enabled" in name for name in during), during
+    """,
+    "autocast with a module in FP32, recomputation and all formats": """
+        for policy in ("fp32", "bf16,module.0=fp32", "fp16", "bf16,recompute=gelu", "fp8", "tf32"):
+            with mezzo.autocast(policy, "cpu"), mezzo.autocast("bf16", "cpu"):
+                net(x).sum().backward()
+        @mezzo.autocast("bf16", "cpu")
+        def f(x):
+            return net(x)
+        f(x)
+    """,
+    "autocast that raises": """
+        try:
+            with mezzo.autocast("fp16", "cpu"):
+                raise KeyError
+        except KeyError:
+            pass
+    """,
+    "checkpointing": """
+        for use_reentrant in (False, True):
+            with mezzo.autocast("bf16", "cpu"):
+                out = checkpoint(net, x.clone().requires_grad_(), use_reentrant=use_reentrant)
+            out.sum().backward()
+    """,
+    "torch.compile": """
+        def f(x):
+            with mezzo.autocast("bf16", "cpu"):
+                return F.softmax(net[0](x), -1)
+        torch.compile(f, backend="aot_eager")(x).sum().backward()
+        with mezzo.autocast("fp16", "cpu"):
+            out = torch.compile(lambda x: net[0](x), backend="aot_eager")(x)
+        out.sum().backward()
+    """,
+    "MixedPrecision": """
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for precision in ("bf16", "fp16"):
+            mp = mezzo.MixedPrecision(net, optimizer, precision)
+            for scale in (1.0, float("inf")):
+                with mp.autocast():
+                    loss = net(x).log().mean() * scale
+                mp.step(loss)
+            mp.close()
+        mezzo.explain(net, x, precision="bf16")
+    """,
+    "GradScaler": """
+        optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), mezzo.GradScaler("cpu")
+        with mezzo.autocast("fp16", "cpu"):
+            loss = net(x).log().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """,
+    "optimizers and weights": """
+        lowered = network()
+        mezzo.lower_weights(lowered, "bf16")
+        optimizers = [
+            mezzo.optim.AdamW(lowered.parameters(), lr=0.1),
+            mezzo.optim.SGD(network().parameters(), lr=0.1),
+            mezzo.optim.with_masters(torch.optim.SGD(network().parameters(), lr=0.1)),
+        ]
+        with mezzo.autocast("bf16", "cpu"):
+            loss = lowered(x).log().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    """,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nothing_of_torch_stays_replaced(use: str) -> None:
+    script = textwrap.dedent(SETUP) + textwrap.dedent(USES[use])
+    script += "print(json.dumps(differing(before, contents())))\n"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == []
