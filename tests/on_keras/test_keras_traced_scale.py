@@ -8,8 +8,16 @@ import keras
 import pytest
 
 from conftest import BACKEND
-from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
-from mezzo.core.traced_scale import ScaleArrays, advance, on_host, start
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    NoLossScale,
+    Observation,
+    ScaleArrays,
+    StaticLossScale,
+    advance,
+    on_host,
+    start,
+)
 from scale_cases import TABLE
 
 CASES = [(DynamicLossScale(**settings), history) for settings, history, *_ in TABLE]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from mezzo.core.traced_scale import start
+from mezzo.core.loss_scale import start
 from mezzo.keras.dtypes import SIXTEEN_BITS
 from mezzo.keras.launch.nudge import nudge
 from mezzo.keras.monitor.recent_losses import RecentLosses

@@ -20,11 +20,10 @@ from typing import Any
 
 import keras
 
-from mezzo.core import traced_scale
+from mezzo.core import loss_scale as scale_machine
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale
 from mezzo.keras.scaling import fit_end
 from mezzo.keras.scaling.apply_or_keep import apply_or_keep
 from mezzo.keras.scaling.gradients import unscale
@@ -83,7 +82,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             inner_optimizer, initial_scale, getattr(machine, "growth_interval", None), name=name, **kwargs
         )
         self._machine, self._use = machine, use
-        begin = traced_scale.start(machine)
+        begin = scale_machine.start(machine)
         # The first two in the order in which Keras's own has them, for what it saved.
         self.step_counter = self._scalar("step_counter", begin.good_steps)
         self._scale = self._scalar("dynamic_scale", begin.scale, "float32")
@@ -144,7 +143,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def initial_scale(self) -> float:
         """The first S, as a number."""
         self._use.asked()
-        return float(traced_scale.start(self._machine).scale)
+        return float(scale_machine.start(self._machine).scale)
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
@@ -215,7 +214,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
         )
         if not isinstance(self._machine, NoLossScale):
-            self._use.check_scaled(power_text(traced_scale.start(self._machine).scale))
+            self._use.check_scaled(power_text(scale_machine.start(self._machine).scale))
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, variables)  # which says so
         elif keras.backend.backend() == "tensorflow":
@@ -262,7 +261,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
-        after = traced_scale.advance(self._machine, self._arrays(), found_inf, keras.ops)
+        after = scale_machine.advance(self._machine, self._arrays(), found_inf, keras.ops)
         for variable, value in (
             (self._scale, after.scale),
             (self.step_counter, after.good_steps),
@@ -296,7 +295,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if patience is None or _number(self._stuck) < patience:
             return
         try:
-            traced_scale.check(self._machine, self._arrays(_number))
+            scale_machine.check(self._machine, self._arrays(_number))
         except LossScaleCollapseError as error:
             whose = ", ".join(self._bad_names()) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
@@ -310,13 +309,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # State
 
-    def machine(self) -> TraceableLossScale:
+    def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with the state it has now; waits for the device."""
-        return traced_scale.on_host(self._machine, self._arrays(_number))
+        return scale_machine.on_host(self._machine, self._arrays(_number))
 
     def reset_loss_scale(self) -> None:
         """Start the loss scale anew, as it was given to the constructor."""
-        begin = traced_scale.start(self._machine)
+        begin = scale_machine.start(self._machine)
         for variable, value in (
             (self._scale, begin.scale),
             (self.step_counter, begin.good_steps),

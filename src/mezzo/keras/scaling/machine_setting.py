@@ -8,7 +8,6 @@ from typing import Any
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, from_state_dict
 from mezzo.core.policy_text import as_loss_scale
-from mezzo.core.traced_scale import TraceableLossScale, traceable
 
 _WHERE = "LossScaleOptimizer"
 
@@ -20,7 +19,7 @@ def machine_of(
     loss_scale: LossScale | float | str | dict[str, Any] | None,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
-) -> TraceableLossScale:
+) -> LossScale:
     """The loss scale, with Keras's two names for settings of the dynamic one.
 
     Args:
@@ -29,7 +28,7 @@ def machine_of(
         dynamic_growth_steps: its `growth_interval`.
 
     Raises:
-        UsageError: it is no loss scale, one with no form on arrays, out of range, or both ways of setting it are used.
+        UsageError: it is no loss scale, out of range, or both ways of setting it are used.
     """
     if loss_scale is None:
         raise UsageError(f"{_WHERE}: loss_scale is None. For a scale of 1 write loss_scale='none'.")
@@ -41,18 +40,18 @@ def machine_of(
             "Give one or the other: loss_scale='dynamic(init=1024,growth_interval=100)' says both."
         )
     if isinstance(loss_scale, dict):
-        return traceable(from_state_dict(loss_scale))
-    machine: Any = as_loss_scale(loss_scale, _WHERE, offers_statistical=False)
+        return from_state_dict(loss_scale)
+    machine: Any = as_loss_scale(loss_scale, _WHERE)
     settings = {_KERASS[name]: value for name, value in given.items()}
     try:
         machine = replace(machine, **settings, scale=0.0) if settings else machine
     except UsageError as error:
         told = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise type(error)(f"{_WHERE}({told}): {error}") from None
-    return traceable(machine)
+    return machine
 
 
-def setting_of(machine: TraceableLossScale) -> dict[str, Any]:
+def setting_of(machine: LossScale) -> dict[str, Any]:
     """The arguments that `machine_of` makes this loss scale from: Keras's two where they say it all."""
     if isinstance(machine, DynamicLossScale):
         kerass: dict[str, Any] = {name: getattr(machine, ours) for name, ours in _KERASS.items()}

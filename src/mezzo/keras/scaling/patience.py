@@ -15,9 +15,8 @@ from typing import Any
 
 import keras
 
-from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.traced_scale import TraceableLossScale
 from mezzo.keras.scaling.apply_or_keep import reading_is_free
 
 LOOK_EVERY = 50
@@ -64,9 +63,7 @@ def _recording() -> bool:
     return torch.compiler.is_compiling()
 
 
-def assert_in_graph(
-    machine: TraceableLossScale, stuck: Any, bad_gradients: Any, names: Sequence[str]
-) -> None:
+def assert_in_graph(machine: LossScale, stuck: Any, bad_gradients: Any, names: Sequence[str]) -> None:
     """In a `tf.function`, an assertion that the patience has not run out; elsewhere nothing.
 
     Args:
@@ -96,6 +93,6 @@ def assert_in_graph(
     )
 
 
-def patience_of(machine: TraceableLossScale) -> int | None:
+def patience_of(machine: LossScale) -> int | None:
     """The machine's patience; None where it has no end."""
     return getattr(machine, "patience", None)

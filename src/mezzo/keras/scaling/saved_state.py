@@ -8,8 +8,7 @@ from typing import Any
 
 import keras
 
-from mezzo.core.loss_scale import DynamicLossScale
-from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale
 
 _KERAS_OWN = 4
 """Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale."""
@@ -36,7 +35,7 @@ def load_keras_state(own: list[Any], inner: list[Any], store: Mapping[str, Any])
         variable.assign(store[str(_KERAS_OWN + at)])
 
 
-def allowed(machine: TraceableLossScale, scale: float) -> float:
+def allowed(machine: LossScale, scale: float) -> float:
     """The scale that a loaded one becomes: within the machine's bounds; the one value of a constant.
 
     Keras's own can have saved 0 or infinity, from which no step leads back.
