@@ -200,3 +200,18 @@ def test_scale_of_the_optimizer_s_own_is_multiplied_in() -> None:
         weights.append([p.detach() for p in params] + flat(optimizer))
         assert not hasattr(optimizer, "grad_scale")
     assert same(*weights)
+
+
+def test_a_fused_step_that_raises_can_be_taken_again() -> None:
+    """torch's own leaves `grad_scale` on the optimizer then, and divides by it twice the next time."""
+    params = parameters()
+    optimizer = OPTIMIZERS["adamw-fused"](params)
+    scaler = mezzo.GradScaler(init_scale=4.0)
+    scaler.scale(loss_of(params, 1.0)).backward()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    handle.remove()
+    assert not hasattr(optimizer, "grad_scale")
+    scaler.step(optimizer)
+    assert optimizer.state[params[1]]["exp_avg"].item() == pytest.approx(0.3)

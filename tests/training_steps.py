@@ -33,12 +33,17 @@ def nobody_owns_anything() -> Iterator[None]:
         mp.close()
 
 
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the CPU an accelerator, which must not be waited for."""
+    for module in (turns, device_scale):
+        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+
+
 @pytest.fixture(name="decides", params=["host", "device"])
 def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
     if request.param == "device":
-        for module in (turns, device_scale):
-            monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+        as_on_an_accelerator(monkeypatch)
     name: str = request.param
     return name
 

@@ -330,8 +330,15 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
-            with self._scale_in_use():
-                result = super().step(optimizer, *args, **kwargs)
+            try:
+                with self._scale_in_use():
+                    result = super().step(optimizer, *args, **kwargs)
+            except BaseException:
+                # torch's leaves them on a fused optimizer that raised, and multiplies with them the next time.
+                for name in ("grad_scale", "found_inf"):
+                    if hasattr(optimizer, name):
+                        delattr(optimizer, name)
+                raise
         state["stage"] = OptState.STEPPED
         if "skipped" not in state:
             state["skipped"] = self._found(state) if state["found_inf_per_device"] else None
