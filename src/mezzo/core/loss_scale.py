@@ -310,20 +310,21 @@ def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> Sca
         xp: the framework's namespace, of which only `where` is used: `numpy`, `jax.numpy`, `tensorflow`, `torch`,
             `keras.ops`, or `Numbers`.
     """
+    # In each `where` the array comes first, for TensorFlow takes the format from there; a number fits in.
     overflows = xp.where(found_inf, state.overflows + 1, 0)
-    good_steps = xp.where(found_inf, 0, state.good_steps + 1)
+    good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
     if not isinstance(pure, DynamicLossScale):
         return ScaleArrays(state.scale, good_steps, overflows, overflows)
     stuck = xp.where(found_inf & (state.scale <= pure.floor), state.stuck + 1, 0)
-    grows = good_steps >= pure.growth_interval
+    waits = good_steps < pure.growth_interval
     backs_off = overflows >= pure.hysteresis
     grown = state.scale * pure.growth_factor
-    grown = xp.where(grown > pure.ceiling, pure.ceiling, grown)
+    grown = xp.where(grown < pure.ceiling, grown, pure.ceiling)
     backed_off = state.scale * pure.backoff_factor
-    backed_off = xp.where(backed_off < pure.floor, pure.floor, backed_off)
+    backed_off = xp.where(backed_off > pure.floor, backed_off, pure.floor)
     return ScaleArrays(
-        xp.where(backs_off, backed_off, xp.where(grows, grown, state.scale)),
-        xp.where(grows, 0, good_steps),
+        xp.where(backs_off, backed_off, xp.where(waits, state.scale, grown)),
+        xp.where(waits, good_steps, 0),
         overflows,
         stuck,
     )
