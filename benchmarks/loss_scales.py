@@ -2,8 +2,7 @@
 
 Two small models are trained in FP32 on a CPU; in every step the largest gradient of outputs and parameters is noted.
 Then each machine walks over those numbers: a step overflows where the scale times the largest gradient is 65520 or
-more. The statistical machine is told of the steps that it would see in a training, the first 20 and every 16th. A
-constant is calibrated on the first 20 steps, as `mezzo calibrate` does.
+more. A constant is calibrated on the first 20 steps, as `mezzo calibrate` does.
 
 What this leaves out: a skipped step changes the training that follows, and here it does not.
 
@@ -25,10 +24,7 @@ from torch import Tensor, nn
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, Observation, StaticLossScale
-from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.machine import describe
-from mezzo.pytorch.monitor.largest_gradient import DENSE, EVERY, LargestGradient
-from mezzo.pytorch.training.observing import Observing
 
 OUT = Path(__file__).parent / "results" / "loss_scales.json"
 OVERFLOWS_AT = 65520.0
@@ -102,21 +98,25 @@ def largest_gradients(
     generator = torch.Generator().manual_seed(1)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    looks = LargestGradient(every=1)
-    observing = Observing(model, [looks])
+    of_outputs: list[Tensor] = []
+
+    def watch(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        for one in output if isinstance(output, tuple) else (output,):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(lambda gradient: of_outputs.append(gradient.abs().max()))
+
+    for module in model.modules():
+        module.register_forward_hook(watch)
     found = []
-    for index in range(steps):
+    for _ in range(steps):
+        of_outputs.clear()
         x, target = data(generator)
         loss = loss_of(model(x), target)
         optimizer.zero_grad()
-        observing.backward_begins(loss, 1.0)
         loss.backward()
-        observing.update_begins(optimizer, 1.0)
+        of_weights = [param.grad.abs().max() for param in model.parameters() if param.grad is not None]
         optimizer.step()
-        observing.update_ended(optimizer, index=index, skipped=False, loss_scale=1.0)
-        assert looks.largest is not None
-        found.append(float(looks.largest))
-    observing.undo()
+        found.append(float(torch.stack([*of_outputs, *of_weights]).max()))
     return found
 
 
@@ -128,9 +128,8 @@ def walked(machine: LossScale, largest: Sequence[float]) -> dict[str, Any]:
         skips += bad
         if not bad:
             room.append(math.log2(OVERFLOWS_AT / (machine.scale * value)))
-        told = None if bad or (index >= DENSE and index % EVERY) else value
         try:
-            machine = machine.next(Observation(bad, told))
+            machine = machine.next(Observation(bad))
         except LossScaleCollapseError:
             return {"collapsed_at": index, "skipped": skips, "steps": len(largest)}
     return {
@@ -146,7 +145,6 @@ def machines(largest: Sequence[float]) -> dict[str, LossScale]:
     return {
         "constant": StaticLossScale.from_largest(max(largest[:20]), "fp16", 1),
         "dynamic": DynamicLossScale(),
-        "statistical": StatisticalLossScale(),
     }
 
 

@@ -294,7 +294,7 @@ REFUSED_BY_OURS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"initial_scale": INF}, "init"),
     ({"dynamic_growth_steps": 0}, "growth_interval"),
     ({"loss_scale": "sometimes"}, "sometimes"),
-    ({"loss_scale": "statistical"}, "Statistical"),
+    ({"loss_scale": "statistical"}, "statistical"),
     ({"loss_scale": -1.0}, "scale"),
     ({"on_unscaled": "perhaps"}, "perhaps"),
 )

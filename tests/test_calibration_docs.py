@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.core.statistical_scale import StatisticalLossScale
-from mezzo.pytorch.monitor.largest_gradient import DENSE, EVERY
 from mezzo.pytorch.training import mixed_precision
 
 PAGE = Path(__file__).parent.parent / "docs" / "monitoring.md"
@@ -27,7 +25,7 @@ def test_the_code_of_the_section_runs(capsys: pytest.CaptureFixture[str]) -> Non
     state = torch.get_rng_state()
     names: dict[str, object] = {}
     blocks = re.findall(r"^```python\n(.*?)^```", section(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     try:
         for block in blocks:
             exec(compile(block, str(PAGE), "exec"), names)
@@ -37,7 +35,6 @@ def test_the_code_of_the_section_runs(capsys: pytest.CaptureFixture[str]) -> Non
             mp.close()
     out = capsys.readouterr().out
     assert "\npolicy       fp16," in out
-    assert float(out.splitlines()[-1]) > 1.0
 
 
 def test_the_code_on_the_ranking_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,20 +47,12 @@ def test_the_code_on_the_ranking_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert all("'e3m2'" in line for line in lines if "Linear" in line)
 
 
-def test_its_numbers_are_those_of_the_code() -> None:
-    text, machine = section(), StatisticalLossScale()
-    assert f"the first {DENSE} updates and at every {EVERY}th" in text.replace("\n", " ")
-    for name in ("warm_up", "window", "recovery"):
-        assert f"`{name}`" in text
-        assert f"({getattr(machine, name)})" in text
-
-
 def test_its_table_is_the_benchmarks() -> None:
     found = json.loads((PAGE.parents[1] / "benchmarks" / "results" / "loss_scales.json").read_text())
     for name, row in found["trainings"].items():
         low, high = row["largest_log2"]
         cells = [
             f"{row['scales'][kind]['skipped']}, {row['scales'][kind]['unused_bits_mean']:.1f}"
-            for kind in ("constant", "dynamic", "statistical")
+            for kind in ("constant", "dynamic")
         ]
         assert f"| {name} | 2^{low:.1f} to 2^{high:.1f} | {' | '.join(cells)} |" in section()

@@ -23,7 +23,6 @@ from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import Observation, from_state_dict
 from mezzo.core.scale_numbers import collapsed
-from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.training.state import anew_if_collapsed
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
@@ -157,10 +156,6 @@ def test_a_collapse_tells_what_is_known_to_mend_it() -> None:
             mezzo.DynamicLossScale(init=4.0, floor=1.0, patience=1, growth_factor=4.0),
             "growing by a factor of 4 after every 2000 good steps",
         ),
-        (
-            StatisticalLossScale(init=4.0, floor=1.0, patience=1),
-            "its limit doubling after every 500 good steps",
-        ),
     ],
 )
 def test_a_collapse_tells_how_its_scale_would_grow(scale: Any, words: str) -> None:
@@ -277,19 +272,11 @@ def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
     assert anew_if_collapsed({"kind": "none"}) == {"kind": "none"}
 
 
-def test_a_collapsed_statistical_scale_keeps_what_it_has_learned() -> None:
-    begun = StatisticalLossScale(patience=3, mean=-4.0, variance=1.0, seen=50, fitted=2.0**14)
-    collapsed = {**begun.state_dict(), "limit": begun.floor, "stuck": 3}
-    assert from_state_dict(collapsed) != begun
-    assert from_state_dict(anew_if_collapsed(collapsed)) == begun
-
-
-@pytest.mark.parametrize("name", [*SCALES, "statistical"])
+@pytest.mark.parametrize("name", SCALES)
 def test_a_training_whose_fault_is_mended_goes_on_in_place(name: str, decides: str) -> None:
-    scales = {**SCALES, "statistical": lambda: StatisticalLossScale(init=2.0**10, floor=1.0, patience=4)}
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=scales[name]())
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=SCALES[name]())
     assert step(mp, 0).moved
     with pytest.raises(
         LossScaleCollapseError, match=r"Once that is mended, mp\.reset_loss_scale\(\)"

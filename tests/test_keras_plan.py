@@ -118,7 +118,7 @@ def test_a_wrong_name_has_the_nearest(given: str, words: list[str]) -> None:
         ("bf16,recompute=gelu", ["recompute=gelu", "keras.remat"]),
         ("bf16,scaling=rowwise", ["scaling=rowwise"]),
         ("bf16,hidden=fp32", ["hidden=fp32", "module.PATTERN=fp32"]),
-        ("fp16,loss_scale=statistical", ["loss_scale=statistical", "'dynamic'"]),
+        ("fp16,loss_scale=statistical", ["statistical", "removed", "'dynamic'"]),
         ("float16", ["keeps its variables in 16 bits", "mixed_float16"]),
         ("bfloat16", ["keeps its variables in 16 bits", "mixed_bfloat16"]),
         ("float64", ["float64", "float32"]),

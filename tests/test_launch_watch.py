@@ -450,18 +450,6 @@ def test_ranges_are_those_of_the_plain_arithmetic(launch: Any) -> None:
     assert (rows["update ratio"].lowest, rows["update ratio"].counts) == (-5, [1, 0, 0, 0, 0, 1])
 
 
-def test_a_statistical_scale_learns_from_the_gradients(launch: Any) -> None:
-    scales = []
-    for factor in (1.0, 1 / 16):
-        source = TRAIN.replace("range(4)", "range(20)").replace(
-            "loss.backward", f"({factor} * loss).backward"
-        )
-        ran = launch(source, policy="fp16,loss_scale=statistical")
-        scales.append([update.loss_scale for update in ran.of("update")])
-    assert [s[0] for s in scales] == [2.0**16] * 2
-    assert scales[1][-1] / scales[0][-1] == 16
-
-
 TRAININGS = Path(__file__).parent / "scripts" / "trainings.py"
 EAGER = [
     *("fused_adamw", "clipping", "overflowing", "accumulation", "gradient_penalty", "two_optimizers"),

@@ -229,12 +229,12 @@ def test_a_constant_may_be_any_number(value: Any) -> None:
     assert as_loss_scale(value, "here") == StaticLossScale(8.0)
 
 
-@pytest.mark.parametrize("value", ["dynamik", 8j])
-@pytest.mark.parametrize("offered", [True, False])
-def test_the_statistical_one_is_named_where_it_can_be_used(value: Any, offered: bool) -> None:
-    with pytest.raises(UsageError, match="here: loss_scale") as told:
-        as_loss_scale(value, "here", offers_statistical=offered)
-    assert ("statistical" in str(told.value)) == offered
+@pytest.mark.parametrize("text", ["statistical", "statistical(window=50)"])
+def test_the_statistical_one_is_gone_and_the_error_says_what_to_use(text: str) -> None:
+    with pytest.raises(UsageError, match=r"here: loss_scale: .*removed.*'dynamic'"):
+        as_loss_scale(text, "here")
+    with pytest.raises(UsageError, match=r"removed.*'dynamic'"):
+        from_state_dict({"kind": "statistical", "init": 8.0})
 
 
 @pytest.mark.parametrize("value", [0, -3, math.nan, math.inf, 10**400, np.float32(0), np.int64(-1)])

@@ -31,6 +31,6 @@ def test_it_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(out.read_text())["trainings"]
     assert set(found) == set(loss_scales.TRAININGS)
     for row in found.values():
-        assert set(row["scales"]) == {"constant", "dynamic", "statistical"}
+        assert set(row["scales"]) == {"constant", "dynamic"}
         assert row["scales"]["constant"]["skipped"] <= 1
-    assert capsys.readouterr().out.count(" of 25 skipped") == 6
+    assert capsys.readouterr().out.count(" of 25 skipped") == 4

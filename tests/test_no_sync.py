@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.scaling import scaler
+from mezzo.pytorch.scaling import device_scale, scaler
 from mezzo.pytorch.training import mixed_precision, turns
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
@@ -67,7 +67,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def _reading_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (turns, scaler):
+    for module in (turns, scaler, device_scale):
         monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
 
 

@@ -21,7 +21,7 @@ from mezzo.pytorch.optim.adam import Adam
 from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.lion import Lion
 from mezzo.pytorch.optim.sgd import SGD
-from training_steps import nobody_owns_anything, who_decides  # noqa: F401
+from training_steps import as_on_an_accelerator, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALE = 128.0
 
@@ -140,9 +140,7 @@ def test_mezzo_s_optimizers_and_every_way_to_store_weights(row: str, run: str) -
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("row", OURS)
 def test_the_same_where_only_the_device_knows(row: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mezzo.pytorch.training import turns
-
-    monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
+    as_on_an_accelerator(monkeypatch)
     make, precision, arguments = OURS[row]
     assert same(
         alone(run, make, precision, **arguments), alone(without_bad(run), make, precision, **arguments)

@@ -20,10 +20,8 @@ from bad_steps import INF, is_finite
 from launching import launcher
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, Observation
-from mezzo.pytorch.scaling.device_scale import on_device
+from test_scaler_device import on_device
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
-
-CPU = torch.device("cpu")
 
 
 def parameter() -> nn.Parameter:
@@ -75,7 +73,7 @@ def test_keras_s_scale_reaches_zero_and_infinity(device_form: bool) -> None:
     """Keras 3.15 LossScaleOptimizer: 200 overflows -> scale 0.0, next finite step writes -inf; with growth every step
     the scale reaches inf and never comes back."""
     scale: Any = DynamicLossScale(growth_interval=1, patience=10**6)
-    scale = on_device(scale, CPU) if device_form else scale
+    scale = on_device(scale, "device") if device_form else scale
 
     def after(found: bool, steps: int) -> float:
         nonlocal scale
@@ -177,7 +175,7 @@ def test_a_growth_step_unscales_with_the_scale_that_was_used(make: str, decides:
 def test_the_floor_holds_on_a_device_and_when_compiled(floor: float) -> None:
     """jmp: under jit the minimum scale falls back to 1."""
     pure = DynamicLossScale(init=64.0, floor=floor, patience=10**6)
-    machine: Any = on_device(pure, CPU)
+    machine: Any = on_device(pure, "device")
     following = torch.compile(lambda machine, found: machine.next(found), backend="eager")
     for _ in range(40):
         machine = following(machine, torch.ones(()))

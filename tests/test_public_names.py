@@ -18,7 +18,6 @@ PUBLIC = {
     "NoLossScale",
     "Policy",
     "StaticLossScale",
-    "StatisticalLossScale",
     "TensorBoardWriter",
     "autocast",
     "calibrate",
@@ -122,13 +121,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'mezzo' has no attribute 'autocsat'"):
         mezzo.autocsat
     assert not hasattr(mezzo, "_no_such_thing")
+    with pytest.raises(AttributeError, match=r"StatisticalLossScale .*DynamicLossScale"):
+        mezzo.StatisticalLossScale
 
 
 NO_FRAMEWORK = [
     "import mezzo",
     "import mezzo; mezzo.Policy; mezzo.policy('bf16')",
     "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
-    "import mezzo; mezzo.StatisticalLossScale()",
     "import mezzo; mezzo.keras; mezzo.tensorflow",
     "import mezzo.scripts.seeds, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
     "import mezzo.core.records, mezzo.core.errors",

@@ -159,10 +159,10 @@ def test_nothing_is_kept_of_an_optimizer_that_is_gone() -> None:
     params = parameters()
     optimizer = OPTIMIZERS["sgd"](params)
     train(scaler, optimizer, params, 1.0)
-    assert len(scaler._optimizers) == 1
+    assert len(scaler._last) == 1
     del optimizer
     gc.collect()
-    assert len(scaler._optimizers) == 0
+    assert len(scaler._last) == 0
 
 
 def test_the_older_contract_hands_the_scaler_to_the_optimizer() -> None:
@@ -179,9 +179,11 @@ def test_the_older_contract_hands_the_scaler_to_the_optimizer() -> None:
     params = parameters()
     optimizer = Own(params, lr=0.1)
     scaler = mezzo.GradScaler()
-    train(scaler, optimizer, params, 1.0)
+    with pytest.warns(FutureWarning, match="stop passing itself"):  # torch's own
+        train(scaler, optimizer, params, 1.0)
     assert params[1].item() == pytest.approx(0.2)
-    train(scaler, optimizer, params, INF)
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        train(scaler, optimizer, params, INF)
     assert scaler.was_skipped(optimizer) is True
     assert scaler.get_scale() == 2.0**15
 
@@ -198,3 +200,18 @@ def test_scale_of_the_optimizer_s_own_is_multiplied_in() -> None:
         weights.append([p.detach() for p in params] + flat(optimizer))
         assert not hasattr(optimizer, "grad_scale")
     assert same(*weights)
+
+
+def test_a_fused_step_that_raises_can_be_taken_again() -> None:
+    """torch's own leaves `grad_scale` on the optimizer then, and divides by it twice the next time."""
+    params = parameters()
+    optimizer = OPTIMIZERS["adamw-fused"](params)
+    scaler = mezzo.GradScaler(init_scale=4.0)
+    scaler.scale(loss_of(params, 1.0)).backward()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    handle.remove()
+    assert not hasattr(optimizer, "grad_scale")
+    scaler.step(optimizer)
+    assert optimizer.state[params[1]]["exp_avg"].item() == pytest.approx(0.3)

@@ -13,10 +13,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, Observation, StaticLossScale
-from mezzo.core.statistical_scale import StatisticalLossScale
-from mezzo.core.traced_scale import ScaleArrays, advance, check, on_host, start, traceable
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    NoLossScale,
+    Observation,
+    ScaleArrays,
+    StaticLossScale,
+    advance,
+    check,
+    on_host,
+    start,
+)
 from scale_cases import TABLE
 from test_loss_scale import events, machines
 
@@ -77,9 +85,3 @@ def test_patience_is_the_pure_machines_and_words_too(pure: Any) -> None:
         check(pure, state)
     assert str(raised.value) == str(expected.value)
     check(NoLossScale(), replace(state, stuck=np.asarray(10**6)))
-
-
-def test_the_statistical_scale_has_no_such_form() -> None:
-    with pytest.raises(UsageError, match="Use 'dynamic'"):
-        traceable(StatisticalLossScale())
-    assert traceable(DynamicLossScale()) == DynamicLossScale()

@@ -14,12 +14,12 @@ import mezzo
 from mezzo.core.errors import (
     LossScaleCollapseError,
 )
-from mezzo.pytorch.training import turns
 from training_steps import (  # noqa: F401
     INF,
     NAN,
     OPTIMIZERS,
     Waits,
+    as_on_an_accelerator,
     batch,
     everything,
     network,
@@ -270,7 +270,7 @@ def test_an_fp16_loss_does_not_overflow_by_its_seed() -> None:
 def test_a_fused_step_in_fp16_waits_for_nothing_until_its_result_is_read(
     name: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
+    as_on_an_accelerator(monkeypatch)
     model = network()
     mp = mezzo.MixedPrecision(
         model, OPTIMIZERS[name](model.parameters()), "fp16", clip_norm=1.0, accumulate=2

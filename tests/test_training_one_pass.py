@@ -20,6 +20,7 @@ from training_steps import (  # noqa: F401
     INF,
     NAN,
     Waits,
+    as_on_an_accelerator,
     batch,
     everything,
     network,
@@ -196,7 +197,7 @@ def test_nothing_waits_for_the_device(
     low: bool, precision: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the CPU's own kernel, which has no queue to wait for, is asked whether it reads a number."""
-    monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
+    as_on_an_accelerator(monkeypatch)
     model = network()
     mp = fused(model, precision, low, clip_norm=1.0, accumulate=2)
     for index in range(4):

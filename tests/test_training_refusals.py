@@ -157,7 +157,6 @@ def test_frozen_parameters_are_an_error_and_thawed_ones_train() -> None:
     [
         ("dynamic", mezzo.DynamicLossScale()),
         ("dynamic(init=1024)", mezzo.DynamicLossScale(init=1024.0)),
-        ("statistical", mezzo.StatisticalLossScale()),
         ("2**10", mezzo.StaticLossScale(1024.0)),
     ],
 )

@@ -96,7 +96,6 @@ MODES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "fp16": ("fp16,loss_scale=128", {}, False),
     "fp16, traced": ("fp16,loss_scale=128", {}, True),
     "fp16, watched": ("fp16,loss_scale=128", {"watch": 1, "watch_all": True}, True),
-    "fp16, statistical scale": ("fp16,loss_scale=statistical(init=128)", {}, True),
     "bf16, watched": ("bf16", {"watch": 1}, False),
     "sensitivity": ("fp32", {"sensitivity": True}, False),
     "tf32": ("tf32", {}, False),
@@ -171,7 +170,6 @@ def test_data_parallelism_with_an_output_that_the_loss_does_not_use(tmp_path: Pa
 TRAININGS: dict[str, dict[str, Any]] = {
     "traced": {"precision": "fp16,loss_scale=128"},
     "watched": {"precision": "fp16,loss_scale=128", "watch": 1},
-    "statistical scale": {"precision": "fp16,loss_scale=statistical(init=128)"},
     "released": {"precision": "fp16,loss_scale=128", "release_gradients": True},
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mezzo.pytorch.scaling import device_scale
 from mezzo.pytorch.training import mixed_precision, turns
 
 INF, NAN = float("inf"), float("nan")
@@ -32,11 +33,17 @@ def nobody_owns_anything() -> Iterator[None]:
         mp.close()
 
 
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the CPU an accelerator, which must not be waited for."""
+    for module in (turns, device_scale):
+        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+
+
 @pytest.fixture(name="decides", params=["host", "device"])
 def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who knows of a skip first: "device" makes the CPU an accelerator, which must not be waited for."""
     if request.param == "device":
-        monkeypatch.setattr(turns, "reading_is_free", lambda tensor: False)
+        as_on_an_accelerator(monkeypatch)
     name: str = request.param
     return name
 

@@ -25,7 +25,6 @@ _PUBLIC = {
     "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
     "LossScaleCollapseError": ("mezzo.core.errors", "LossScaleCollapseError"),
     "TensorBoardWriter": ("mezzo.pytorch.monitor.tensorboard", "TensorBoardWriter"),
-    "StatisticalLossScale": ("mezzo.core.statistical_scale", "StatisticalLossScale"),
     "formats": ("mezzo.core.formats", ""),
     "calibrate": ("mezzo.pytorch.calibrate", "calibrate"),
     "find_batch_size": ("mezzo.pytorch.batch_size", "find_batch_size"),
@@ -40,6 +39,11 @@ _PUBLIC = {
     "load_master_state_dict": ("mezzo.pytorch.weights.master_state", "load_master_state_dict"),
 }
 
+# Name -> what to use in its place.
+_REMOVED = {
+    "StatisticalLossScale": "was removed in version 0.2: use mezzo.DynamicLossScale (loss_scale='dynamic')"
+}
+
 __all__ = [
     "DynamicLossScale",
     "GradScaler",
@@ -48,7 +52,6 @@ __all__ = [
     "NoLossScale",
     "Policy",
     "StaticLossScale",
-    "StatisticalLossScale",
     "TensorBoardWriter",
     "autocast",
     "calibrate",
@@ -72,7 +75,6 @@ if TYPE_CHECKING:
     from mezzo.core.errors import LossScaleCollapseError
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
-    from mezzo.core.statistical_scale import StatisticalLossScale
     from mezzo.pytorch.batch_size import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
@@ -89,6 +91,8 @@ def __getattr__(name: str) -> Any:
     try:
         module, attribute = _PUBLIC[name]
     except KeyError:
+        if name in _REMOVED:
+            raise AttributeError(f"mezzo.{name} {_REMOVED[name]}") from None
         raise AttributeError(f"module 'mezzo' has no attribute {name!r}") from None
     found = importlib.import_module(module)
     value = getattr(found, attribute) if attribute else found

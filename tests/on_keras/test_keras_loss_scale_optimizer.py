@@ -300,7 +300,7 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss_scale": "statistical"}, "for PyTorch's training loops"),
+        ({"loss_scale": "statistical"}, "removed.*'dynamic'"),
         ({"loss_scale": "dynamo"}, "is no loss scale"),
         ({"loss_scale": None}, "loss_scale='none'"),
         ({"loss_scale": True}, "loss_scale is True"),

@@ -12,13 +12,7 @@ from keras_steps import GRADIENTS, no_gradients, step, tensor, values, variables
 
 from conftest import BACKEND
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    Observation,
-    StaticLossScale,
-    StatisticalLossScale,
-)
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, Observation, StaticLossScale
 from mezzo.keras import LossScaleOptimizer
 
 INF = math.inf
@@ -79,9 +73,9 @@ def test_a_configuration_is_read_and_not_used_up() -> None:
     assert again.name == "scaled"
 
 
-def test_a_saved_loss_scale_with_no_form_on_arrays_is_refused() -> None:
-    with pytest.raises(UsageError, match="for PyTorch's training loops"):
-        LossScaleOptimizer(sgd(), loss_scale=StatisticalLossScale().state_dict())
+def test_a_saved_loss_scale_of_a_removed_kind_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"removed.*'dynamic'"):
+        LossScaleOptimizer(sgd(), loss_scale={"kind": "statistical"})
 
 
 def test_a_bad_setting_is_told_by_keras_name() -> None:

@@ -322,7 +322,7 @@ BAD = [
         'StaticLossScale or NoLossScale, a number, or "dynamic" or "none"$',
     ),
     (lambda: enable(adam(), 0), UsageError, "a loss scale is a number between"),
-    (lambda: enable(adam(), "statistical"), UsageError, "is for PyTorch's training loops"),
+    (lambda: enable(adam(), "statistical"), UsageError, "removed.*'dynamic'"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
     (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),
     (

@@ -82,7 +82,7 @@ class InSession:
         self.session.run(self.op, {self.factor: [1.0, np.inf if bad else 1.0]})
 
     def machine(self) -> Any:
-        from mezzo.core.traced_scale import ScaleArrays, on_host
+        from mezzo.core.loss_scale import ScaleArrays, on_host
 
         read = self.session.run([self.held.scale, self.held.good_steps, self.held.overflows, self.held.stuck])
         return on_host(self.optimizer._scaled.pure, ScaleArrays(*read))

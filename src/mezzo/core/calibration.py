@@ -32,7 +32,6 @@ from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow
 from mezzo.core.records import RangesRecord
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.sensitivity import Sensitivity
-from mezzo.core.statistical_scale import ROOM, StatisticalLossScale
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
@@ -42,6 +41,9 @@ MOST_HEADROOM = 15
 
 FEWEST_FOR_SPREAD = 4
 """Steps from which a standard deviation is taken."""
+
+SIGMAS = 3.09
+"""Standard deviations above its mean that the largest gradient may lie: one normal number in a thousand lies higher."""
 
 MOST_LOST = 0.5
 """Share of a module's gradient that fp16 may round to zero under the recommended scale before the module is kept."""
@@ -324,10 +326,12 @@ def _key(row: RangeRow) -> tuple[str, str, str]:
 
 
 def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
-    """The statistical machine's formula, but never so large that a gradient which was seen overflows."""
-    machine, bounds = StatisticalLossScale(), DynamicLossScale()
+    """The scale that overflows fp16 in one step of a thousand, if log2 of the largest gradients is normal; never so
+    large that a gradient which was seen overflows.
+    """
+    bounds, room = DynamicLossScale(), math.log2(65504.0)
     fits = StaticLossScale.from_largest(largest, "fp16", 0).scale
-    scale = constant if deviation is None else 2.0 ** math.floor(ROOM - (mean + machine.sigmas * deviation))
+    scale = constant if deviation is None else 2.0 ** math.floor(room - (mean + SIGMAS * deviation))
     return max(bounds.floor, min(scale, fits, bounds.ceiling))
 
 

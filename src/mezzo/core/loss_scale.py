@@ -4,8 +4,12 @@ fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies 
 when S is a power of two; they are multiplied by 1/S in FP32 before anything reads them (Micikevicius et al.
 2017, arXiv 1710.03740, section 3.2). S is a constant, best chosen from the largest gradient seen
 (`StaticLossScale.from_largest`), or found by trial (`DynamicLossScale`): grow after N good steps; when a
-gradient is not finite, skip the step and back off. Or it follows from what the largest gradients have been so far
-(`StatisticalLossScale`, in a file of its own).
+gradient is not finite, skip the step and back off.
+
+`advance` is the only transition: the values here, PyTorch, Keras and TensorFlow call it, on Python's numbers or on
+arrays. Inside a compiled training step (a `tf.function`, `jax.jit`) the host can't ask whether a gradient overflowed,
+so every branch of it is a `where`, and it never raises. The code that holds the arrays reads them now and then and
+calls `check`.
 
 Every number here is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that
 keeps S in an FP32 tensor goes through the same values. S and 1/S are normal FP32 numbers, always.
@@ -20,8 +24,15 @@ from typing import Any
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
 from mezzo.core.formats import named
-from mezzo.core.scale_numbers import NOT_THE_SCALE, check_whole, checked_scale, collapsed, fl32, power_text
-from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.core.scale_numbers import (
+    NOT_THE_SCALE,
+    STATISTICAL_REMOVED,
+    check_whole,
+    checked_scale,
+    collapsed,
+    fl32,
+    power_text,
+)
 
 # A loss up to 2^27 times a constant scale stays finite in FP32.
 _LARGEST_CONSTANT = 100
@@ -33,13 +44,9 @@ class Observation:
 
     Args:
         found_inf: whether any gradient was NaN or infinite, after unscaling.
-        largest: the largest magnitude among the gradients of activations and weights, unscaled, where the caller
-            knows it. `StatisticalLossScale` learns from it, the others pass it over; 0, NaN and infinity say
-            nothing.
     """
 
     found_inf: bool
-    largest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ class StaticLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row.
         """
-        skips = self.skips + 1 if observation.found_inf else 0
+        skips = advance(self, start(self), observation.found_inf, Numbers).stuck
         if skips >= self.patience:
             raise LossScaleCollapseError(
                 f"{skips} steps in a row were skipped: their gradients are not finite under the constant "
@@ -236,20 +243,12 @@ class DynamicLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row at the floor.
         """
-        if not observation.found_inf:
-            good_steps, scale = self.good_steps + 1, self.scale
-            if good_steps >= self.growth_interval:
-                good_steps, scale = 0, min(fl32(scale * self.growth_factor), self.ceiling)
-            return self._moved(scale=scale, good_steps=good_steps, overflows=0, stuck=0)
-
-        overflows = self.overflows + 1
-        stuck = self.stuck + 1 if self.scale <= self.floor else 0
-        if stuck >= self.patience:
-            raise collapsed(self.floor, stuck)
-        scale = self.scale
-        if overflows >= self.hysteresis:
-            scale = max(fl32(scale * self.backoff_factor), self.floor)
-        return self._moved(scale=scale, good_steps=0, overflows=overflows, stuck=stuck)
+        after = advance(self, start(self), observation.found_inf, Numbers)
+        if after.stuck >= self.patience:
+            raise collapsed(self.floor, after.stuck)
+        return self._moved(
+            scale=fl32(after.scale), good_steps=after.good_steps, overflows=after.overflows, stuck=after.stuck
+        )
 
     def _moved(self, **state: float) -> DynamicLossScale:
         """`dataclasses.replace` without the checks, which cost a small model more than its optimizer's arithmetic."""
@@ -262,13 +261,105 @@ class DynamicLossScale:
         return {"kind": "dynamic", **asdict(self)}
 
 
-LossScale = NoLossScale | StaticLossScale | DynamicLossScale | StatisticalLossScale
-_KINDS: dict[str, type[Any]] = {
-    "none": NoLossScale,
-    "static": StaticLossScale,
-    "dynamic": DynamicLossScale,
-    "statistical": StatisticalLossScale,
-}
+LossScale = NoLossScale | StaticLossScale | DynamicLossScale
+
+
+@dataclass(frozen=True)
+class ScaleArrays:
+    """The moving parts of a loss scale: arrays of shape (), or Python's numbers.
+
+    Args:
+        scale: FP32, S for the next step.
+        good_steps: int32, good steps since the last growth or overflow.
+        overflows: int32, overflows in a row.
+        stuck: int32, overflows in a row at the floor; of a constant scale, at its one value.
+    """
+
+    scale: Any
+    good_steps: Any
+    overflows: Any
+    stuck: Any
+
+
+class Numbers:
+    """The namespace of Python's numbers for `advance`, whose scale the caller rounds to FP32."""
+
+    @staticmethod
+    def where(condition: bool, yes: float, no: float) -> float:
+        """One of two numbers."""
+        return yes if condition else no
+
+
+def start(pure: LossScale) -> ScaleArrays:
+    """The state as plain numbers: what the arrays begin with."""
+    if isinstance(pure, DynamicLossScale):
+        return ScaleArrays(pure.scale, pure.good_steps, pure.overflows, pure.stuck)
+    skips = pure.skips if isinstance(pure, StaticLossScale) else 0
+    return ScaleArrays(pure.scale, 0, skips, skips)
+
+
+def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
+    """The state after one step.
+
+    The naive code it equals is in `DynamicLossScale`'s docstring.
+
+    Args:
+        pure: the fixed numbers (factors, interval, floor, ceiling, hysteresis, patience); its moving parts are stale.
+        state: before the step.
+        found_inf: boolean, shape (): whether any gradient was NaN or infinite.
+        xp: the framework's namespace, of which only `where` is used: `numpy`, `jax.numpy`, `tensorflow`, `torch`,
+            `keras.ops`, or `Numbers`.
+    """
+    # In each `where` the array comes first, for TensorFlow takes the format from there; a number fits in.
+    overflows = xp.where(found_inf, state.overflows + 1, 0)
+    good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
+    if not isinstance(pure, DynamicLossScale):
+        return ScaleArrays(state.scale, good_steps, overflows, overflows)
+    stuck = xp.where(found_inf & (state.scale <= pure.floor), state.stuck + 1, 0)
+    waits = good_steps < pure.growth_interval
+    backs_off = overflows >= pure.hysteresis
+    grown = state.scale * pure.growth_factor
+    grown = xp.where(grown < pure.ceiling, grown, pure.ceiling)
+    backed_off = state.scale * pure.backoff_factor
+    backed_off = xp.where(backed_off > pure.floor, backed_off, pure.floor)
+    return ScaleArrays(
+        xp.where(backs_off, backed_off, xp.where(waits, state.scale, grown)),
+        xp.where(waits, good_steps, 0),
+        overflows,
+        stuck,
+    )
+
+
+def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
+    """The pure state that the arrays hold; waits for the device.
+
+    Raises:
+        UsageError: the arrays hold what no loss scale can: someone wrote to them.
+    """
+    scale, *counts = (float(getattr(state, field.name)) for field in fields(state))
+    good_steps, overflows, stuck = map(int, counts)
+    if isinstance(pure, DynamicLossScale):
+        return replace(pure, scale=scale, good_steps=good_steps, overflows=overflows, stuck=stuck)
+    return replace(pure, scale=scale, skips=overflows) if isinstance(pure, StaticLossScale) else pure
+
+
+def check(pure: LossScale, state: ScaleArrays) -> None:
+    """Raise what the pure machine raised if the patience ran out; waits for the device.
+
+    Raises:
+        LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
+    """
+    if isinstance(pure, NoLossScale):
+        return
+    stuck = int(state.stuck)
+    if stuck < pure.patience:
+        return
+    if isinstance(pure, DynamicLossScale):
+        raise collapsed(pure.floor, stuck)
+    replace(pure, skips=stuck - 1).next(Observation(found_inf=True))
+
+
+_KINDS: dict[str, type[Any]] = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
@@ -278,6 +369,8 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
         UsageError: no such kind, or values out of range.
     """
     kind = str(state.get("kind", ""))
+    if kind == "statistical":
+        raise UsageError(STATISTICAL_REMOVED)
     if kind not in _KINDS:
         raise unknown_name("loss scale kind", kind, _KINDS)
     cls = _KINDS[kind]

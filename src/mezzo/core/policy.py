@@ -89,7 +89,7 @@ class Policy:
             any case.
         output: what floating tensors leave the model in: fp32, bf16 or fp16.
         loss_scale: ``none``; ``dynamic``; ``dynamic(init=1024,growth_interval=100)`` with any setting of
-            `DynamicLossScale`; ``statistical``, likewise with settings of `StatisticalLossScale`; a number
+            `DynamicLossScale`; a number
             (``1024``, ``2**10``) for a constant; or ``auto``, which becomes ``dynamic`` where anything is computed
             in fp16 and ``none`` elsewhere, once `compute` is known.
         ops: (op, rule) pairs that override or extend the table in `mezzo.core.rules`. An op of another

@@ -28,9 +28,7 @@ from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mezzo.core.scale_numbers import fl32, is_real
-from mezzo.core.statistical_scale import SETTINGS as STATISTICAL
-from mezzo.core.statistical_scale import StatisticalLossScale
+from mezzo.core.scale_numbers import STATISTICAL_REMOVED, fl32, is_real
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,11 +40,6 @@ KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recomp
 _STATE = ("scale", "good_steps", "overflows", "stuck")
 # What a user may set in `dynamic(...)`, with its default.
 _DYNAMIC: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
-# Name -> what it makes, and its settings.
-_MACHINES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
-    "dynamic": (DynamicLossScale, _DYNAMIC),
-    "statistical": (StatisticalLossScale, STATISTICAL),
-}
 
 
 class Entry(NamedTuple):
@@ -120,14 +113,12 @@ def _entry(key: str, value: str, where: str) -> Entry:
     raise unknown_name("key", key, [*KEYS, "op.NAME", "module.PATTERN"], where=where)
 
 
-def loss_scale_of(text: str, where: str = "", *, offers_statistical: bool = True) -> LossScale:
-    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)`, `statistical`, `statistical(window=50)` or a number
-    (`1024`, `2**10`) stands for.
+def loss_scale_of(text: str, where: str = "") -> LossScale:
+    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`) stands for.
 
     Args:
         text: one of them.
         where: how an error begins.
-        offers_statistical: whether an error names the statistical one, which only PyTorch's training loops can use.
 
     Raises:
         UsageError: anything else, an unknown setting, or a value out of range.
@@ -136,25 +127,22 @@ def loss_scale_of(text: str, where: str = "", *, offers_statistical: bool = True
     if text == "none":
         return NoLossScale()
     try:
-        machine = re.fullmatch(rf"({'|'.join(_MACHINES)})(?:\((.*)\))?", text, re.DOTALL)
-        if machine is None:
-            return StaticLossScale(_number(text, offers_statistical))
-        make, known = _MACHINES[machine[1]]
-        made: LossScale = make(**_settings(machine[2] or "", machine[1], known))
-        return made
+        if text.startswith("statistical"):
+            raise UsageError(STATISTICAL_REMOVED)
+        dynamic = re.fullmatch(r"dynamic(?:\((.*)\))?", text, re.DOTALL)
+        if dynamic is None:
+            return StaticLossScale(_number(text))
+        return DynamicLossScale(**_settings(dynamic[1] or ""))
     except UsageError as error:
         raise type(error)(f"{where}{error}") from None
 
 
-def as_loss_scale(
-    given: LossScale | float | str | None, where: str, *, offers_statistical: bool = True
-) -> LossScale | None:
+def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScale | None:
     """The loss scale that an argument asks for, in any of the ways in which it may; None stays None.
 
     Args:
         given: a loss scale, a number, or the text of one.
         where: how an error begins.
-        offers_statistical: as of `loss_scale_of`.
 
     Raises:
         UsageError: it is none of them, or out of range.
@@ -162,40 +150,39 @@ def as_loss_scale(
     if given is None or isinstance(given, LossScale):
         return given
     if isinstance(given, str):
-        return loss_scale_of(given, f"{where}: loss_scale: ", offers_statistical=offers_statistical)
+        return loss_scale_of(given, f"{where}: loss_scale: ")
     if is_real(given):  # NumPy's numbers too
         try:
             return StaticLossScale(given)
         except UsageError as error:
             raise type(error)(f"{where}: loss_scale: {error}") from None
-    kind, word = (", StatisticalLossScale", ', "statistical"') if offers_statistical else ("", "")
     raise UsageError(
-        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale{kind} or NoLossScale, a number, "
-        f'or "dynamic"{word} or "none"'
+        f"{where}: loss_scale is {given!r}; give a DynamicLossScale, StaticLossScale or NoLossScale, a number, "
+        f'or "dynamic" or "none"'
     )
 
 
-def _settings(text: str, machine: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(text: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in known:
-            raise unknown_name(f"setting of {machine}(...)", name, known)
+        if name not in _DYNAMIC:
+            raise unknown_name("setting of dynamic(...)", name, _DYNAMIC)
         if name in settings:
-            raise UsageError(f"{machine}(...) has {name} twice. Keep one of the two.")
+            raise UsageError(f"dynamic(...) has {name} twice. Keep one of the two.")
         given = _number(value)
-        settings[name] = int(given) if isinstance(known[name], int) and given.is_integer() else given
+        settings[name] = int(given) if isinstance(_DYNAMIC[name], int) and given.is_integer() else given
     return settings
 
 
-def _number(text: str, offers_statistical: bool = True) -> float:
+def _number(text: str) -> float:
     power = re.fullmatch(r"2\s*\*\*\s*(-?\d{1,4})", text)
     try:
         return math.ldexp(1.0, int(power[1])) if power else float(text)
     except (ValueError, OverflowError):
         raise UsageError(
             f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), "
-            f"{'statistical, ' if offers_statistical else ''}or a number such as 1024 or 2**10."
+            "or a number such as 1024 or 2**10."
         ) from None
 
 
@@ -205,16 +192,15 @@ def print_loss_scale(scale: LossScale) -> str:
         return "none"
     if isinstance(scale, StaticLossScale):
         return _print_number(scale.scale)
-    machine, known = next((name, known) for name, (kind, known) in _MACHINES.items() if type(scale) is kind)
-    own = ((name, getattr(scale, name), default) for name, default in known.items())
+    own = ((name, getattr(scale, name), default) for name, default in _DYNAMIC.items())
     changed = ",".join(
         f"{name}={_print_number(value)}" for name, value, default in own if value != _as_kept(default)
     )
-    return f"{machine}({changed})" if changed else machine
+    return f"dynamic({changed})" if changed else "dynamic"
 
 
 def _as_kept(default: float) -> float:
-    """A default as a loss scale keeps it: in FP32, where 3.09 is another number."""
+    """A default as a loss scale keeps it: in FP32."""
     return fl32(default)
 
 

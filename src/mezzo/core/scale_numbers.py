@@ -18,6 +18,11 @@ NOT_THE_SCALE = (
     "learning rate and the initialisation."
 )
 
+STATISTICAL_REMOVED = (
+    "the statistical loss scale was removed in version 0.2: it showed no clear gain over a dynamic one. Use 'dynamic' "
+    "(DynamicLossScale); dynamic(init=...) takes the first scale that `mezzo calibrate` recommends."
+)
+
 
 def fl32(value: float) -> float:
     """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""

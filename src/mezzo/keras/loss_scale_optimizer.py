@@ -23,12 +23,11 @@ from typing import Any
 
 import keras
 
-from mezzo.core import traced_scale
+from mezzo.core import loss_scale as scale_machine
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays, from_state_dict
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale, traceable
 from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, step_on_all_replicas, unscale
 
 # Bound now: a script or a plugin may put another class in this attribute.
@@ -94,7 +93,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._machine = machine
         self._on_unscaled = on_unscaled
         self._scale_was_read = on_unscaled == "ignore"
-        begin = traced_scale.start(machine)
+        begin = scale_machine.start(machine)
         # The first two in the order in which Keras's own has them, for what it saved.
         self.step_counter = self._scalar("step_counter", begin.good_steps)
         self._scale = self._scalar("dynamic_scale", begin.scale, "float32")
@@ -155,7 +154,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def initial_scale(self) -> float:
         """The first S, as a number."""
         self._scale_was_read = True
-        return float(traced_scale.start(self._machine).scale)
+        return float(scale_machine.start(self._machine).scale)
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
@@ -248,7 +247,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _tell_unscaled(self) -> None:
         message = (
             f"The loss was not scaled: apply() divides the gradients by the loss scale "
-            f"{power_text(traced_scale.start(self._machine).scale)}, so the update would be too small. Take the "
+            f"{power_text(scale_machine.start(self._machine).scale)}, so the update would be too small. Take the "
             "gradients of optimizer.scale_loss(loss); in a compiled JAX step, of "
             "optimizer.stateless_scale_loss(optimizer_variables, loss). "
             "If they are scaled otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
@@ -279,7 +278,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
-        after = traced_scale.advance(self._machine, self._arrays(), found_inf, keras.ops)
+        after = scale_machine.advance(self._machine, self._arrays(), found_inf, keras.ops)
         bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
         for variable, value in (
             *self._state(after),
@@ -311,7 +310,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._patience is None or _number(self._stuck) < self._patience:
             return
         try:
-            traced_scale.check(self._machine, self._arrays(_number))
+            scale_machine.check(self._machine, self._arrays(_number))
         except LossScaleCollapseError as error:
             whose = ", ".join(self._bad_names()) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
@@ -366,13 +365,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     # State
 
-    def machine(self) -> TraceableLossScale:
+    def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
-        return traced_scale.on_host(self._machine, self._arrays(_number))
+        return scale_machine.on_host(self._machine, self._arrays(_number))
 
     def reset_loss_scale(self) -> None:
         """Set the loss scale back to what the constructor was given."""
-        for variable, value in self._state(traced_scale.start(self._machine)):
+        for variable, value in self._state(scale_machine.start(self._machine)):
             variable.assign(value)
 
     def _arrays(self, of: Callable[[Any], Any] = lambda variable: variable.value) -> ScaleArrays:
@@ -493,7 +492,7 @@ def _loss_scale_of(
     loss_scale: LossScale | float | str | dict[str, Any] | None,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
-) -> TraceableLossScale:
+) -> LossScale:
     where = "LossScaleOptimizer"
     if loss_scale is None:
         raise UsageError(f"{where}: loss_scale is None. For a scale of 1 write loss_scale='none'.")
@@ -505,18 +504,18 @@ def _loss_scale_of(
             "Give one or the other: loss_scale='dynamic(init=1024,growth_interval=100)' says both."
         )
     if isinstance(loss_scale, dict):
-        return traceable(from_state_dict(loss_scale))
-    machine: Any = as_loss_scale(loss_scale, where, offers_statistical=False)
+        return from_state_dict(loss_scale)
+    machine: Any = as_loss_scale(loss_scale, where)
     settings = {_KERAS_SETTINGS[name]: value for name, value in given.items()}
     try:
         machine = replace(machine, **settings, scale=0.0) if settings else machine
     except UsageError as error:
         told = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise type(error)(f"{where}({told}): {error}") from None
-    return traceable(machine)
+    return machine
 
 
-def _setting_of(machine: TraceableLossScale) -> dict[str, Any]:
+def _setting_of(machine: LossScale) -> dict[str, Any]:
     """The arguments that `_loss_scale_of` makes this loss scale from: Keras's two where they say it all."""
     if isinstance(machine, DynamicLossScale):
         keras_own: dict[str, Any] = {name: getattr(machine, ours) for name, ours in _KERAS_SETTINGS.items()}
@@ -525,7 +524,7 @@ def _setting_of(machine: TraceableLossScale) -> dict[str, Any]:
     return {"loss_scale": machine.state_dict()}
 
 
-def _allowed(machine: TraceableLossScale, scale: float) -> float:
+def _allowed(machine: LossScale, scale: float) -> float:
     """A loaded scale, within bounds. Keras's own can have saved 0 or infinity, from which no step leads back."""
     if not isinstance(machine, DynamicLossScale):
         return machine.scale

@@ -23,7 +23,6 @@ from mezzo.core.loss_scale import LossScale, NoLossScale
 from mezzo.core.patterns import is_pattern, matches
 from mezzo.core.policy import PRESETS, Policy, policy
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
-from mezzo.core.traced_scale import traceable
 
 NAMES = {
     "float64": "fp64",
@@ -232,14 +231,10 @@ def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> K
                 "encoder/*/norm: * is one component or a part of one, ** any number of components."
             )
         paths.append((pattern, _keras_name(fmt, f"{where}module.{pattern}={fmt}")))
-    asked = as_loss_scale(loss_scale, f"precision {str(given)!r}", offers_statistical=False)
+    asked = as_loss_scale(loss_scale, f"precision {str(given)!r}")
     if asked is not None:
         given = replace(given, loss_scale=print_loss_scale(asked))
     scale = asked if asked is not None else given.make_loss_scale()
-    try:
-        traceable(scale)
-    except UsageError as error:
-        raise UsageError(f"{where}loss_scale={print_loss_scale(scale)}: {error}") from None
     return KerasPlan(default, tuple(paths), scale, given.name)
 
 

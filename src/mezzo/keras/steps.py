@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from mezzo.core.traced_scale import start
+from mezzo.core.loss_scale import start
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 
 SKIPS_WITHIN = (

@@ -81,7 +81,7 @@ class _Scaled(ScaleReads):
 
 
 def _begin(given: LossScale | float | str) -> ScaledGradients:
-    pure = as_loss_scale(given, "LossScaleOptimizer", offers_statistical=False)
+    pure = as_loss_scale(given, "LossScaleOptimizer")
     if pure is None:
         raise UsageError(
             'LossScaleOptimizer: loss_scale is None; give "dynamic", "none", a number or a DynamicLossScale(...)'

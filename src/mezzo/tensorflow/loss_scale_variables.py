@@ -1,6 +1,6 @@
 """A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
 
-The machine is `mezzo.core.traced_scale`; here is only where its four numbers live, and one step: skip or apply, move
+The machine is `mezzo.core.loss_scale`; here is only where its four numbers live, and one step: skip or apply, move
 on, and stop with a message when the patience has run out.
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import LossScale, NoLossScale
-from mezzo.core.traced_scale import ScaleArrays, TraceableLossScale, advance, check, on_host, start, traceable
+from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, advance, check, on_host, start
 from mezzo.tensorflow.xla import in_xla
 
 
@@ -58,7 +57,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     """
 
     def __init__(self, pure: LossScale) -> None:
-        self.pure: TraceableLossScale = traceable(pure)
+        self.pure = pure
         self._held: dict[Any, Held] = {}
         self._scale_read: dict[Any, Any] = {}  # graph -> S, one tensor for whoever reads it
         self._used: dict[
@@ -230,7 +229,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             return LossScaleCollapseError(str(error), of)
         raise AssertionError(f"{self.pure} has no patience that could run out")
 
-    def machine(self) -> TraceableLossScale:
+    def machine(self) -> LossScale:
         """The pure loss scale on the host; waits for the device.
 
         Raises:

@@ -17,7 +17,6 @@ import tensorflow as tf
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
-from mezzo.core.traced_scale import traceable
 from mezzo.tensorflow.op_list_overrides import overrides_of
 from mezzo.tensorflow.op_lists import op_lists as lists_of
 from mezzo.tensorflow.precision import MODES, Choice, choose
@@ -125,10 +124,10 @@ def _loss_scale(given: Any, chosen: Choice) -> LossScale:
             growth_factor=of["multiplier"],
             backoff_factor=1 / of["multiplier"],
         )
-    scale = as_loss_scale(given, _WHERE, offers_statistical=False)
+    scale = as_loss_scale(given, _WHERE)
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
-    return traceable(scale)
+    return scale
 
 
 def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:

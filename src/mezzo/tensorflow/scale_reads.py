@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from mezzo.core.errors import UsageError
-from mezzo.core.traced_scale import TraceableLossScale
+from mezzo.core.loss_scale import LossScale
 from mezzo.tensorflow.scaled_gradients import ScaledGradients
 
 
@@ -26,7 +26,7 @@ class ScaleReads:
         """Whether the last step was skipped: bool variable, shape ()."""
         return self._scaled.variables.read("last_step_skipped").last_step_skipped
 
-    def machine(self) -> TraceableLossScale:
+    def machine(self) -> LossScale:
         """The pure loss scale on the host, in an eager program; waits for the device."""
         return self._scaled.variables.machine()
 

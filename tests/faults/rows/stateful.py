@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from faults.models import Trainee, cnn, recurrent, stack, transformer
-from faults.plants import Root, Squares, stateful
+from faults.plants import Root, stateful
 from faults.rows.fault import Expected, Fault
 from faults.rows.planting import both, grown
 
@@ -155,12 +155,5 @@ ROWS: list[Fault] = [
         precision="bf16,loss_scale=1",
         options={"weights": "split"},
         mended=False,
-    ),
-    Fault(
-        "again: a scale that follows the gradients",
-        "CNN",
-        partial(cnn, tail=Squares),
-        Expected("tail", "mul", "overflow", line="wide * wide"),
-        precision="fp16,loss_scale=statistical",
     ),
 ]

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.pytorch.launch.quiet import quiet
 
 if TYPE_CHECKING:
@@ -63,10 +62,6 @@ def watchers_for(session: Session) -> list[StepObserver]:
         from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 
         found.append(Sensitivities(every=(request.stop_after or STEPS) // STEPS))
-    if isinstance(session.scale, StatisticalLossScale):
-        from mezzo.pytorch.monitor.largest_gradient import LargestGradient
-
-        found.append(LargestGradient())
     return found
 
 
@@ -107,23 +102,10 @@ class Companions:
         self.busy = False
 
     @property
-    def _follows(self) -> bool:
-        return isinstance(self._session.scale, StatisticalLossScale)
-
-    @property
-    def largest(self) -> float | None:
-        """The largest gradient of the update that ended last, where the loss scale learns from it."""
-        found = next(
-            (largest for one in self._watchers if (largest := getattr(one, "largest", None)) is not None),
-            None,
-        )
-        return None if found is None or not self._follows else float(found)
-
-    @property
     def listening(self) -> bool:
         """Whether anybody is to be told of what happens now, in this thread."""
         session = self._session
-        if not (self._wanted or (session.scaling and (self._traces or self._follows))):
+        if not (self._wanted or (session.scaling and self._traces)):
             return False
         if self._pauses or session.left_alone is not None:
             return False

@@ -211,10 +211,10 @@ class Steps:
         return result
 
     @quiet
-    def _observe(self, optimizer: Any, *, found_inf: bool, largest: float | None = None) -> None:
+    def _observe(self, optimizer: Any, *, found_inf: bool) -> None:
         number = self._number(optimizer)
         try:
-            self._session.observe(found_inf=found_inf, largest=largest, optimizer=number)
+            self._session.observe(found_inf=found_inf, optimizer=number)
         except LossScaleCollapseError as collapse:
             its = [record.finding for record in self._session.journal.findings if record.optimizer == number]
             culprit = next((finding for finding in reversed(its) if finding.alarms), its[-1] if its else None)
@@ -266,7 +266,7 @@ class Steps:
             session.journal.seen(seen)
         self._watch.after_update(number, moved=moved)
         if scaled:
-            self._observe(optimizer, found_inf=not moved, largest=session.companions.largest)
+            self._observe(optimizer, found_inf=not moved)
         if session.trial is not None and session.trial.decision is not None:
             session.decide(session.trial.decision)
         self._stop(number)

@@ -132,7 +132,7 @@ class Session:
         """The policy of the step that runs."""
         return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
 
-    def observe(self, *, found_inf: bool, largest: float | None = None, optimizer: int | None = None) -> None:
+    def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
         """One step is over: the scale for the next.
 
         All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
@@ -140,7 +140,6 @@ class Session:
 
         Args:
             found_inf: whether a gradient was not finite.
-            largest: the largest gradient, unscaled, where somebody looked.
             optimizer: the number of the one whose step it was; None: of whoever stepped last.
 
         Raises:
@@ -153,7 +152,7 @@ class Session:
                 its_own = self._in_a_row.get(optimizer, dict.fromkeys(counted, 0))
                 self.scale = replace(self.scale, **its_own)  # type: ignore[arg-type]
             self._whose = optimizer
-        self.scale = self.scale.next(Observation(found_inf, largest))
+        self.scale = self.scale.next(Observation(found_inf))
 
     def overflowed(self, scale: float) -> float:
         """A backward at `scale`, whose gradients nobody has seen yet, overflowed: the scale at which to run

@@ -1,144 +1,95 @@
-"""The loss-scale machine as tensors: `next(found_inf)` gives the next state without asking the device
-anything.
+"""A loss scale whose S is a tensor: `next(found_inf)` gives the next state and asks an accelerator nothing.
 
-`core.loss_scale` is the specification. The same machine is written again here for one reason: on an
-accelerator, reading one number makes the host wait until everything queued has run. So the state stays in
-0-dim tensors and every branch is arithmetic. Nothing here raises of itself; `check` looks (one wait) and
-raises what the pure machine raises.
+On an accelerator, reading one number makes the host wait until everything queued has run. There the state stays in
+0-dim tensors and moves by `core.loss_scale.advance` over `torch`. On a CPU reading is free: the state is Python's
+numbers, which the same function moves in a tenth of the time, and only S is a tensor. Nothing here raises of itself;
+`check` looks (one wait on an accelerator) and raises what the pure machine raises.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, Observation, StaticLossScale
-from mezzo.core.statistical_scale import StatisticalLossScale
-from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
-
-_FP32_MAX = torch.finfo(torch.float32).max
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    Numbers,
+    ScaleArrays,
+    StaticLossScale,
+    advance,
+    check,
+    on_host,
+    start,
+)
+from mezzo.core.scale_numbers import fl32
 
 
 @dataclass(frozen=True)
-class DeviceDynamicLossScale:
-    """`DynamicLossScale` with its four moving parts on a device.
+class DeviceLossScale:
+    """A loss scale on a device.
 
     Args:
-        pure: the fixed numbers (factors, interval, floor, ceiling, hysteresis, patience); its moving parts
-            are stale.
-        scale: 0-dim FP32; finite, between `pure.floor` and `pure.ceiling`.
-        good_steps: 0-dim int32, steps since the last overflow or growth.
-        overflows: 0-dim FP32 whole number, overflows in a row.
-        stuck: 0-dim FP32 whole number, overflows in a row at the floor.
+        pure: the fixed numbers (factors, interval, floor, ceiling, hysteresis, patience); its moving parts are stale.
+        scale: 0-dim FP32; finite.
+        state: the moving parts: 0-dim tensors on the scale's device, Python's numbers where that is a CPU.
     """
 
-    pure: DynamicLossScale
+    pure: DynamicLossScale | StaticLossScale
     scale: Tensor
-    good_steps: Tensor
-    overflows: Tensor
-    stuck: Tensor
+    state: ScaleArrays
 
-    def next(self, found_inf: Tensor, largest: Tensor | None = None) -> DeviceDynamicLossScale:
-        """The state after one step, equal to `pure.next(Observation(found_inf != 0))` event by event.
+    def next(self, found_inf: Tensor) -> DeviceLossScale:
+        """The state after one step.
 
         Args:
             found_inf: 0-dim FP32 on the same device; 0 where every gradient was finite, above 0 otherwise.
-            largest: passed over.
         """
-        pure = self.pure
-        found = found_inf.clamp(max=1.0)
-        stays = found * (self.scale <= pure.floor)
-        overflows = torch.addcmul(found, self.overflows, found)  # (overflows + 1) * found
-        stuck = torch.addcmul(stays, self.stuck, stays)
-        scale, good_steps = self.scale.clone(), self.good_steps.clone()
-        if pure.hysteresis == 1 and pure.ceiling * pure.growth_factor <= _FP32_MAX:
-            # PyTorch's own kernel is the unbounded machine in one launch: bounding its result gives ours.
-            torch._amp_update_scale_(
-                scale, good_steps, found, pure.growth_factor, pure.backoff_factor, pure.growth_interval
-            )
-            scale.clamp_(pure.floor, pure.ceiling)
-        else:
-            good_steps = ((good_steps + 1) * (1.0 - found)).to(torch.int32)
-            grows = good_steps >= pure.growth_interval
-            good_steps = torch.where(grows, 0, good_steps)
-            grown = (scale * pure.growth_factor).clamp(max=pure.ceiling)
-            backed_off = (scale * pure.backoff_factor).clamp(min=pure.floor)
-            scale = torch.where(overflows >= pure.hysteresis, backed_off, torch.where(grows, grown, scale))
-        return DeviceDynamicLossScale(pure, scale, good_steps, overflows, stuck)
+        return DeviceLossScale(self.pure, *moved(self.pure, self.scale, self.state, found_inf))
 
-    def on_host(self) -> DynamicLossScale:
+    def on_host(self) -> LossScale:
         """The pure state; waits for the device."""
-        return replace(
-            self.pure,
-            scale=float(self.scale),
-            good_steps=int(self.good_steps),
-            overflows=int(self.overflows),
-            stuck=int(self.stuck),
-        )
+        return on_host(self.pure, self.state)
 
     def check(self) -> None:
         """Raise what the pure machine raised if the patience ran out; waits for the device.
 
         Raises:
-            LossScaleCollapseError: `patience` steps in a row were skipped at the floor.
+            LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
         """
-        stuck = int(self.stuck)
-        if stuck >= self.pure.patience:
-            last = replace(self.pure, scale=self.pure.floor, stuck=stuck - 1, overflows=stuck - 1)
-            last.next(Observation(found_inf=True))
+        check(self.pure, self.state)
 
 
-@dataclass(frozen=True)
-class DeviceStaticLossScale:
-    """`StaticLossScale` with its count of skips on a device."""
-
-    pure: StaticLossScale
-    scale: Tensor
-    skips: Tensor
-
-    def next(self, found_inf: Tensor, largest: Tensor | None = None) -> DeviceStaticLossScale:
-        """The same scale, and the skips in a row counted; `largest` is passed over."""
-        return replace(self, skips=(self.skips + 1.0) * found_inf.clamp(max=1.0))
-
-    def on_host(self) -> StaticLossScale:
-        """The pure state; waits for the device."""
-        return replace(self.pure, skips=int(self.skips))
-
-    def check(self) -> None:
-        """Raise what the pure machine raised if the patience ran out; waits for the device.
-
-        Raises:
-            LossScaleCollapseError: `patience` steps in a row were skipped.
-        """
-        skips = int(self.skips)
-        if skips >= self.pure.patience:
-            replace(self.pure, skips=skips - 1).next(Observation(found_inf=True))
+def moved(
+    pure: LossScale, scale: Tensor, state: ScaleArrays, found_inf: Tensor
+) -> tuple[Tensor, ScaleArrays]:
+    """S and the state after one step; the tensors given stay as they are."""
+    if isinstance(state.scale, Tensor):
+        state = advance(pure, state, found_inf != 0, torch)
+        return state.scale, state
+    after = advance(pure, state, bool(found_inf), Numbers)
+    if after.scale == state.scale:
+        return scale, after
+    after = ScaleArrays(fl32(after.scale), after.good_steps, after.overflows, after.stuck)
+    return torch.full((), after.scale, dtype=torch.float32), after
 
 
-DeviceLossScale = DeviceDynamicLossScale | DeviceStaticLossScale | DeviceStatisticalLossScale
+def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
+    """S as a tensor, and the moving parts in the form that they have on this device."""
+    state = start(pure)
+    scale = torch.full((), state.scale, dtype=torch.float32, device=device)
+    if reading_is_free(scale):
+        return scale, state
+    counts = (state.good_steps, state.overflows, state.stuck)
+    return scale, ScaleArrays(scale, *(torch.full((), n, dtype=torch.int32, device=device) for n in counts))
 
 
 def on_device(pure: LossScale, device: torch.device) -> DeviceLossScale | None:
     """The device form of a loss scale; None for `NoLossScale`, which has nothing to multiply or look at."""
-    if isinstance(pure, NoLossScale):
-        return None
-    if isinstance(pure, StatisticalLossScale):
-        return DeviceStatisticalLossScale.of(pure, device)
-
-    def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((), value, dtype=dtype, device=device)
-
-    if isinstance(pure, StaticLossScale):
-        return DeviceStaticLossScale(pure, number(pure.scale), number(pure.skips))
-    return DeviceDynamicLossScale(
-        pure,
-        number(pure.scale),
-        number(pure.good_steps, torch.int32),
-        number(pure.overflows),
-        number(pure.stuck),
-    )
+    return None if isinstance(pure, NoLossScale) else DeviceLossScale(pure, *begun(pure, device))
 
 
 def inverse(scale: Tensor) -> Tensor:

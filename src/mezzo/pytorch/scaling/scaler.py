@@ -1,14 +1,14 @@
-"""GradScaler: the calls of `torch.amp.GradScaler`, over Mezzo's bounded loss-scale machine.
+"""GradScaler: `torch.amp.GradScaler` with a bounded loss scale, closures, and an answer to "was this step skipped?".
 
-A script keeps its lines and changes the import. The numbers are torch's, event by event, as long as the scale
-stays within its bounds. What differs, and why:
+It is a subclass: a script keeps its lines and changes the import, and what other libraries ask of torch's scaler, they
+find. The numbers are torch's, event by event, as long as the scale stays within its bounds. What differs, and why:
 
 - The scale has a floor and a ceiling, so neither it nor its inverse can become 0 or infinite, and after
-  `patience` skips in a row at the floor `update` raises, where torch's goes on for ever and then writes
-  infinities.
+  `patience` skips in a row at the floor `update` raises. torch's goes on for ever and then writes infinities.
 - Gradients are divided by the scale that `scale()` multiplied with, whatever `update` did in between.
 - A step whose loss was never scaled raises: its update would be too small by the scale, in silence.
 - `was_skipped` says what `step` did. Closures work. A disabled scaler keeps its state and its getters.
+- A fused SGD with momentum whose first step is skipped starts from no momentum (`can_skip_on_device`).
 
 No scaler can tell that gradients were clipped before they were unscaled: a clip is an edit of `.grad` like
 any other. `clip_grad_norm_` here unscales first, and `mezzo.MixedPrecision` has no order to get wrong.
@@ -16,58 +16,30 @@ any other. `clip_grad_norm_` here unscales first, and `mezzo.MixedPrecision` has
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, overload
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays, check, on_host
+from mezzo.core.scale_numbers import LARGEST
 from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.scaling import state as saved_state
 from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
-from mezzo.pytorch.scaling.device_scale import inverse, reading_is_free
-from mezzo.pytorch.scaling.fused_step import can_skip_on_device, step_on_device
-from mezzo.pytorch.scaling.scaler_numbers import ScalerNumbers
+from mezzo.pytorch.scaling.device_scale import moved, reading_is_free
+from mezzo.pytorch.scaling.fused_step import can_skip_on_device
 
 
-class Stage(Enum):
-    """How far an optimizer has come since the last `update`."""
-
-    READY = "ready"
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
-
-
-@dataclass
-class OptimizerState:
-    """What a scaler remembers of one optimizer.
-
-    Args:
-        stage: how far it has come in this iteration.
-        found_inf: device -> 0-dim FP32 flag, of this iteration; empty until the gradients have been checked.
-        stepped_at: the scaler's count of `scale()` calls when this optimizer last stepped.
-        skipped: whether its last step was skipped; a tensor where only the device knows so far.
-        step_known: its `step`, as it was when it was last looked at.
-        takes_scaler: whether that takes a `grad_scaler`.
-    """
-
-    stage: Stage = Stage.READY
-    found_inf: dict[torch.device, Tensor] = field(default_factory=dict)
-    stepped_at: int = 0
-    skipped: Tensor | bool | None = None
-    step_known: Any = None
-    takes_scaler: bool = False
-
-
-class GradScaler(ScalerNumbers):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses, unscales gradients, skips steps whose gradients are not finite, and adapts the scale.
 
     A step, as with torch.amp::
@@ -84,7 +56,8 @@ class GradScaler(ScalerNumbers):
         device: device type that `update(tensor)` must come from; None takes any. `"cuda"` on a machine
             without CUDA disables the scaler with a warning, as torch's does. The scale lives where the first
             loss is.
-        init_scale: first scale. FP32; powers of two scale without rounding.
+        init_scale: first scale. FP32; powers of two scale without rounding. Above 2**126 it becomes 2**126, with a
+            warning.
         growth_factor: above 1; multiplies the scale after `growth_interval` steps in a row without overflow.
         backoff_factor: between 0 and 1; multiplies the scale on overflow.
         growth_interval: in steps.
@@ -119,17 +92,16 @@ class GradScaler(ScalerNumbers):
             )
         if device == "cuda" and enabled and not torch.cuda.is_available():
             warnings.warn(
-                "GradScaler('cuda') is enabled, but CUDA is not available: disabling it. To scale on "
-                "whatever "
+                "GradScaler('cuda') is enabled, but CUDA is not available: disabling it. To scale on whatever "
                 "device the loss is on, leave the device out.",
                 stacklevel=2,
             )
             enabled = False
-        self._device_type = device
-        self._enabled = enabled
-        self._machine = None
+        if LARGEST < init_scale < math.inf:
+            warnings.warn(f"init_scale is {init_scale:g}: 2**126, the largest, is used", stacklevel=2)
+            init_scale = LARGEST
         defaults = DynamicLossScale()
-        self._pure = DynamicLossScale(
+        pure = DynamicLossScale(
             init=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -139,13 +111,73 @@ class GradScaler(ScalerNumbers):
             hysteresis=hysteresis,
             patience=patience,
         )
+        self._begin(device, enabled, pure)
+
+    def _begin(self, device: str | None, enabled: bool, pure: DynamicLossScale) -> None:
+        super().__init__("cpu")  # enabled: a disabled one of torch's has no numbers
+        self._device, self._enabled = device or "", enabled
         self._forget()
+        self._hold(pure)
 
     def _forget(self) -> None:
-        self._used_scale: Tensor | None = None
+        self._used_scale: Tensor | None = None  # what `scale` multiplied with last
         self._scale_calls = 0
         self._unchecked = 0
-        self._optimizers: WeakKeyDictionary[Optimizer, OptimizerState] = WeakKeyDictionary()
+        # What each optimizer's last step was: the count of `scale` calls, and whether it was skipped.
+        self._last: WeakKeyDictionary[Optimizer, tuple[int, Tensor | bool | None]] = WeakKeyDictionary()
+
+    def _hold(self, pure: DynamicLossScale) -> None:
+        """Go on from this state. `_overflows` and `_stuck` are tensors where the scale is on an accelerator."""
+        self._pure = pure
+        self._growth_factor, self._backoff_factor = pure.growth_factor, pure.backoff_factor
+        self._growth_interval = pure.growth_interval
+        self._init_scale, self._init_growth_tracker = pure.scale, pure.good_steps
+        self._overflows: Any = pure.overflows
+        self._stuck: Any = pure.stuck
+        if self._scale is not None:
+            device = self._scale.device
+            self._scale = self._growth_tracker = None
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._scale is not None and not reading_is_free(self._scale):
+            self._overflows, self._stuck = (
+                torch.full((), int(count), dtype=torch.int32, device=dev)
+                for count in (self._overflows, self._stuck)
+            )
+
+    def _fixed(self) -> DynamicLossScale:
+        """Bounds and factors, as torch's setters left them; the moving parts are stale."""
+        own = (self._pure.growth_factor, self._pure.backoff_factor, self._pure.growth_interval)
+        if own != (self._growth_factor, self._backoff_factor, self._growth_interval):
+            self._pure = replace(
+                self._pure,
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+            )
+            self._growth_factor, self._backoff_factor = self._pure.growth_factor, self._pure.backoff_factor
+        return self._pure
+
+    def _state(self) -> ScaleArrays:
+        """The moving parts: numbers, or tensors of an accelerator."""
+        scale, good_steps = self._scale, self._growth_tracker
+        if scale is None or good_steps is None:
+            return ScaleArrays(self._init_scale, self._init_growth_tracker, self._overflows, self._stuck)
+        if reading_is_free(scale):
+            return ScaleArrays(scale.item(), int(good_steps.item()), self._overflows, self._stuck)
+        return ScaleArrays(scale, good_steps, self._overflows, self._stuck)
+
+    def _advance(self, found_inf: Tensor) -> None:
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._scale, after = moved(self._fixed(), scale, self._state(), found_inf)
+        self._overflows, self._stuck = after.overflows, after.stuck
+        # A new tensor, as the scale is: whoever holds the old one holds the old number.
+        on_device = isinstance(after.good_steps, Tensor)
+        self._growth_tracker = (
+            after.good_steps if on_device else torch.full_like(growth_tracker, after.good_steps)
+        )
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -177,7 +209,9 @@ class GradScaler(ScalerNumbers):
 
     def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, Tensor):
-            self._used_scale = self._started(outputs.device).scale
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            self._used_scale, _ = self._check_scale_growth_tracker("scale")
             return outputs * self._used_scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, dict)):
             each = map(self._scaled, outputs)
@@ -185,6 +219,40 @@ class GradScaler(ScalerNumbers):
                 return getattr(type(outputs), "_make", type(outputs))(each)
             return each
         raise UsageError(f"scale() takes a tensor, or an iterable of tensors, not {type(outputs).__name__}")
+
+    @contextmanager
+    def _scale_in_use(self) -> Iterator[None]:
+        """Inside, `_scale` is what the losses were multiplied with, whatever `update` has made of it since."""
+        current = self._scale
+        if self._used_scale is not None:
+            self._scale = self._used_scale
+        try:
+            yield
+        finally:
+            self._scale = current
+
+    def _check_order(self, optimizer: Optimizer, call: str) -> None:
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.STEPPED:
+            raise CallOrderError(
+                f"{call}() is being called after step(), which has already been called since the last update(). "
+                "Call scaler.update() after each step."
+            )
+        if stage is OptState.UNSCALED and call == "unscale_":
+            raise CallOrderError(
+                "unscale_() has already been called on this optimizer since the last update(). Call it once, "
+                "after the last backward of the step."
+            )
+
+    def _check_scaled(self, optimizer: Optimizer, call: str) -> None:
+        # A library may scale by `_scale` itself: then `scale` is never called, and says nothing.
+        last, _ = self._last.get(optimizer, (0, None))
+        if self._scale is None or 0 < last == self._scale_calls:
+            raise CallOrderError(
+                f"{call}(optimizer): scale() has not been called since this optimizer's last step, so that "
+                "its gradients are not scaled; dividing them would shrink the update by the scale. Use "
+                "scaler.scale(loss).backward()."
+            )
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not
@@ -195,32 +263,17 @@ class GradScaler(ScalerNumbers):
                 called.
             UsageError: an fp16 gradient.
         """
-        if not self._enabled:
-            return
-        state = self._state(optimizer)
-        if state.stage is Stage.UNSCALED:
-            raise CallOrderError(
-                "unscale_() has already been called on this optimizer since the last update(). Call it once, "
-                "after the last backward of the step."
-            )
-        if state.stage is Stage.STEPPED:
-            raise CallOrderError("unscale_() is being called after step(). Call scaler.update() first.")
-        self._unscale(optimizer, state, "unscale_")
-        state.stage = Stage.UNSCALED
+        if self._enabled:
+            self._check_order(optimizer, "unscale_")
+            self._check_scaled(optimizer, "unscale_")
+            with self._scale_in_use():
+                super().unscale_(optimizer)
 
-    def _unscale(self, optimizer: Optimizer, state: OptimizerState, call: str) -> None:
-        scale = self._scale_in_use(state, call)
-        grads = gradients.values(gradients.parameters(optimizer))
-        state.found_inf = gradients.unscale_(grads, inverse(scale))
-
-    def _scale_in_use(self, state: OptimizerState, call: str) -> Tensor:
-        if self._used_scale is None or state.stepped_at == self._scale_calls:
-            raise CallOrderError(
-                f"{call}(optimizer): scale() has not been called since this optimizer's last step, so that "
-                "its gradients are not scaled; dividing them would shrink the update by the scale. Use "
-                "scaler.scale(loss).backward()."
-            )
-        return self._used_scale
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        grads = gradients.values(gradients.parameters(optimizer), allow_fp16=allow_fp16)
+        return gradients.unscale_(grads, inv_scale)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the optimizer's gradients if that is still to be done, then clip them to `max_norm`.
@@ -233,7 +286,7 @@ class GradScaler(ScalerNumbers):
         Returns:
             The total 2-norm before clipping, 0-dim; NaN or infinite if a gradient is (`step` will then skip).
         """
-        if self._enabled and self._state(optimizer).stage is Stage.READY:
+        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(list(gradients.parameters(optimizer)), max_norm)
 
@@ -255,68 +308,61 @@ class GradScaler(ScalerNumbers):
             CallOrderError: `step` was called already since `update`, or nothing was scaled.
             UsageError: no parameter of the optimizer has a gradient.
         """
-        state = self._state(optimizer)
         if not self._enabled:
-            state.skipped = False
+            self._last[optimizer] = (0, False)
             return optimizer.step(*args, **kwargs)
-        if state.stage is Stage.STEPPED:
-            raise CallOrderError(
-                "step() has already been called since the last update(). Call scaler.update() after each "
-                "step."
-            )
-        closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
+        self._check_order(optimizer, "step")
+        state = self._per_optimizer_states[id(optimizer)]
+        closure = kwargs.pop("closure", None)
+        if closure is None and args and callable(args[0]):
+            closure, *args = args  # type: ignore[assignment]
+        if closure is None and state["stage"] is OptState.READY:
+            self._check_scaled(optimizer, "step")
         if closure is not None:
-            result = self._step_with_closure(optimizer, state, closure, args, kwargs)
-        elif _takes_scaler(optimizer, state):
-            result = self._step_taking_scaler(optimizer, state, args, kwargs)
-        elif can_skip_on_device(optimizer):
-            used = None
-            if state.stage is Stage.READY:
-                used = self._scale_in_use(state, "step")
-                self._check_inf_per_device(optimizer)
-            state.skipped = self._found(state)
-            result = step_on_device(optimizer, state.skipped, used, args, kwargs)
+            result = self._step_with_closure(optimizer, state, closure, *args, **kwargs)
+        elif all(param.grad is None for param in gradients.parameters(optimizer)):
+            raise UsageError(
+                "no parameter of this optimizer has a gradient. Before step(), call "
+                "scaler.scale(loss).backward() on a loss that depends on them."
+            )
+        elif getattr(optimizer, "_step_supports_amp_scaling", False) and not can_skip_on_device(optimizer):
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
-            if state.stage is Stage.READY:
-                self._unscale(optimizer, state, "step")
-            state.skipped = bool(self._found(state))
-            result = None if state.skipped else optimizer.step(*args, **kwargs)
-        state.stage = Stage.STEPPED
-        state.stepped_at = self._scale_calls
+            try:
+                with self._scale_in_use():
+                    result = super().step(optimizer, *args, **kwargs)
+            except BaseException:
+                # torch's leaves them on a fused optimizer that raised, and multiplies with them the next time.
+                for name in ("grad_scale", "found_inf"):
+                    if hasattr(optimizer, name):
+                        delattr(optimizer, name)
+                raise
+        state["stage"] = OptState.STEPPED
+        if "skipped" not in state:
+            state["skipped"] = self._found(state) if state["found_inf_per_device"] else None
+        self._last[optimizer] = (self._scale_calls, state["skipped"])
         return result
 
-    def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's last `step` left it where it was. May wait for the device.
-
-        Raises:
-            CallOrderError: it has not stepped yet.
-        """
-        skipped = self._state(optimizer).skipped
-        if skipped is None:
-            raise CallOrderError("was_skipped(optimizer): this optimizer has not stepped yet")
-        return bool(skipped)
-
-    def _step_taking_scaler(
-        self, optimizer: Optimizer, state: OptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The contract that torch.amp gives up: `optimizer.step(grad_scaler=scaler)` calls back into us."""
-        result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        if state.found_inf:
-            state.skipped = self._found(state)
-        return result
+        optimizer_state["skipped"] = bool(self._found(optimizer_state))
+        return None if optimizer_state["skipped"] else optimizer.step(*args, **kwargs)
+
+    def _found(self, *states: dict[str, Any]) -> Tensor:
+        """Whether anything was found, on the scale's device: 0.0 or 1.0."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        return gradients.combined(flags, scale.device)
 
     def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        state: OptimizerState,
-        closure: Callable[[], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, optimizer: Optimizer, state: dict[str, Any], closure: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if state.stage is Stage.UNSCALED:
+        if state["stage"] is OptState.UNSCALED:
             raise CallOrderError(
-                "step(optimizer, closure) unscales what its closure computes: do not call unscale_() "
-                "before it"
+                "step(optimizer, closure) unscales what its closure computes: do not call unscale_() before it"
             )
 
         def evaluate() -> tuple[Any, bool]:
@@ -327,44 +373,35 @@ class GradScaler(ScalerNumbers):
                     "step(optimizer, closure): the closure did not scale its loss. It must call "
                     "scaler.scale(loss).backward() and return the loss."
                 )
-            self._unscale(optimizer, state, "step")
+            state["stage"] = OptState.READY
+            self.unscale_(optimizer)
             return loss, not bool(self._found(state))
 
         def back_off() -> bool:
-            machine = self._machine
-            assert machine is not None
-            if float(machine.scale) <= machine.pure.floor:
+            if self.get_scale() <= self._fixed().floor:
                 return False
-            self._machine = machine.next(self._found(state))
+            self._advance(self._found(state))
             return True
 
         runner = ClosureRunner(optimizer, evaluate, back_off)
-        if "closure" in kwargs:
-            kwargs = {**kwargs, "closure": runner}
-        else:
-            args = (runner, *args[1:])
-        state.skipped = False
+        state["skipped"] = False
         try:
-            return optimizer.step(*args, **kwargs)
+            return optimizer.step(runner, *args, **kwargs)
         except AbandonedStepError:
             runner.restore()
-            state.skipped = True
+            state["skipped"] = True
             return None
 
-    def _found(self, state: OptimizerState) -> Tensor:
-        if not state.found_inf:
-            raise UsageError(
-                "no parameter of this optimizer has a gradient. Before step(), call "
-                "scaler.scale(loss).backward() on a loss that depends on them."
-            )
-        assert self._machine is not None
-        return gradients.combined(state.found_inf.values(), self._machine.scale.device)
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's last `step` left it where it was. May wait for the device.
 
-    def _state(self, optimizer: Optimizer) -> OptimizerState:
-        state = self._optimizers.get(optimizer)
-        if state is None:
-            state = self._optimizers[optimizer] = OptimizerState()
-        return state
+        Raises:
+            CallOrderError: it has not stepped yet.
+        """
+        _, skipped = self._last.get(optimizer, (0, None))
+        if skipped is None:
+            raise CallOrderError("was_skipped(optimizer): this optimizer has not stepped yet")
+        return bool(skipped)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what the iteration's checks found, or set it. Once an iteration, at its end.
@@ -382,97 +419,78 @@ class GradScaler(ScalerNumbers):
         """
         if not self._enabled:
             return
+        states = self._per_optimizer_states.values()
         if new_scale is not None:
             self._set_scale(new_scale)
-            self._begin_iteration()
-            return
-        found = [flag for state in self._optimizers.values() for flag in state.found_inf.values()]
-        if self._machine is None or not found:
+        elif self._scale is None or not any(state["found_inf_per_device"] for state in states):
             raise CallOrderError(
                 "update(): no gradients were checked since the last update(). Call "
                 "scaler.scale(loss).backward() and scaler.step(optimizer) first."
             )
-        device = self._machine.scale.device
-        host_knows = reading_is_free(found[0]) or any(
-            state.skipped is True for state in self._optimizers.values()
-        )
-        self._machine = self._machine.next(gradients.combined(found, device))
-        self._begin_iteration()
-        self._unchecked += 1
-        if host_knows or self._unchecked >= self._machine.pure.patience:
+        else:
+            host_knows = reading_is_free(self._scale) or any(s.get("skipped") is True for s in states)
+            self._advance(self._found(*states))
+            self._unchecked = 0 if host_knows else self._unchecked + 1
+        self._per_optimizer_states.clear()
+        if new_scale is None and (host_knows or self._unchecked >= self._pure.patience):
             self._unchecked = 0
             try:
-                self._machine.check()
+                check(self._pure, self._state())
             except LossScaleCollapseError as collapse:
-                init = self._machine.pure.init
                 raise collapse.going_on(
-                    f"scaler.update({init:.17g}) sets the scale with which it began"
+                    f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
                 ) from collapse
 
-    def _begin_iteration(self) -> None:
-        for state in self._optimizers.values():
-            state.stage = Stage.READY
-            state.found_inf = {}
-
     def _set_scale(self, new_scale: float | Tensor) -> None:
+        pure = self._fixed()
         if not isinstance(new_scale, Tensor):
             # `or nan`: the pure machine takes 0 for "not given".
-            self._set_host_state(replace(self._host_state(), scale=float(new_scale) or math.nan))
+            self._init_scale = replace(pure, scale=float(new_scale) or math.nan).scale
+            if self._scale is not None:
+                self._scale = torch.full_like(self._scale, self._init_scale)
             return
-        elsewhere = self._device_type is not None and new_scale.device.type != self._device_type
+        elsewhere = self._device and new_scale.device.type != self._device
         if new_scale.numel() != 1 or new_scale.requires_grad or elsewhere:
-            where = f" on a {self._device_type} device" if self._device_type else ""
+            where = f" on a {self._device} device" if self._device else ""
             raise UsageError(
-                f"update(new_scale): give a number, or a tensor of one element{where} with "
-                "requires_grad=False"
+                f"update(new_scale): give a number, or a tensor of one element{where} with requires_grad=False"
             )
-        machine = self._started(new_scale.device)
-        scale = new_scale.detach().reshape(()).to(machine.scale, copy=True)
-        floor, ceiling = machine.pure.floor, machine.pure.ceiling
-        self._machine = replace(machine, scale=scale.nan_to_num(floor).clamp(floor, ceiling))
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(new_scale.device)
+        scale, _ = self._check_scale_growth_tracker("update")
+        given = new_scale.detach().reshape(()).to(scale, copy=True)
+        self._scale = given.nan_to_num(pure.floor).clamp(pure.floor, pure.ceiling)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain numbers; waits for the device. Save it after `update`.
+
+        It has the five keys of torch's state with torch's meaning, and six of Mezzo's own, which torch's
+        scaler passes over: the state loads there too. A disabled scaler saves what it holds all the same.
+        """
+        return saved_state.to_state(on_host(self._fixed(), self._state()))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state saved by this class or by `torch.amp.GradScaler`, into an enabled scaler or a disabled
+        one.
+
+        An empty state is what a disabled torch scaler saves: there is nothing in it, and nothing changes. A
+        scale outside the bounds (torch's can be 0 or infinite) is brought within them, with a warning.
+
+        Raises:
+            UsageError: a state that lacks one of torch's five keys.
+        """
+        if state_dict:
+            self._hold(saved_state.from_state(state_dict, self._fixed()))
 
     def __getstate__(self) -> dict[str, Any]:
-        if any(state.stage is not Stage.READY for state in self._optimizers.values()):
-            raise CallOrderError(
-                "copy or pickle a GradScaler after update(), before the next unscale_() or step()"
-            )
-        return {"device": self._device_type, "enabled": self._enabled, "pure": self._host_state()}
+        state = super().__getstate__() | {"_overflows": int(self._overflows), "_stuck": int(self._stuck)}
+        for name in ("_used_scale", "_scale_calls", "_unchecked", "_last"):
+            del state[name]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._device_type, self._enabled, self._pure = state["device"], state["enabled"], state["pure"]
-        self._machine = None
-        self._forget()
-
-    # What optimizers and trainers call on torch's scaler, though its name says that they shouldn't.
-
-    @property
-    def _scale(self) -> Tensor | None:
-        return None if self._machine is None else self._machine.scale
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
-    def _get_growth_tracker(self) -> int:
-        return self._host_state().good_steps if self._enabled else 0
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        if self._machine is None:
-            raise CallOrderError("no loss has been scaled yet. Use scaler.scale(loss).backward().")
-        grads = gradients.values(gradients.parameters(optimizer), allow_fp16=True)
-        found = gradients.unscale_(grads, torch.ones_like(self._machine.scale))
-        self._state(optimizer).found_inf = found
-        return found
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        return self._state(optimizer).found_inf
-
-
-def _takes_scaler(optimizer: Optimizer, state: OptimizerState) -> bool:
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    # A scheduler may have put its own in the place of the class's. The method itself would hold the optimizer.
-    step = getattr(optimizer.step, "__func__", None)
-    if step is None or state.step_known is not step:
-        state.step_known = step
-        state.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
-    return state.takes_scaler
+        if "pure" in state:  # a pickle of version 0.1.0
+            self._begin(state["device"], state["enabled"], state["pure"])
+        else:
+            super().__setstate__(state)
+            self._forget()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import DynamicLossScale
+from mezzo.core.loss_scale import DynamicLossScale, LossScale
 
 # torch's name -> the pure machine's field.
 SHARED = {
@@ -21,7 +21,7 @@ SHARED = {
 OWN = ("floor", "ceiling", "hysteresis", "patience", "overflows", "stuck")
 
 
-def to_state(pure: DynamicLossScale) -> dict[str, Any]:
+def to_state(pure: LossScale) -> dict[str, Any]:
     """The state as plain numbers. torch's GradScaler loads it too: it passes over the names that it doesn't
     know.
     """

@@ -102,19 +102,18 @@ class InForce:
         """Go on from this state of the loss scale."""
         self.machine = on_device(scale, self.device)
 
-    def observe(self, found: Tensor | None, largest: Tensor | None) -> DeviceLossScale | None:
+    def observe(self, found: Tensor | None) -> DeviceLossScale | None:
         """One step is over: the scale for the next.
 
         Args:
             found: 0-dim FP32, 0.0 where every gradient was finite; None if nobody looked.
-            largest: 0-dim FP32, the largest gradient, unscaled, where somebody looked.
 
         Returns:
             The machine that this step went by.
         """
         machine = self.scaling
         if machine is not None and found is not None:
-            self.machine = machine = machine.next(found, largest)
+            self.machine = machine = machine.next(found)
         return machine
 
     def check(self, machine: DeviceLossScale | None, skipped: Tensor | bool) -> None:

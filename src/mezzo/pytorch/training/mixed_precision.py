@@ -35,7 +35,6 @@ from mezzo.core.records import RecordWriter
 from mezzo.core.trial import TrialDecision
 from mezzo.pytorch.region.autocast import Region
 from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.scaling.device_statistical import DeviceStatisticalLossScale
 from mezzo.pytorch.training import checks, turns, weight_modes
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
@@ -108,8 +107,8 @@ class MixedPrecision:
             Mezzo's under the object that you hold.
         state: what the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
         release_gradients: step each parameter inside backward and free its gradient at once.
-        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale`, `StatisticalLossScale` or
-            `NoLossScale`, a number, or as a policy writes it: `"dynamic"`, `"statistical(window=50)"`, `"none"`.
+        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, a
+            number, or as a policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
         device_type: of the region; by default that of the model's first parameter.
         watch: look at the exponents of weights, activations, gradients and updates, by module: True, or at every so
             many updates. See `ranges` and docs/monitoring.md.
@@ -188,7 +187,6 @@ class MixedPrecision:
                 scales=self._in_force.machine is not None,
                 enter=self._in_force.region,
                 clock=self._journal.now,
-                follows=isinstance(self._in_force.machine, DeviceStatisticalLossScale),
             ),
         )
         self._journal.also(self._observing.drain)
@@ -262,8 +260,8 @@ class MixedPrecision:
         """Let the loss scale begin anew, as it did first: after a `LossScaleCollapseError` whose cause is mended.
 
         A scale that collapsed stands at its floor, which says what bad steps did to it and nothing of the gradients to
-        come. A dynamic one goes on from its `init`; a statistical one from what it has learned of gradients; a constant
-        one forgets its skips in a row. An open window keeps the scale that it began with.
+        come. A dynamic one goes on from its `init`; a constant one forgets its skips in a row. An open window keeps the
+        scale that it began with.
 
         Raises:
             UsageError: this training has no loss scale.
@@ -433,7 +431,7 @@ class MixedPrecision:
             weight_overflow_tensor=self._weight_overflow(),
             finding=finding,
         )
-        machine = self._in_force.observe(found, self._observing.largest)
+        machine = self._in_force.observe(found)
         self._journal.update(result)
         if self._in_force.trial is not None:
             self._in_force.finish(counts=result.moved)

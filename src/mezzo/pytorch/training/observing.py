@@ -18,7 +18,6 @@ from mezzo.core.finding import Finding
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
 from mezzo.pytorch.monitor.again import running_again
-from mezzo.pytorch.monitor.largest_gradient import LargestGradient
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
@@ -34,7 +33,6 @@ def observers_for(
     scales: bool,
     enter: Callable[[], AbstractContextManager[Any]],
     clock: Callable[[], float],
-    follows: bool = False,
 ) -> list[StepObserver]:
     """Those who are to look at a training, in the order in which they are told.
 
@@ -46,14 +44,11 @@ def observers_for(
         scales: whether there is a loss scale, without which no step is skipped.
         enter: makes the region in which a call is run again.
         clock: seconds since the run's start, for records.
-        follows: whether the loss scale follows the largest gradient.
     """
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
-    if follows:
-        observers.append(LargestGradient(model))
     first = next(model.parameters())
     if trace or (trace is None and scales and turns.reading_is_free(first)):  # type: ignore[attr-defined]
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
@@ -135,11 +130,6 @@ class Observing:
             observer.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=loss_scale)
             finding = finding or observer.finding
         return finding
-
-    @property
-    def largest(self) -> Tensor | None:
-        """The largest gradient of the update that ended last, unscaled; None where nobody looked."""
-        return next((one.largest for one in self._observers if isinstance(one, LargestGradient)), None)
 
     def step_dropped(self) -> None:
         """Backward raised."""

@@ -10,7 +10,6 @@ import torch
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, StaticLossScale, from_state_dict
 from mezzo.core.scale_numbers import power_text
-from mezzo.core.statistical_scale import StatisticalLossScale
 from mezzo.core.trial import TrialDecision
 from mezzo.pytorch.scaling import gradients
 from mezzo.pytorch.scaling import state as scaler_state
@@ -25,7 +24,6 @@ SCHEMA = 1
 _ANEW: dict[str, dict[str, float]] = {
     "dynamic": {"scale": 0.0, "good_steps": 0, "overflows": 0, "stuck": 0},
     "static": {"skips": 0},
-    "statistical": {"limit": 0.0, "good_steps": 0, "stuck": 0},
 }
 
 
@@ -144,7 +142,7 @@ def _anew(scale: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun_anew(machine: DeviceLossScale) -> LossScale:
-    """A loss scale with its settings, and with what it has learned of gradients, as if no step had been skipped."""
+    """A loss scale with its settings, as if no step had been skipped."""
     return from_state_dict(_anew(machine.on_host().state_dict()))
 
 
@@ -159,8 +157,6 @@ def how_to_go_on(machine: DeviceLossScale) -> str:
             "doubling" if again.growth_factor == 2.0 else f"growing by a factor of {again.growth_factor:g}"
         )
         slow = f", {grows} after every {again.growth_interval} good steps"
-    elif isinstance(again, StatisticalLossScale):
-        slow = f", its limit doubling after every {again.recovery} good steps"
     return (
         f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes on "
         f"from {power_text(float(machine.scale))}{slow}"
