@@ -134,7 +134,7 @@ def explain(
         notes.append(
             f"{compiled} is compiled: formats not observed inside it. Explain the model before compiling."
         )
-    notes += described(policy, model, device_type)
+    notes += described(policy, model)
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
         stack.enter_context(_restored(model))
