@@ -23,6 +23,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from mezzo.pytorch.kernels.plain import is_plain
+
 __all__ = ["Quantized", "amax", "decode", "encode", "inv_scale_of", "quantize"]
 
 E4M3FN: Final = torch.float8_e4m3fn
@@ -65,6 +67,12 @@ def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim
         dim: the dimension that the product sums over: 1 gives [R, 1] scales, 0 gives [1, C]. Tensorwise ignores it.
     """
     wide = x.detach().to(torch.float32)
+    if x.device.type == "cpu" and is_plain(x):
+        # One look without a wait for a device: if all is finite, no special value needs care, in half the time.
+        largest = _magnitude(wide, granularity, dim)
+        if largest.isfinite().all():
+            inv_scale = inv_scale_of(largest, dtype)
+            return Quantized((wide / inv_scale).contiguous().to(dtype), inv_scale)
     inv_scale = inv_scale_of(amax(wide, granularity, dim), dtype)
     return Quantized(encode((wide / inv_scale).contiguous(), dtype), inv_scale)
 
@@ -74,8 +82,15 @@ def amax(x: Tensor, granularity: str, dim: int = 1) -> Tensor:
 
     NaN and infinities are left out, since a scale that they decided would zero every other element.
     """
-    finite = x.nan_to_num(0.0, 0.0, 0.0).abs_()
-    return finite.amax(dim, keepdim=True) if granularity == "rowwise" else finite.amax()
+    return _magnitude(x.nan_to_num(0.0, 0.0, 0.0), granularity, dim)
+
+
+def _magnitude(x: Tensor, granularity: str, dim: int) -> Tensor:
+    """The largest magnitude of the elements that share a scale; NaN if one is NaN."""
+    if granularity == "rowwise":
+        return x.abs().amax(dim, keepdim=True)  # `aminmax` along a dimension takes ten times as long
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
 
 
 def inv_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,8 +125,8 @@ def decode(codes: Tensor) -> Tensor:
     """
     if codes.dtype is not E4M3FN:
         return (codes.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
-    bits = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000)  # drop the copy of the sign
-    bits |= (bits + 0x80) & 0x4000  # only NaN, 0x7F, carries into this bit
+    bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # drop the sign's copy
+    bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only NaN, 0x7F, carries into this bit
     return (
         bits.view(torch.float16).to(torch.float32).mul_(256.0)
     )  # 2 ** (15 - 7), the difference of the biases

@@ -85,7 +85,8 @@ def fp8_linear(
         return _in_bf16(input, weight, bias)
     plain = is_plain(input, weight, bias)
     function = _Fp8Linear if plain or torch.compiler.is_compiling() else _WithTangents
-    for_weight = weight.requires_grad or not plain  # a transform's tensor does not tell
+    # A transform's tensor does not tell whether it needs a gradient.
+    for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not plain
     result: Tensor = function.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
     return result
 
