@@ -121,8 +121,11 @@ def decode(codes: Tensor) -> Tensor:
     """The FP32 values of codes: ``codes.float()``, exactly.
 
     PyTorch's conversion from e4m3fn takes 3 ms for a million elements on a CPU. fp16 has the same layout with one more
-    exponent bit, and its conversion takes 0.1 ms, so the codes are moved to fp16's bits first.
+    exponent bit, and its conversion takes 0.1 ms, so the codes are moved to fp16's bits first. (Not while compiling:
+    Inductor cannot have bf16 and fp16 in one kernel.)
     """
+    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return codes.to(torch.float32)
     if codes.dtype is not E4M3FN:
         return (codes.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
     bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # drop the sign's copy

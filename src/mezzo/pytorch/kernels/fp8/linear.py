@@ -142,7 +142,8 @@ class _Fp8Linear(torch.autograd.Function):
     @unseen
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        if torch._C._functorch.is_legacy_batchedtensor(grad):
+        eager = not torch.compiler.is_compiling()
+        if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
             raise UsageError(
                 "fp8_linear(): a batch of gradients (is_grads_batched=True), which its casts cannot take. Take them "
                 "one at a time, or with torch.func.vmap over torch.func.vjp."
@@ -150,7 +151,7 @@ class _Fp8Linear(torch.autograd.Function):
         weight, codes, inv_scale = ctx.saved_tensors
         with torch.no_grad():
             results = _gradients(ctx, grad, weight, None if codes is None else Quantized(codes, inv_scale))
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if eager and torch.is_grad_enabled():
             # A leaf, so that the results have a history even where this gradient has none.
             anchors = (grad, torch.zeros((), requires_grad=True), *(() if weight is None else (weight,)))
             results = tuple(None if r is None else _FirstOnly.apply(r, *anchors) for r in results)  # type: ignore[no-untyped-call]
