@@ -1,20 +1,19 @@
-"""fp8 linear layers: a transformer block's training step, and on a GPU from which layer size fp8 pays.
+"""fp8 linear layers: a transformer block's training step, and on a GPU single layers of many sizes.
 
     python benchmarks/fp8.py                 # writes benchmarks/results/fp8.json
 
 Two tables.
 
 `blocks` is a training step (forward and backward) of one transformer block, whose four linear layers are `fp8_linear`
-in the rows `tensorwise`, `rowwise` and `delayed`, and `F.linear` in the rows `fp32` and `bf16`; the rest of the block
+in the rows `tensorwise` and `rowwise`, and `F.linear` in the rows `fp32` and `bf16`; the rest of the block
 (attention, normalisations, GELU, residuals) is the same in all but `fp32`: bf16, with FP32 normalisations. Contenders
 alternate within each round, in an order that turns with the rounds; `over_fp32` is this row's time over FP32's, with a
 bootstrap interval over paired rounds: below 1 is faster. `saved_bytes` are those of the distinct tensors that autograd
 holds between forward and backward, parameters left out, and `saved_over_fp32` their ratio. `gradient_error` is how far
 all the parameters' gradients together lie from an FP64 step's, relative to their norm.
 
-`layers` is the pay-off rule of mezzo.pytorch.kernels.fp8.payoff, measured: the step of one layer of K inputs and N
-outputs, fp8 against bf16, eager and compiled, on a GPU that multiplies fp8. Where there is none, the rows stand there
-with `measured: false` and the reason. `derived` is what the rule says of each, without a measurement.
+`layers` is the step of one layer of K inputs and N outputs, fp8 against bf16, eager and compiled, on a GPU that
+multiplies fp8: from which size fp8 pays there. Without such a GPU the rows have `measured: false` and the reason.
 
 On a machine where other things run, read the interval and not the ratio.
 """
@@ -35,10 +34,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from clocks import seconds
-from mezzo.core.fp8 import Fp8Scaling
-from mezzo.pytorch.kernels.fp8 import payoff
+from mezzo.core.fp8 import GRANULARITIES
+from mezzo.pytorch.kernels.fp8.gemm import gemm_dtype, is_native
 from mezzo.pytorch.kernels.fp8.linear import fp8_linear
-from mezzo.pytorch.kernels.fp8.native import gemm_dtype, is_native
 from mezzo.pytorch.machine import describe
 from pairs import ratio_of_medians
 
@@ -48,12 +46,7 @@ Step = Callable[[], object]
 
 # name -> (width, tokens of a sequence, sequences)
 BLOCKS = {"small": (256, 128, 8), "medium": (512, 256, 4), "large": (1024, 256, 4)}
-SCALINGS = {
-    "tensorwise": Fp8Scaling(pays_from=0),
-    "rowwise": Fp8Scaling("rowwise", pays_from=0),
-    "delayed": Fp8Scaling(history=16, margin=1, pays_from=0),
-}
-# K and N of the layers by which the pay-off is measured, K N / (K + N) from 192 to 2731; M is 8192.
+# K and N of the layers that are measured, K N / (K + N) from 192 to 2731; M is 8192.
 LAYERS = (
     (384, 384),
     (512, 512),
@@ -71,14 +64,14 @@ def low(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x.to(torch.bfloat16), weight.to(torch.bfloat16), bias.to(torch.bfloat16))
 
 
-def eight(scaling: Fp8Scaling, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def eight(scaling: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return fp8_linear(x, weight, bias, scaling=scaling)
 
 
 LINEARS: dict[str, Linear] = {
     "fp32": F.linear,
     "bf16": low,
-    **{name: partial(eight, scaling) for name, scaling in SCALINGS.items()},
+    **{scaling: partial(eight, scaling) for scaling in sorted(GRANULARITIES, reverse=True)},
 }
 
 
@@ -195,8 +188,8 @@ def layer_rows(rounds: int, why_not: str | None) -> list[dict[str, Any]]:
     for K, N in LAYERS:
         for granularity in ("tensorwise", "rowwise"):
             for mode in ("eager", "compiled"):
-                row: dict[str, Any] = {"K": K, "N": N, "size": payoff.size(K, N), "mode": mode}
-                row |= {"scaling": granularity, "derived": payoff.size(K, N) >= derived()[granularity]}
+                row: dict[str, Any] = {"K": K, "N": N, "size": K * N / (K + N), "mode": mode}
+                row |= {"scaling": granularity}
                 rows.append(row)
                 if why_not is not None:
                     row |= {"measured": False, "reason": why_not}
@@ -208,11 +201,6 @@ def layer_rows(rounds: int, why_not: str | None) -> list[dict[str, Any]]:
                 found = ratio_of_medians(taken["bf16"], taken["fp8"])
                 row |= {"measured": True, "bf16_over_fp8": [found.value, found.low, found.high]}
     return rows
-
-
-def derived() -> dict[str, float]:
-    """The rule's thresholds: this GPU's, or an H200's where there is none."""
-    return {name: payoff.device_break_even("cuda", name) for name in payoff.TRAFFIC}
 
 
 def shown(rows: list[dict[str, Any]]) -> Table:
@@ -272,7 +260,6 @@ def main() -> None:
         "emulated_in": None
         if is_native(torch.device(options.device))
         else str(gemm_dtype(options.device)).removeprefix("torch."),
-        "derived_pays_from": derived(),
         "blocks": blocks,
         "layers": layers,
     }

@@ -66,7 +66,7 @@ def fp8(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for block in results["blocks"]:
-        for name in ("bf16", "tensorwise", "rowwise", "delayed"):
+        for name in ("bf16", "tensorwise", "rowwise"):
             row = block.get(name)
             if row is None:
                 continue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from mezzo.pytorch.kernels.emulated.traced import made_again
+from mezzo.pytorch.kernels.emulated.packing import made_again
 from mezzo.pytorch.memory import _StorageCounter
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
-from mezzo.core.fp8 import Fp8Scaling
 from mezzo.pytorch.kernels.fp8 import linear, quantize
 from mezzo.pytorch.kernels.fp8.linear import fp8_linear
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-TENSORWISE, ROWWISE = Fp8Scaling(), Fp8Scaling("rowwise")
+TENSORWISE, ROWWISE = "tensorwise", "rowwise"
 SCALINGS = [TENSORWISE, ROWWISE]
 WAYS = {
     "bf16 products": {"MEZZO_ASSUME_NATIVE": "bf16", "MEZZO_FP8": "emulated"},
@@ -36,18 +35,16 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def values(x: Tensor, dtype: torch.dtype, scaling: Fp8Scaling, dim: int) -> Tensor:
+def values(x: Tensor, dtype: torch.dtype, scaling: str, dim: int) -> Tensor:
     """What the codes of x stand for, in FP64; `dim` is summed over."""
-    codes, scale = quantize(
-        x.float(), dtype, scaling.margin, dim if scaling.granularity == "rowwise" else None
-    )
-    return codes.double() / scale.double()
+    found = quantize(x.float(), dtype, scaling, dim)
+    return found.codes.double() * found.inv_scale.double()
 
 
 class Exact:
     """The three products and the bias gradient in FP64, and for each the sum of its terms' magnitudes."""
 
-    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: Fp8Scaling) -> None:
+    def __init__(self, x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: str) -> None:
         x, w, g = x.detach().reshape(-1, x.shape[-1]), w.detach(), g.reshape(-1, g.shape[-1])
         factors = {
             "y": (values(x, E4, scaling, 1), values(w, E4, scaling, 1).T),
@@ -81,7 +78,7 @@ def given(
     return x, w, b, torch.randn(*batch, N).bfloat16()
 
 
-def run(x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: Fp8Scaling) -> dict[str, Tensor]:
+def run(x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: str) -> dict[str, Tensor]:
     y = fp8_linear(x, w, b, scaling=scaling)
     assert y.dtype is torch.bfloat16
     assert y.shape == (*x.shape[:-1], len(w))
@@ -106,7 +103,7 @@ SHAPES = [
 @both
 @pytest.mark.parametrize(("batch", "K", "N"), SHAPES, ids=str)
 def test_products_are_those_of_the_8_bit_values(
-    batch: tuple[int, ...], K: int, N: int, scaling: Fp8Scaling, way: str
+    batch: tuple[int, ...], K: int, N: int, scaling: str, way: str
 ) -> None:
     for bias in (True, False):
         x, w, b, g = given(batch, K, N, bias)
@@ -116,7 +113,7 @@ def test_products_are_those_of_the_8_bit_values(
 
 
 @both
-def test_error_is_at_most_that_of_naive_fp8(scaling: Fp8Scaling, way: str) -> None:
+def test_error_is_at_most_that_of_naive_fp8(scaling: str, way: str) -> None:
     """Against the FP64 product of the inputs themselves; naive is FP32 arithmetic on the 8-bit values."""
     x, w, b, g = given((40,), 256, 64)
     assert b is not None
@@ -140,7 +137,7 @@ def test_an_fp32_weight_s_gradient_is_fp32_where_the_product_gives_it(way: str) 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:]
 )
-def test_formats_of_inputs(dtype: torch.dtype, scaling: Fp8Scaling, way: str) -> None:
+def test_formats_of_inputs(dtype: torch.dtype, scaling: str, way: str) -> None:
     x, w, b, g = given((17,), 64, 48, dtype=dtype)
     exact = Exact(x, w, b, g, scaling)
     for name, found in run(x, w, b, g, scaling).items():
@@ -152,9 +149,7 @@ def test_formats_of_inputs(dtype: torch.dtype, scaling: Fp8Scaling, way: str) ->
 @both
 @pytest.mark.parametrize(("K", "N"), [(60, 48), (64, 10), (8, 8)])
 @pytest.mark.parametrize("batch", [(17,), (0,), (2, 0), ()], ids=str)
-def test_other_sizes_are_bf16_s_own(
-    batch: tuple[int, ...], K: int, N: int, scaling: Fp8Scaling, way: str
-) -> None:
+def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, scaling: str, way: str) -> None:
     found = run(*given(batch, K, N), scaling)
     x, w, b, g = given(batch, K, N)
     assert b is not None
@@ -169,27 +164,21 @@ def test_other_sizes_are_bf16_s_own(
 
 
 @both
-def test_an_empty_input_and_what_does_not_pay(scaling: Fp8Scaling, way: str) -> None:
+def test_an_empty_input_and_shapes_that_do_not_fit(scaling: str, way: str) -> None:
     found = run(*given((0,), 64, 48), scaling)
     assert not found["dw"].any()
     assert not found["db"].any()
     x, w, b, _ = given((17,), 64, 48)
     assert b is not None
-    small = Fp8Scaling(scaling.granularity, pays_from=28)  # this layer's K N / (K + N) is 27.4
-    low = EXPECTED_BF16(x, w, b)
-    if way != "fp32 products":
-        assert torch.equal(fp8_linear(x, w, b, scaling=small), low)
-    assert not torch.equal(fp8_linear(x, w, b, scaling=scaling), low)
+    assert not torch.equal(
+        fp8_linear(x, w, b, scaling=scaling), F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
+    )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         fp8_linear(x, w[:, :48], b, scaling=scaling)
 
 
-def EXPECTED_BF16(x: Tensor, w: Tensor, b: Tensor) -> Tensor:  # noqa: N802
-    return F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
-
-
 @both
-def test_nan_and_infinities_stay_visible(scaling: Fp8Scaling, way: str) -> None:
+def test_nan_and_infinities_stay_visible(scaling: str, way: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         x, w, b, g = given((20,), 64, 48)
         assert b is not None
@@ -248,7 +237,7 @@ def test_an_outlier_costs_its_own_row_and_column_only(name: str, way: str) -> No
 
 
 @both
-def test_zeros(scaling: Fp8Scaling, way: str) -> None:
+def test_zeros(scaling: str, way: str) -> None:
     x, w, b, g = given((17,), 64, 48)
     assert b is not None
     found = run(torch.zeros_like(x, requires_grad=True), w, b, g, scaling)
@@ -265,7 +254,7 @@ def test_zeros(scaling: Fp8Scaling, way: str) -> None:
     [(1e30, 1.0, 1.0), (1e-30, 1.0, 1.0), (1e30, 1e-30, 1e30), (1e-30, 1e30, 1e-30), (1e-30, 1e-30, 1e-30)],
     ids=str,
 )
-def test_magnitudes(powers: tuple[float, ...], scaling: Fp8Scaling, way: str) -> None:
+def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
     x, w, _, g = given((17,), 64, 48, bias=False)
     x, w = ((t.detach() * power).requires_grad_() for t, power in zip((x, w), powers))
     g = (g.float() * powers[2]).bfloat16()
@@ -283,7 +272,7 @@ def test_magnitudes(powers: tuple[float, ...], scaling: Fp8Scaling, way: str) ->
 
 
 @both
-def test_inputs_that_are_not_contiguous(scaling: Fp8Scaling, way: str) -> None:
+def test_inputs_that_are_not_contiguous(scaling: str, way: str) -> None:
     x, w, b, _ = given((32,), 64, 48)
     assert b is not None
     for other_x, other_w in ((x.detach().t().contiguous().t(), w), (x, w.detach().t().contiguous().t())):
@@ -308,7 +297,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @both
-def test_what_needs_no_gradient_costs_none(scaling: Fp8Scaling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_gradient_costs_none(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = products(monkeypatch)
     x, w, b, g = given((17,), 64, 48)
     rows = [
@@ -334,7 +323,7 @@ def test_what_needs_no_gradient_costs_none(scaling: Fp8Scaling, monkeypatch: pyt
 
 
 @both
-def test_one_byte_an_element_is_held(scaling: Fp8Scaling) -> None:
+def test_one_byte_an_element_is_held(scaling: str) -> None:
     K = N = 256
     w = torch.randn(N, K, requires_grad=True)
     h = torch.randn(4096, K).bfloat16().requires_grad_()
@@ -349,7 +338,7 @@ def test_one_byte_an_element_is_held(scaling: Fp8Scaling) -> None:
 
 
 @both
-def test_a_weight_that_changes_before_backward_is_refused(scaling: Fp8Scaling) -> None:
+def test_a_weight_that_changes_before_backward_is_refused(scaling: str) -> None:
     x, w, b, g = given((17,), 64, 48)
     y = fp8_linear(x, w, b, scaling=scaling)
     with torch.no_grad():
@@ -366,7 +355,7 @@ def test_a_weight_that_changes_before_backward_is_refused(scaling: Fp8Scaling) -
 
 
 @both
-def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scaling: Fp8Scaling) -> None:
+def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scaling: str) -> None:
     x, w, b, g = given((17,), 64, 48)
     expected = run(x, w, b, g, scaling)
     y = fp8_linear(x, w, b, scaling=scaling)
@@ -381,7 +370,7 @@ def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scalin
 
 
 class Two(nn.Module):
-    def __init__(self, scaling: Fp8Scaling) -> None:
+    def __init__(self, scaling: str) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.up, self.down, self.scaling = nn.Linear(64, 96), nn.Linear(96, 64), scaling
@@ -393,7 +382,7 @@ class Two(nn.Module):
 
 @both
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same_numbers(scaling: Fp8Scaling, reentrant: bool) -> None:
+def test_recomputation_gives_the_same_numbers(scaling: str, reentrant: bool) -> None:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     grads = []
     for wrap in (False, True):
@@ -406,11 +395,11 @@ def test_recomputation_gives_the_same_numbers(scaling: Fp8Scaling, reentrant: bo
         assert torch.equal(one, other)
 
 
-def loss(x: Tensor, w: Tensor, b: Tensor, scaling: Fp8Scaling) -> Tensor:
+def loss(x: Tensor, w: Tensor, b: Tensor, scaling: str) -> Tensor:
     return (fp8_linear(x, w, b, scaling=scaling).float() ** 2).sum()
 
 
-def gradients(call: Callable[..., Tensor], scaling: Fp8Scaling) -> list[Tensor]:
+def gradients(call: Callable[..., Tensor], scaling: str) -> list[Tensor]:
     x, w, b, _ = given((32,), 64, 48)
     assert b is not None
     return list(torch.autograd.grad(call(x, w, b, scaling), (x, w, b)))
@@ -422,7 +411,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @both
-def test_function_transforms(scaling: Fp8Scaling) -> None:
+def test_function_transforms(scaling: str) -> None:
     x, w, b, _ = (None if t is None else t.detach() for t in given((32,), 64, 48))
     assert x is not None
     assert w is not None
@@ -444,7 +433,7 @@ def test_function_transforms(scaling: Fp8Scaling) -> None:
 
 @both
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own use
-def test_forward_mode(scaling: Fp8Scaling) -> None:
+def test_forward_mode(scaling: str) -> None:
     x, w, b, _ = given((17,), 64, 48)
     assert b is not None
     x, w, b = x.detach(), w.detach(), b.detach()
@@ -476,11 +465,11 @@ COMPILERS = [
 # Both are PyTorch's own: of Inductor, and of Dynamo where it traces an autograd function.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_whole(backend: str, scaling: Fp8Scaling) -> None:
+def test_compiled_whole(backend: str, scaling: str) -> None:
     torch._dynamo.reset()
     *_, g = given((32,), 64, 48)
 
-    def weighed(x: Tensor, w: Tensor, b: Tensor, scaling: Fp8Scaling) -> Tensor:
+    def weighed(x: Tensor, w: Tensor, b: Tensor, scaling: str) -> Tensor:
         # Linear, since Inductor need not round a gradient to bf16 between two of its own operations, and an 8-bit cast
         # would show whether it did.
         return (fp8_linear(x, w, b, scaling=scaling).float() * g.float()).sum()

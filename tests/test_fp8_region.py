@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.core.fp8 import Fp8Scaling
 from mezzo.core.policy import policy
 from mezzo.pytorch.kernels.fp8.linear import fp8_linear
 from mezzo.pytorch.region.fp8_layers import heads_of, with_heads
@@ -38,13 +35,13 @@ class Tied(nn.Module):
         return self.head(self.last(x + self.down(F.gelu(self.up(self.norm(x))))))
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "tensorwise(margin=2)"])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_linear_layer_is_multiplied_in_fp8(scaling: str) -> None:
     x, weight, bias = values(5, 32), values(16, 32, seed=1), values(16, seed=2)
     with mezzo.autocast(f"fp8,scaling={scaling}", "cpu"):
         out = F.linear(x, weight, bias)
     assert out.dtype == torch.bfloat16
-    assert torch.equal(out, fp8_linear(x, weight, bias, scaling=Fp8Scaling.parse(scaling)))
+    assert torch.equal(out, fp8_linear(x, weight, bias, scaling=scaling))
     with mezzo.autocast("bf16", "cpu"):
         assert not torch.equal(out, F.linear(x, weight, bias))
 
@@ -124,7 +121,7 @@ def test_explain_says_which_layers_and_why() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 60), nn.Linear(60, 32), nn.Linear(32, 16))
     text = mezzo.explain(model, values(4, 32), precision="fp8").as_text(200)
     assert "fp8 in 1 linear layer: 0." in text
-    assert "1 (bf16: 60 outputs are no multiple of 16" in text
+    assert "1 (bf16: 60 outputs are not a multiple of 16" in text
     assert "3 (the policy says bf16)" in text
     assert "fp8 in no layer of this model" in mezzo.explain(
         nn.Conv2d(1, 1, 1), values(1, 1, 2, 2), precision="fp8"
@@ -138,66 +135,8 @@ def test_one_module_in_fp8_where_the_rest_is_bf16() -> None:
         out, inner = model(x), model[0](x)
     with mezzo.autocast("bf16", "cpu"):
         assert torch.equal(inner, F.linear(x, model[0].weight, model[0].bias))
-    assert torch.equal(out, fp8_linear(inner, model[1].weight, model[1].bias, scaling=Fp8Scaling()))
+    assert torch.equal(out, fp8_linear(inner, model[1].weight, model[1].bias))
     mp.close()
-
-
-def test_delayed_histories_are_saved_and_go_on() -> None:
-    """A run that is saved and loaded ends bit by bit where one run through does."""
-    # Large, then small: by the large ones' scale the small ones are subnormal in e4m3fn, and lose digits.
-    batches = [values(8, 32, seed=step) * (64.0 if step < 3 else 0.25) for step in range(6)]
-
-    def made() -> tuple[nn.Module, mezzo.MixedPrecision]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return model, mezzo.MixedPrecision(model, optimizer, "fp8,scaling=tensorwise(history=3,margin=3)")
-
-    def train(model: nn.Module, mp: mezzo.MixedPrecision, some: list[Tensor]) -> None:
-        for batch in some:
-            with mp.autocast():
-                loss = model(batch).float().square().mean()
-            mp.step(loss)
-
-    straight, mp = made()
-    train(straight, mp, batches)
-    mp.close()
-    first, mp = made()
-    train(first, mp, batches[:3])
-    saved, weights = mp.state_dict(), {name: w.clone() for name, w in first.state_dict().items()}
-    mp.close()
-    assert saved["fp8"]["0.weight"]["input"].numel() == 3
-    second, mp = made()
-    second.load_state_dict(weights)
-    mp.load_state_dict(saved)
-    train(second, mp, batches[3:])
-    mp.close()
-    for one, other in zip(straight.parameters(), second.parameters()):
-        assert torch.equal(one, other)
-    # Without the histories the fourth step is scaled otherwise.
-    third, mp = made()
-    third.load_state_dict(weights)
-    mp.load_state_dict({**saved, "fp8": {}})
-    train(third, mp, batches[3:])
-    mp.close()
-    assert not all(torch.equal(one, other) for one, other in zip(straight.parameters(), third.parameters()))
-
-
-def test_a_scale_that_saturates_names_the_layer() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
-    mp = mezzo.MixedPrecision(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), "fp8,scaling=tensorwise(history=4),module.1=bf16"
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for size in (1.0, 1.0, 100.0):
-            with mp.autocast():
-                loss = model(size * values(4, 32)).float().sum()
-            mp.step(loss)
-    mp.close()
-    (first,) = [str(w.message) for w in caught if "input" in str(w.message)]
-    assert "'0'" in first or "layer 0" in first
-    assert "scaling=tensorwise" in first
 
 
 def test_nan_and_infinity_stay_visible() -> None:

@@ -123,31 +123,3 @@ def test_what_the_other_network_did_itself_meanwhile_stays() -> None:
     assert judging.step(judged(judge, judging, lambda: maker(noise).detach())).moved
     assert making.step(judged(judge, making, lambda: maker(noise), INF)).skipped
     assert is_finite(dict(judge.named_buffers()))
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(
-    "policy", ["fp8,scaling=tensorwise(history=4)", "fp8,scaling=tensorwise(history=16,margin=1)"]
-)
-def test_the_histories_of_fp8_scales(policy: str, run: str, decides: str) -> None:
-    """An overflowed step's finite amaxes would set the scales of the steps to come."""
-    from mezzo.pytorch.kernels.fp8.history import history_state
-
-    def end(run: str) -> dict[str, Any]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        mp = mezzo.MixedPrecision(model, optimizer, policy, loss_scale=128, trace=False)
-        good = 0
-        for event in run:
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(good))
-            with mp.autocast():
-                loss = model(x * (0.02 if event == "b" else 1.0)).float().square().mean()
-            mp.step(loss * (INF if event == "b" else 1.0))
-            good += event == "g"
-        mp.close()
-        histories = history_state(model.named_parameters())
-        assert histories
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "histories": histories}
-
-    assert same(end(run), end(run.replace("b", "")))

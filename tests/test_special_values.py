@@ -1,36 +1,23 @@
 """NaN, infinities, signed zeros, subnormals and values that overflow, through every cast that emulates a format.
 
 What each becomes is `mezzo.formats`' word: IEEE's for fp16, bf16 and TF32, where what is too large is infinite; for the
-two 8-bit formats, that finite values saturate and no infinity is hidden. Triton decides at its import whether it
-interprets, so its kernels' tests are this file's, run again in a process where it does.
+two 8-bit formats, that finite values saturate and no infinity is hidden.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from mezzo.core import formats
 from mezzo.core.formats import FORMATS, Format
-from mezzo.pytorch.kernels import backend, fp8, tf32
+from mezzo.pytorch.kernels import fp8, tf32
 from mezzo.pytorch.kernels.emulated import EMULATED
 from mezzo.pytorch.kernels.emulated.packing import Rounded
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLEMENTATIONS = ["triton"] if INTERPRETED else ["reference", "numba"]
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-if INTERPRETED:
-    np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 EIGHTS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -141,77 +128,38 @@ def test_emulated_16_bits(name: str, way: str) -> None:
     assert_same(HALF_WAYS[way](inputs(name), HALVES[name]), name, is_sum)
 
 
-def by_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    codes = fp8.cast(x[:, None], torch.ones(len(x), 1), dtype)
-    return fp8.widen(codes, torch.ones(len(x), 1), torch.float32).flatten()
-
-
-def by_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    codes = fp8.cast(x[None], torch.ones(1, len(x)), dtype)
-    return fp8.widen(codes, torch.ones(1, len(x)), torch.bfloat16).flatten()
-
-
-def by_power(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scaled down before, up by the cast, and down again."""
-    codes, _ = fp8.cast_with_amax(x * 2.0**-3, torch.tensor(8.0), dtype)
-    return fp8.widen(codes, torch.tensor(0.5), torch.float32) * 2
-
-
 EIGHT_WAYS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
-    "one": lambda x, dtype: fp8.widen(fp8.cast(x, ONE, dtype), ONE, torch.float32),
-    "rows": by_rows,
-    "columns": by_columns,
-    "power": by_power,
-    "vmap": torch.func.vmap(lambda x, dtype: fp8.cast(x, ONE, dtype).float(), in_dims=(0, None)),
+    "one": lambda x, dtype: fp8.decode(fp8.encode(x, dtype)),
+    "bf16": lambda x, dtype: fp8.Quantized(fp8.encode(x, dtype), ONE).values(torch.bfloat16),
+    "vmap": torch.func.vmap(lambda x, dtype: fp8.decode(fp8.encode(x, dtype)), in_dims=(0, None)),
 }
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numba" and importlib.util.find_spec("numba") is None:
-        pytest.skip("numba is not installed")
-    monkeypatch.setenv(backend.KERNELS, request.param)
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("way", EIGHT_WAYS)
 @pytest.mark.parametrize("name", EIGHTS)
 def test_8_bits(name: str, way: str) -> None:
     assert_same(EIGHT_WAYS[way](inputs(name), EIGHTS[name]), name)
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("source", HALVES.values(), ids=str)
-@pytest.mark.parametrize("name", EIGHTS)
-def test_8_bits_of_16(name: str, source: torch.dtype) -> None:
-    """A 16-bit tensor is what its values are, whose special ones pass as FP32's do."""
-    x = inputs(name).to(source)
-    wide = fp8.cast(x.float(), ONE, EIGHTS[name])
-    assert torch.equal(fp8.cast(x, ONE, EIGHTS[name]).view(torch.uint8), wide.view(torch.uint8))
-
-
-@pytest.mark.usefixtures("implementation")
 def test_tf32() -> None:
     assert_same(tf32.round_tf32(inputs("tf32")), "tf32")
     assert_same(torch.func.vmap(tf32.round_tf32)(inputs("tf32")), "tf32")
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("name", EIGHTS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_element_is_seen_and_spoils_no_other(name: str, bad: float) -> None:
     """The scale is of what is finite, so that the others keep their digits beside it."""
     x = torch.linspace(-1, 1, 40).view(4, 10)
-    clean, scale = fp8.quantize(x, EIGHTS[name])
+    clean = fp8.quantize(x, EIGHTS[name])
     x[2, 3] = bad
-    codes, found = fp8.quantize(x, EIGHTS[name])
-    assert torch.equal(found, scale)
-    seen = fp8.widen(codes, 1 / found, torch.float32)
+    found = fp8.quantize(x, EIGHTS[name])
+    assert torch.equal(found.inv_scale, clean.inv_scale)
+    seen = found.values(torch.float32)
     assert not seen[2, 3].isfinite()
     others = torch.ones_like(x, dtype=torch.bool)
     others[2, 3] = False
-    assert torch.equal(codes.view(torch.uint8)[others], clean.view(torch.uint8)[others])
+    assert torch.equal(found.codes.view(torch.uint8)[others], clean.codes.view(torch.uint8)[others])
 
 
 def test_the_rows_have_what_each_format_is_about() -> None:
@@ -224,16 +172,3 @@ def test_the_rows_have_what_each_format_is_about() -> None:
         assert any(math.isinf(value) for value in wanted) == form.has_infinity
         assert any(math.isnan(value) for value in wanted)
         assert any(value == 0 and math.copysign(1, value) < 0 for value in wanted)
-
-
-@pytest.mark.heavy
-@NEEDS_TRITON
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_the_interpreted_kernels_pass_these_tests() -> None:
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout

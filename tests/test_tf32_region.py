@@ -144,7 +144,7 @@ def test_a_factor_changed_in_place_is_refused() -> None:
     with mezzo.autocast("tf32", "cpu"):
         out = F.linear(x, weight)
     x.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*rounds to TF32"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
         out.sum().backward()
 
 

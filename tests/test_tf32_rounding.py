@@ -1,17 +1,8 @@
-"""TF32's rounding in every implementation, against `mezzo.formats`: to the bit, on every pattern where rounding turns.
-
-Triton decides at its import whether it interprets, so its kernel's tests are this file's, run again in a process where
-it does.
-"""
+"""TF32's rounding against `mezzo.formats`: to the bit, on every pattern where rounding turns."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,22 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.core import formats
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.tf32 import round_tf32
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLEMENTATIONS = ["triton"] if INTERPRETED else ["reference", "numba"]
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-if INTERPRETED:
-    np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of what the tests are about
-
-
-@pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numba" and not backend.is_installed("numba"):
-        pytest.skip("numba is not installed")
-    monkeypatch.setenv(backend.KERNELS, request.param)
-    return str(request.param)
 
 
 def patterns() -> Tensor:
@@ -52,7 +28,9 @@ def patterns() -> Tensor:
 
 
 def same_patterns(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
+    """Bit for bit, and any NaN for NaN."""
+    alike = (a.view(torch.int32) == b.view(torch.int32)) | a.isnan() & b.isnan()
+    return a.dtype is b.dtype and a.shape == b.shape and bool(alike.all())
 
 
 def test_it_is_the_format_to_the_bit() -> None:
@@ -86,11 +64,10 @@ def test_special_values(x: float, expected: float) -> None:
     assert same_patterns(round_tf32(torch.tensor([x])), torch.tensor([expected]))
 
 
-def test_nan_is_quiet_and_keeps_its_sign() -> None:
+def test_every_nan_stays_nan() -> None:
     words = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F801000, 0x7FBFFFFF], dtype=torch.int32)
     both = torch.cat([words, words | -(1 << 31)])
-    got = round_tf32(both.view(torch.float32)).view(torch.int32)
-    assert got.tolist() == [0x7FC00000] * 5 + [0x7FC00000 - (1 << 31)] * 5
+    assert round_tf32(both.view(torch.float32)).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,17 +98,6 @@ def test_any_strides_and_shapes() -> None:
         assert got.numel() == 0 or got.data_ptr() != view.data_ptr()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="large: for threads")
-def test_many_threads_take_it_whole() -> None:
-    x = torch.randn(200_003)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert same_patterns(round_tf32(x), formats.round(x, "tf32"))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_the_gradient_passes_unrounded() -> None:
     x = torch.randn(5, requires_grad=True)
     out = round_tf32(x)
@@ -157,7 +123,6 @@ def test_transforms_and_fake_tensors() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # Dynamo does, to trace it
-@pytest.mark.skipif(INTERPRETED, reason="compilers need a Triton that does not interpret")
 def test_a_compiled_graph_has_the_same_numbers() -> None:
     x = torch.randn(50, requires_grad=True)
     torch._dynamo.reset()
@@ -175,18 +140,3 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UsageError) as caught:
         round_tf32(torch.ones(3).to(dtype))
     assert f"a {dtype} tensor. Use FP32, bf16 or fp16" in str(caught.value)
-
-
-@pytest.mark.heavy
-@NEEDS_TRITON
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_the_interpreted_kernel_passes_these_tests(implementation: str) -> None:
-    if implementation != "numba":
-        pytest.skip("once is enough")
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=environment, timeout=550
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from mezzo.core.compute import COMPUTE, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.format_names import dtype_name
-from mezzo.core.fp8 import Fp8Scaling
+from mezzo.core.fp8 import scaling_of
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
 from mezzo.core.patterns import is_pattern, matches
@@ -102,8 +102,8 @@ class Policy:
         state: what the optimizer's moments are stored in: fp32, bf16 or int8.
         recompute: ``none``, or ops (``gelu``, ``gelu+layer_norm``) whose 16-bit output is not kept for
             backward but made again there from their input, which is kept in any case: bytes for time.
-        scaling: how fp8 factors are scaled: ``tensorwise``, ``rowwise``, ``tensorwise(history=16,margin=1)``;
-            see `mezzo.core.fp8.Fp8Scaling`. Read where anything is computed in fp8.
+        scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``; see `mezzo.core.fp8`. Read where anything
+            is computed in fp8.
         hidden: what recurrent layers carry from one time step to the next, their hidden and cell state:
             ``fp32``, through PyTorch's FP32 operation; ``compute``, the format of `activations`; or ``auto``: what
             the device's 16-bit operation does.
@@ -188,11 +188,6 @@ class Policy:
     def activations(self) -> str:
         """The format in which ops under the rule `lower` hand on their results: bf16 for fp8, fp32 for tf32."""
         return activations_of(self.compute)
-
-    @cached_property
-    def fp8_scaling(self) -> Fp8Scaling:
-        """`scaling` as a value."""
-        return Fp8Scaling.parse(self.scaling)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -351,7 +346,7 @@ def _checked(entry: Entry) -> Entry:
                 raise unknown_name("op to recompute", op, ("none", *RECOMPUTABLE), where=where)
         return entry._replace(value="+".join(ops))
     if key == "scaling":
-        return entry._replace(value=str(Fp8Scaling.parse(value, where)))
+        return entry._replace(value=scaling_of(value, where))
     if key == "module" and not is_pattern(name):
         raise UsageError(
             f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "

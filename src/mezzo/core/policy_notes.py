@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mezzo.core.fp8 import Fp8Scaling
 from mezzo.core.loss_scale import NoLossScale, StaticLossScale
 from mezzo.core.rules import RULES, Rule
 
@@ -38,7 +37,7 @@ def notes_of(policy: Policy) -> tuple[str, ...]:
         found.append(
             f"recompute={policy.recompute} does nothing in FP32: only 16-bit outputs are made again."
         )
-    if "fp8" not in policy.computed and policy.fp8_scaling != Fp8Scaling():
+    if "fp8" not in policy.computed and policy.scaling != "tensorwise":
         found.append(
             f"scaling={policy.scaling} does nothing here: it scales fp8 factors, and nothing is computed in fp8."
         )

@@ -7,7 +7,7 @@ decided in `mezzo.core.policy`.
     params=fp32,compute=bf16,output=fp32
     bf16,masters=split8,state=int8
     bf16,recompute=gelu+layer_norm
-    fp8,scaling=tensorwise(history=16),module.head=bf16
+    fp8,scaling=rowwise,module.head=bf16
     fp16,op.softmax=lower,module.blocks.*.norm=fp32,loss_scale=dynamic(init=1024,growth_interval=100)
 """
 

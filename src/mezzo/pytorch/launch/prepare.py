@@ -17,7 +17,7 @@ from mezzo.core.patterns import matches
 from mezzo.pytorch.launch.nudge import nudge
 from mezzo.pytorch.launch.quiet import quiet
 from mezzo.pytorch.region import dispatch
-from mezzo.pytorch.region.fp8_layers import described, introduce
+from mezzo.pytorch.region.fp8_layers import described, with_heads
 from mezzo.pytorch.region.modules import apply_module_overrides, fitting, no_such_module
 from mezzo.pytorch.tf32 import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.wrappers import unwrapped
@@ -109,8 +109,8 @@ class Preparation:
             )
         if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
             session.modules.setdefault(name)
-        policy = introduce(session.policy, unwrapped(module))
-        for note in described(policy, unwrapped(module), session.device_type)[:1]:
+        policy = with_heads(session.policy, unwrapped(module))
+        for note in described(policy, unwrapped(module))[:1]:
             session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(module, policy, first)

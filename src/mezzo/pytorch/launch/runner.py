@@ -99,7 +99,7 @@ def _started(session: Session) -> RunStarted:
     if "torch" in sys.modules and not idle:
         import torch
 
-        from mezzo.pytorch.kernels.fp8.native import is_native
+        from mezzo.pytorch.kernels.fp8.gemm import is_native
         from mezzo.pytorch.machine import describe, has_tf32, native_formats
 
         machine = describe()

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.nn.arithmetic import Arithmetic, arithmetic_of
-from mezzo.pytorch.nn.options import Options, check_shapes
-from mezzo.pytorch.nn.sweep import Gradients, Head, sweep
+from mezzo.pytorch.nn.sweep import Arithmetic, Gradients, Head, Options, arithmetic_of, check_shapes, sweep
 
 _TOP = 8
 """fp16 gradients of logits are at most two to this power before FP32 products sum them."""

@@ -11,14 +11,24 @@ has more operations for each byte and would want more rows; none was at hand to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo.pytorch.nn import rows as of_rows
-from mezzo.pytorch.nn.arithmetic import Arithmetic
-from mezzo.pytorch.nn.options import Options
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.rules import Rule
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.kernels.cross_entropy import rows_gradient, rows_loss
+from mezzo.pytorch.kernels.cross_entropy.reference import check_targets
+from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.region import identity
+
+REDUCTIONS = ("mean", "none", "sum")
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 BUFFER = 32 << 20
 """Bytes of logits that a chunk may have, where that gives it `FEWEST` rows or more."""
@@ -28,6 +38,124 @@ FEWEST = 256
 
 _BLOCK = 1 << 20
 """Elements of the weight's gradient that are 16 bits before its FP32 sum takes them: a CPU's cache keeps them."""
+
+_ROWS_PIECE = 1 << 20
+"""Logits that are in FP32, with some temporaries of their size, at one time."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `torch.nn.functional.cross_entropy`, but for the class weights, which are a tensor.
+
+    Args:
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        ignore_index: a target with this index neither counts nor gets a gradient.
+        label_smoothing: from 0 to 1: how much of each target is spread evenly over all classes.
+
+    Raises:
+        UnknownNameError: another reduction.
+        UsageError: a label smoothing outside [0, 1].
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise unknown_name("reduction", str(self.reduction), REDUCTIONS, where="linear_cross_entropy: ")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise UsageError(
+                f"linear_cross_entropy: label_smoothing={self.label_smoothing}. It is a share: give 0 to 1."
+            )
+
+
+def check_shapes(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
+) -> None:
+    """Raise a UsageError that says which of the shapes or dtypes does not go with the others."""
+    where = "linear_cross_entropy: "
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise UsageError(
+            f"{where}input {list(input.shape)} and weight {list(weight.shape)}. Give input [..., in] and weight "
+            "[classes, in], as for F.linear."
+        )
+    classes = weight.shape[0]
+    for name, tensor in (("bias", bias), ("class_weight", class_weight)):
+        if tensor is not None and tuple(tensor.shape) != (classes,):
+            raise UsageError(f"{where}{name} {list(tensor.shape)}. Give [{classes}], one number a class.")
+    rows = input.shape[:-1]
+    if target.is_floating_point():
+        if target.shape != (*rows, classes):
+            raise UsageError(
+                f"{where}target {list(target.shape)} of {target.dtype}. Probabilities of the classes have the shape "
+                f"{[*rows, classes]}; class indices are integers."
+            )
+    elif target.dtype is torch.bool or target.is_complex():
+        raise UsageError(
+            f"{where}target of {target.dtype}. Give class indices (int64), or their probabilities (FP32)."
+        )
+    elif target.shape != rows:
+        raise UsageError(
+            f"{where}target {list(target.shape)} with input {list(input.shape)}. Give one index a row: "
+            f"{list(rows)}."
+        )
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How operands become products.
+
+    Args:
+        rounded: the format that the operands are rounded to.
+        product: the format that they then have, and logits and their gradients with them. It is wider than
+            `rounded` where this machine has no fast products in that: then FP32 serves, between the same roundings.
+    """
+
+    rounded: torch.dtype
+    product: torch.dtype
+
+    @property
+    def sums(self) -> torch.dtype:
+        """The format of losses and of sums over rows: FP32, or FP64 for FP64."""
+        return torch.float64 if self.product is torch.float64 else torch.float32
+
+    def operand(self, tensor: Tensor) -> Tensor:
+        """A tensor as a product takes it; itself where it is so already."""
+        return tensor.to(self.rounded).to(self.product)
+
+
+def arithmetic_of(input: Tensor, weight: Tensor, bias: Tensor | None) -> Arithmetic:
+    """What F.linear would compute in, here: autocast's dtype inside a region, else the tensors' own.
+
+    FP64 is left alone by autocast, and so it is here. A policy that gives `linear` the rule ``fp32`` is obeyed.
+
+    Raises:
+        UsageError: dtypes that differ and that no region makes equal.
+    """
+    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    dtypes = {tensor.dtype for tensor in tensors}
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+        policy = identity.current_policy(device)
+        decision = None if policy is None else policy.rule_for("linear")
+        if decision is not None and decision.rule in (Rule.FP32, Rule.INTERNAL_FP32):
+            return Arithmetic(torch.float32, torch.float32)
+        low = torch.get_autocast_dtype(device)
+        return _stored_in(low, device)
+    if len(dtypes) > 1 or not weight.is_floating_point():
+        named = ", ".join(name_of(tensor.dtype) for tensor in tensors)
+        raise UsageError(
+            f"linear_cross_entropy: input, weight and bias of {named}. Outside a region, and with fp64, all have "
+            "one floating format: cast one side, or enter mezzo.autocast."
+        )
+    return _stored_in(weight.dtype, device)
+
+
+def _stored_in(dtype: torch.dtype, device_type: str) -> Arithmetic:
+    if dtype in _HALVES and name_of(dtype) not in native_formats(device_type):
+        return Arithmetic(dtype, torch.float32)
+    return Arithmetic(dtype, dtype)
 
 
 @dataclass(frozen=True)
@@ -104,11 +232,11 @@ def sweep(
         rows = slice(start, min(start + step, count))
         logits = _logits(head, rows, buffer)
         if lse is None:
-            losses[rows], found_lse[rows] = of_rows.loss(
+            losses[rows], found_lse[rows] = loss_of(
                 logits, head.target[rows], head.class_weight, head.options
             )
         if scale is not None:
-            of_rows.gradient(
+            gradient_of(
                 logits, head.target[rows], found_lse[rows], scale[rows], head.class_weight, head.options
             )
             _add(gradients, logits, head, rows, scratch)
@@ -190,3 +318,78 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     if left.is_cuda:
         return out.copy_(torch.mm(left, right, out_dtype=out.dtype))
     return torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+
+
+def loss_of(
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row and its log-sum-exp, FP32 (FP64 for FP64), [n] both.
+
+    Class indices go to the kernels. The rest is PyTorch operations: FP64, which only tests and small models use, and
+    targets that are probabilities, which are as large as the logits themselves. With the mass `q` of `_mass`, a row's
+    loss is ``sum(q) * lse - sum(q * x)`` and its gradient ``sum(q) * softmax(x) - q``.
+
+    Args:
+        logits: [n, classes], contiguous.
+        target: int64 [n], or floating [n, classes].
+        class_weight: [classes], in the format of the result.
+        options: the reduction is not looked at.
+    """
+    if _is_kernels(logits, target):
+        return rows_loss(logits, target, class_weight, options.ignore_index, options.label_smoothing)
+    losses, lse = (logits.new_empty(len(logits), dtype=_wide(logits)) for _ in range(2))
+    for rows in _pieces(logits):
+        x = logits[rows].to(losses.dtype)
+        q = _mass(target[rows], x, class_weight, options)
+        lse[rows] = x.logsumexp(1)
+        each = (lse[rows, None] - x).mul_(q)
+        losses[rows] = each.masked_fill_(q == 0, 0.0).sum(1)  # what has no mass may be impossible
+    return losses, lse
+
+
+def gradient_of(
+    logits: Tensor, target: Tensor, lse: Tensor, scale: Tensor, class_weight: Tensor | None, options: Options
+) -> None:
+    """Overwrite each row of logits by the gradient of its loss times its scale, which is of `lse`'s format."""
+    if _is_kernels(logits, target):
+        index, smoothing = options.ignore_index, options.label_smoothing
+        rows_gradient(logits, target, lse, scale, class_weight, index, smoothing, logits)
+        return
+    for rows in _pieces(logits):
+        x = logits[rows].to(lse.dtype)
+        q = _mass(target[rows], x, class_weight, options)
+        slope = (x - lse[rows, None]).exp_().mul_(q.sum(1, keepdim=True)).sub_(q).mul_(scale[rows, None])
+        if not target.is_floating_point():
+            slope.masked_fill_((target[rows] == options.ignore_index)[:, None], 0.0)
+        logits[rows] = slope.to(logits.dtype)
+
+
+def _is_kernels(logits: Tensor, target: Tensor) -> bool:
+    return logits.dtype is not torch.float64 and not target.is_floating_point()
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+def _mass(target: Tensor, x: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+    """`q`, in x's format: ``w * ((1 - s) * p + s / C)`` for targets `p`, class weights `w`, label smoothing `s` and `C`
+    classes. An index is a `p` with a single 1; rows of zeros for ignored targets."""
+    classes, smoothing = x.shape[1], options.label_smoothing
+    if target.is_floating_point():
+        mass = target.to(x.dtype)
+    else:
+        check_targets(target, classes, options.ignore_index)
+        ignored = target == options.ignore_index
+        mass = F.one_hot(target.masked_fill(ignored, 0), classes).to(x.dtype)
+    if smoothing:
+        mass = mass * (1.0 - smoothing) + smoothing / classes
+    if class_weight is not None:
+        mass = mass * class_weight
+    return mass if target.is_floating_point() else mass.masked_fill(ignored[:, None], 0.0)
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    step = max(1, _ROWS_PIECE // max(1, logits.shape[1]))
+    for start in range(0, len(logits), step):
+        yield slice(start, start + step)

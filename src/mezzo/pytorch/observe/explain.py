@@ -26,7 +26,7 @@ from mezzo.pytorch.region.fp8_layers import described, with_heads
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.region.plan import plan
 from mezzo.pytorch.unseen import unseen
-from mezzo.pytorch.weights.stored import stored
+from mezzo.pytorch.weights.lowering import stored
 
 __all__ = ["Explanation", "explain"]
 
@@ -134,7 +134,7 @@ def explain(
         notes.append(
             f"{compiled} is compiled: formats not observed inside it. Explain the model before compiling."
         )
-    notes += described(policy, model, device_type)
+    notes += described(policy, model)
     observer = OpObserver(policy, device_type, whole=True)
     with ExitStack() as stack:
         stack.enter_context(_restored(model))

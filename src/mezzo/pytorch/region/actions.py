@@ -350,7 +350,7 @@ def _narrowed(result: Any, dtype: torch.dtype) -> Any:
 def _fp8(overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
     from mezzo.pytorch.kernels.fp8.linear import fp8_linear
 
-    scaling = policy.fp8_scaling
+    scaling = policy.scaling
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if _eligible(input, device_type) and _eligible(weight, device_type):
@@ -361,7 +361,7 @@ def _fp8(overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> A
 
 
 def _tf32(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    from mezzo.pytorch.kernels.tf32.product import product
+    from mezzo.pytorch.kernels.tf32 import product
 
     in_tf32 = product(overload)
 

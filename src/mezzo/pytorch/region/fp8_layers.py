@@ -16,7 +16,7 @@ from torch import nn
 from mezzo.core.patterns import is_pattern
 from mezzo.core.policy import Policy
 
-__all__ = ["described", "heads_of", "introduce", "with_heads"]
+__all__ = ["described", "heads_of", "with_heads"]
 
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
@@ -29,16 +29,6 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
     layers = list(_linear_layers(model))
     tied = [path for path, layer in layers if id(layer.weight) in embedded]
     return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
-
-
-def introduce(policy: Policy, model: nn.Module) -> Policy:
-    """`with_heads`, and have warnings about an fp8 layer of this model call it by its name."""
-    settled = with_heads(policy, model)
-    if "fp8" in settled.computed:
-        from mezzo.pytorch.kernels.fp8.history import name_weights
-
-        name_weights(model)
-    return settled
 
 
 def with_heads(policy: Policy, model: nn.Module) -> Policy:
@@ -54,23 +44,21 @@ def with_heads(policy: Policy, model: nn.Module) -> Policy:
     return replace(policy, modules=(*((path, "bf16") for path in heads), *policy.modules))
 
 
-def described(policy: Policy, model: nn.Module, device_type: str) -> list[str]:
+def described(policy: Policy, model: nn.Module) -> list[str]:
     """For `explain`: which linear layers multiply in fp8 and which stay in bf16, and why; empty without fp8."""
     if "fp8" not in policy.computed:
         return []
-    from mezzo.pytorch.kernels.fp8.payoff import pays, reason
+    from mezzo.pytorch.kernels.fp8.gemm import misfit
 
     lower: list[str] = []
     apart: list[str] = []
     for path, layer in _linear_layers(model):
         fmt = _format_at(policy, path) or policy.compute
-        sizes = (layer.in_features, layer.out_features, device_type, policy.fp8_scaling)
-        if fmt == "fp8" and pays(*sizes):
-            lower.append(path)
-        elif fmt == "fp8":
-            apart.append(f"{path} ({reason(*sizes)})")
+        why = misfit(layer.in_features, layer.out_features) if fmt == "fp8" else f"the policy says {fmt}"
+        if why:
+            apart.append(f"{path} ({why})")
         else:
-            apart.append(f"{path} (the policy says {fmt})")
+            lower.append(path)
     count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
     notes = [f"fp8 in {count}: {', '.join(_together(lower))}." if lower else _NOTHING]
     return notes + ([f"Not in fp8: {'; '.join(_together(apart))}."] if apart else [])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from operator import is_
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from mezzo.pytorch.unseen import unseen
-
-if TYPE_CHECKING:
-    from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
 
 SMALL = 2**16
 """Bytes up to which a buffer that holds still keeps its copy."""
@@ -184,12 +180,10 @@ class Copies:
     Args:
         groups: the plain ones.
         alone: the others, and those that may turn out to hold still.
-        histories: of its fp8 scales.
     """
 
     groups: list[Group]
     alone: list[Kept]
-    histories: HistoriesBefore | None
 
     def put_back(self, found_inf: Tensor | bool) -> None:
         """Make the buffers what they were, where `found_inf` is not 0."""
@@ -198,8 +192,6 @@ class Copies:
                 kept.put_back()
         for group in self.groups:
             group.put_back(found_inf)
-        if self.histories is not None:
-            self.histories.put_back(found_inf)
 
     def moved(self) -> bool:
         """Whether a buffer has another value than it had. Waits for the device."""

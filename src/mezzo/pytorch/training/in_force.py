@@ -17,7 +17,7 @@ from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto
 from mezzo.pytorch.region.autocast import Region, autocast
-from mezzo.pytorch.region.fp8_layers import introduce
+from mezzo.pytorch.region.fp8_layers import with_heads
 from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides
 from mezzo.pytorch.scaling.device_scale import DeviceLossScale, on_device
 
@@ -62,7 +62,7 @@ class InForce:
 
     def _adopt(self, policy: Policy) -> None:
         """Put a policy without `auto` into force, with its loss scale at its first state."""
-        self.policy = policy = introduce(policy, self._model)
+        self.policy = policy = with_heads(policy, self._model)
         self._regions = {
             name: autocast(chosen, self._device_type)
             for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))

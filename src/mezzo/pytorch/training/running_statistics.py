@@ -18,9 +18,7 @@ after the second.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +43,7 @@ _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
-    """The buffers of a model that its forward pass changes in training, and the histories of its fp8 scales.
+    """The buffers of a model that its forward pass changes in training.
 
     Naive code::
 
@@ -91,7 +89,7 @@ class RunningStatistics:
         """
         if torch.compiler.is_dynamo_compiling():
             return self._has_norm
-        return self._has_buffers or "mezzo.pytorch.kernels.fp8.history" in sys.modules
+        return self._has_buffers
 
     @property
     def remembers(self) -> bool:
@@ -141,7 +139,7 @@ class RunningStatistics:
             tensors.append(tensor)
         older = {} if self._last is None else {group.kind: group for group in self._last.groups}
         groups = [Group(*each, older.get(kind)) for kind, each in grouped.items()]
-        return Copies(groups, alone, self._histories_now())
+        return Copies(groups, alone)
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -267,12 +265,3 @@ class RunningStatistics:
         self._moving += [place for place in settled if place.moved]
         self._still.add([place for place in settled if not place.moved])
         self._look = True
-
-    def _histories_now(self) -> Any:
-        """The fp8 histories, if a layer has been multiplied in fp8 at all: else their code is not even loaded."""
-        if "mezzo.pytorch.kernels.fp8.history" not in sys.modules:
-            return None
-        from mezzo.pytorch.kernels.fp8.history import HistoriesBefore
-
-        model = self._model()
-        return None if model is None else HistoriesBefore.of(model)

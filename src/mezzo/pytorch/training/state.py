@@ -50,17 +50,7 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
         "window": saved_window,
         "losses": mp._journal.losses,
         "updates": mp._journal.updates,
-        "fp8": _fp8_histories(mp),
     }
-
-
-def _fp8_histories(mp: MixedPrecision) -> dict[str, dict[str, torch.Tensor]]:
-    """What delayed scales of fp8 factors come from, for each parameter that has been multiplied in fp8."""
-    if not mp.policy.fp8_scaling.history or "fp8" not in mp.policy.computed:
-        return {}
-    from mezzo.pytorch.kernels.fp8.history import history_state
-
-    return history_state(mp.model.named_parameters())
 
 
 def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
@@ -96,10 +86,6 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {len(params)}. "
             "Load it with the same accumulate, or save after flush()."
         )
-    if state.get("fp8"):
-        from mezzo.pytorch.kernels.fp8.history import load_history_state
-
-        load_history_state(mp.model.named_parameters(), state["fp8"])  # raises before anything is changed
     if mp._in_force.asked.compute == "auto" and state["decision"] is not None:
         mp._in_force.settle(TrialDecision(*state["decision"]))
     machine = mp._in_force.machine

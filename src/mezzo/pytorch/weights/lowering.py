@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +27,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
+from mezzo.core.masters import bytes_per_parameter
 from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.storage import decode_split, encode_nearest, encode_split, refreshed
 
 LOWERED = (torch.bfloat16, torch.float16)
@@ -320,3 +323,49 @@ def _is_dense(tensor: Tensor) -> bool:
 def _belongs(kept: Tensor, param: Tensor) -> bool:
     dtype = torch.bfloat16 if kept.dtype is torch.int16 else torch.float16
     return param.dtype is dtype and param.shape == kept.shape and not param.is_meta
+
+
+@contextmanager
+def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
+    """While this lasts, weights are stored as the policy says; yields what a reader should know of it.
+
+    Naive code::
+
+        saved = [(p, p.data, p.grad) for p in model.parameters()]
+        lower_weights(model, policy)
+        yield
+        for p, p.data, p.grad in saved: pass
+
+    The tensors that were there come back themselves, not copies. A model whose weights can't be lowered stays as
+    it is, and the sentence says why.
+    """
+    if policy.params == "fp32":
+        yield [] if policy.state == "fp32" else [_sentence(model, policy)]
+        return
+    before = [(p, p.data, p.grad) for p in model.parameters()]
+    for p, _, _ in before:
+        p.grad = None
+    try:
+        try:
+            lower_weights(model, policy)
+            note = _sentence(model, policy)
+        except UsageError as error:
+            note = f"weights were left as they are. {error}"
+        yield [note]
+    finally:
+        for p, data, grad in before:
+            if p.dtype is not data.dtype:
+                take_master(p)  # what was kept aside for it; that of a model lowered earlier stays
+                p.data = data
+            p.grad = grad
+
+
+def _sentence(model: torch.nn.Module, policy: Policy) -> str:
+    counts = Counter(name_of(p.dtype) for p in model.parameters())
+    weights = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+    masters = "" if policy.params == "fp32" else f"masters {policy.masters}, "
+    each = bytes_per_parameter(policy.params, policy.masters, policy.state)
+    return (
+        f"parameters: {weights}; {masters}state {policy.state}: under AdamW {round(each, 2):g} bytes a "
+        f"{policy.params} parameter, where FP32 takes 16."
+    )

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
-from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded, may_pack
 
 _HALVES = (torch.float16, torch.bfloat16)
 _NARROWING = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16}  # half the time of `Tensor.to`
@@ -88,7 +87,7 @@ class Emulated:
             wide_kwargs = {name: _widen(value, compute, inputs) for name, value in kwargs.items()}
             if not inputs:
                 return self.op(*args, **kwargs)
-            if not _may_pack(inputs):
+            if not may_pack(inputs):
                 return _narrow(self.op(*wide_args, **wide_kwargs), compute)
             outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
             packing = Packing(inputs, compute, self.keep_rank, outer)
@@ -121,20 +120,6 @@ def _small(args: tuple[Any, ...], compute: torch.dtype) -> list[Any] | None:
             return None
         wide.append(value)
     return wide if rounded else None
-
-
-def _may_pack(inputs: list[Rounded]) -> bool:
-    """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing or
-    subclasses.
-
-    A compiler decides by itself what to save.
-    """
-    return (
-        torch.is_grad_enabled()
-        and any(item.wide.requires_grad for item in inputs)
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        and is_plain(*(item.source for item in inputs))
-    )
 
 
 def _widen(value: Any, compute: torch.dtype, inputs: list[Rounded]) -> Any:

@@ -16,15 +16,48 @@ Hooks that were set around the op (activation checkpointing, offload to the host
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import traceback
 
-from mezzo.pytorch.kernels.emulated.traced import is_recorded, made_again
+from mezzo.pytorch.kernels.plain import is_plain
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+is_recorded = traceback.has_preserved_node_meta
+"""Whether ops are being recorded into a graph whose nodes carry notes."""
+
+
+@contextmanager
+def made_again() -> Iterator[None]:
+    """Ops recorded meanwhile are tagged for recomputation in backward; outside of a recording nothing happens.
+
+    A compiler decides by itself what forward keeps. Over ATen's own casts (``aot_eager``, and backends like it) min-cut
+    keeps what backward reads in the form in which it is read: of an emulated op that is FP32, twice the bytes of the
+    16-bit tensor that it was widened from (``torch/_functorch/partitioners.py``, "materialized in backward"). The same
+    partitioner honours a tag, which activation checkpointing puts on what it recomputes. Inductor, whose casts are
+    other ops, was seen to keep the 16 bits without it too.
+    """
+    if not is_recorded():
+        yield
+        return
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    notes = traceback.current_meta
+    before = notes.get("recompute")
+    notes["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    try:
+        yield
+    finally:
+        if before is None:
+            del notes["recompute"]
+        else:
+            notes["recompute"] = before
 
 
 class Rounded:
@@ -39,7 +72,7 @@ class Rounded:
     __slots__ = ("low", "reuse", "source", "wide")
 
     def __init__(self, source: Tensor, compute: torch.dtype) -> None:
-        self.reuse = _Reuse()
+        self.reuse = Reuse(lambda low: low.to(compute).to(torch.float32))
         self.source = source
         self.low = source.to(compute)
         if is_recorded():
@@ -85,9 +118,9 @@ class Packing:
         source = item.source
         if source.is_leaf and source.requires_grad and source.dtype == torch.float32:
             if source.is_contiguous() and item.wide.is_contiguous():
-                return _View(self._through(source.detach()), self._outer, item.reuse, self._compute, saved)
+                return _View(self._through(source.detach()), self._outer, item.reuse, saved)
         elif item.low.stride() == item.wide.stride() and item.low.dtype == self._compute:
-            return _View(self._through(item.low.detach()), self._outer, item.reuse, self._compute, saved)
+            return _View(self._through(item.low.detach()), self._outer, item.reuse, saved)
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
     def settle(self, wide: Any, low: Any) -> None:
@@ -120,6 +153,20 @@ class Packing:
     def unpack(packed: _Kept) -> Tensor:
         """The hook for use in backward: the saved tensor, in FP32 where it was FP32."""
         return packed.restore()
+
+
+def may_pack(inputs: Sequence[Rounded]) -> bool:
+    """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing or
+    subclasses.
+
+    A compiler decides by itself what to save.
+    """
+    return (
+        torch.is_grad_enabled()
+        and any(item.wide.requires_grad for item in inputs)
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        and is_plain(*(item.source for item in inputs))
+    )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -168,21 +215,27 @@ class _Kept:
         return kept.to(torch.float32) if self._widen else kept
 
 
-class _Reuse:
+class Reuse:
     """The FP32 form of an input that one call saved many times (a recurrent weight, each step): made at
-    the first use in backward, dropped at the last."""
+    the first use in backward, dropped at the last.
 
-    __slots__ = ("left", "saved", "wide")
+    Args:
+        again: makes it of what was kept.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("again", "left", "saved", "wide")
+
+    def __init__(self, again: Callable[[Tensor], Tensor]) -> None:
+        self.again = again
         self.saved = 0
         self.left = 0
         self.wide: Tensor | None = None
 
-    def of(self, low: Tensor, compute: torch.dtype) -> Tensor:
+    def of(self, low: Tensor) -> Tensor:
+        """The FP32 form of what was kept."""
         wide = self.wide
         if wide is None:
-            wide = low.to(compute).to(torch.float32)
+            wide = self.again(low)
             self.left = self.saved
         self.left -= 1
         self.wide = wide if self.left > 0 else None
@@ -193,18 +246,15 @@ class _View(_Kept):
     """A view of an input's FP32 form, kept as the input's 16-bit form (or the parameter) and the view's
     geometry."""
 
-    __slots__ = ("_compute", "_offset", "_reuse", "_size", "_stride")
+    __slots__ = ("_offset", "_reuse", "_size", "_stride")
 
-    def __init__(
-        self, handle: Any, outer: _Hooks | None, reuse: _Reuse, compute: torch.dtype, saved: Tensor
-    ) -> None:
+    def __init__(self, handle: Any, outer: _Hooks | None, reuse: Reuse, saved: Tensor) -> None:
         super().__init__(handle, outer)
-        self._compute = compute
         self._reuse = reuse
         reuse.saved += 1
         self._size, self._stride, self._offset = saved.size(), saved.stride(), saved.storage_offset()
 
     def restore(self) -> Tensor:
-        wide = self._reuse.of(self._unpack(self.handle), self._compute)
+        wide = self._reuse.of(self._unpack(self.handle))
         # A fresh FP32 tensor has the strides of the one that the op saw, so the view's geometry fits it.
         return wide.as_strided(self._size, self._stride, self._offset)

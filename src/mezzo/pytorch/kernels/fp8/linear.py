@@ -1,51 +1,53 @@
-"""A linear layer whose three products have 8-bit factors: e4m3fn for values, e5m2 for gradients, FP32 sums.
+"""A linear layer whose three products have 8-bit factors and FP32 sums.
 
-    y  = x w^T + b        x, w in e4m3fn
-    dx = g w              g in e5m2 (its range matters more than its third bit), w in e4m3fn
-    dw = g^T x            g in e5m2, x in e4m3fn
+    y  = x w^T + b        x, w in the forward format (e4m3fn)
+    dx = g w              g in the backward format (e5m2: range matters more to gradients than a third bit)
+    dw = g^T x
     db = sum of g         of g itself, in FP32
 
-Between forward and backward the layer holds x in 8 bits and the weight itself, whose codes are made again in backward:
-one read of the weight against N * K bytes in every layer of the model for the whole step.
+`mezzo.core.compute` names the two formats. Between forward and backward the layer holds x in 8 bits and the weight
+itself, which is quantized again in backward: that is one read of the weight instead of N * K bytes held in every layer.
 
 *Tensorwise*, each of x, w, g has one scale and one set of codes for both of its products. *Rowwise*, a scale must be
-constant along the dimension that a product sums over, so each product casts its factors anew: x and w by row for y, g
-by row and w by column for dx, g and x by column for dw; what is held is then x's codes by column.
+constant along the dimension that a product sums over, so each product quantizes its factors anew, and what is held is
+x's codes by column.
 
 See Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), sections 3 and 3.1.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError
-from mezzo.core.fp8 import Fp8Scaling
+from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.emulated import EMULATED
-from mezzo.pytorch.kernels.fp8 import cast, history, quantize, widen
-from mezzo.pytorch.kernels.fp8.native import Factor, gemm_dtype, product
-from mezzo.pytorch.kernels.fp8.payoff import pays
+from mezzo.pytorch.kernels.fp8 import Quantized, quantize
+from mezzo.pytorch.kernels.fp8.gemm import gemm_dtype, misfit, product
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.unseen import unseen
 
 __all__ = ["fp8_linear"]
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD, BACKWARD = dtype_of(COMPUTE["fp8"].forward), dtype_of(COMPUTE["fp8"].backward)
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Fp8Scaling) -> Tensor:
+def fp8_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
+) -> Tensor:
     """``F.linear`` with 8-bit factors and FP32 sums, forward and backward.
 
-    Naive code, tensorwise and dynamic (`quantize` of `mezzo.pytorch.kernels.fp8` gives codes and their scale)::
+    Naive code, tensorwise (`quantize` of `mezzo.pytorch.kernels.fp8` gives codes and the inverse of their scale)::
 
         def values(x, dtype):
-            codes, scale = quantize(x, dtype)
-            return codes.float() / scale
+            q = quantize(x, dtype)
+            return q.codes.float() * q.inv_scale
 
         x, w = values(input, e4m3fn), values(weight, e4m3fn)
         output = (x @ w.T + bias.bfloat16()).bfloat16()
@@ -53,27 +55,25 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, sca
         g = values(grad, e5m2)
         dinput, dweight, dbias = (g @ w).bfloat16(), g.T @ x, grad.float().sum(0)
 
-    each gradient then in the dtype of what it is of. An FP32 weight's gradient is the FP32 sum itself where the product
-    can give it: natively with tensorwise scales, and where emulation multiplies in FP32. Rowwise natively, and where
-    emulation multiplies in bf16, it was rounded to bf16 once.
+    Each gradient is in the dtype of its tensor. An FP32 weight's gradient is the FP32 sum itself where the product can
+    give it: natively with tensorwise scales, and where emulation multiplies in FP32. Otherwise it was rounded to bf16
+    once.
 
-    With K or N no multiple of 16, an empty input, or a layer that does not pay by `payoff.pays`, this is ``F.linear``
-    of bf16 values, exactly.
+    If K or N is not a multiple of 16, or the input is empty, this is ``F.linear`` of bf16 values, exactly.
 
     Args:
         input: [..., K], FP32, bf16, fp16 or FP64 (by way of FP32).
         weight: [N, K], of any of these; FP32 values are rounded to 8 bits once, not by way of bf16.
         bias: [N] or None; added as bf16, before the result is rounded, as fp8 hardware does.
-        scaling: how scales are found. Delayed scales keep their history with the `weight` object (`history`); under
-            compilers and transforms, which cannot keep one, they are dynamic.
+        scaling: ``tensorwise`` or ``rowwise``.
 
     Returns:
         [..., N], bf16. A NaN or infinity in a row of the input makes the row NaN (infinities have no code in e4m3fn);
-        one in the weight makes its column NaN. In the gradient infinities stay such. Scales ignore them.
+        one in the weight makes its column NaN. In the gradient infinities stay infinities. Scales ignore them.
 
     Raises:
-        UsageError: a dtype that is no floating format; a second derivative (8-bit codes of the input are held, and its
-            values, by which that would be taken, are not).
+        UsageError: a dtype that is not a floating format; a second derivative (8-bit codes of the input are held, and
+            the values that it would need are not).
         RuntimeError: the weight was changed in place between forward and backward.
     """
     for name, given in (("input", input), ("weight", weight), ("bias", bias)):
@@ -81,14 +81,13 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, sca
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATING)
             raise UsageError(f"fp8_linear(): {name} is {given.dtype}. Give it one of {allowed}.")
     is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
-    if not is_matrix or not input.numel() or not pays(*weight.shape[::-1], input.device.type, scaling):
+    if not is_matrix or not input.numel() or misfit(*weight.shape[::-1]):
         return _in_bf16(input, weight, bias)
-    result: Tensor
-    if is_plain(input, weight, bias):
-        result = _Fp8Linear.apply(_up_to_fp32(input), weight, bias, _Past(weight, scaling), scaling)  # type: ignore[no-untyped-call]
-    else:
-        function = _Composed if torch.compiler.is_compiling() else _WithTangents
-        result = function.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling)[0]  # type: ignore[no-untyped-call]
+    plain = is_plain(input, weight, bias)
+    function = _Fp8Linear if plain or torch.compiler.is_compiling() else _WithTangents
+    # A transform's tensor does not tell whether it needs a gradient.
+    for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not plain
+    result: Tensor = function.apply(_up_to_fp32(input), _up_to_fp32(weight), bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
     return result
 
 
@@ -104,194 +103,104 @@ def _up_to_fp32(x: Tensor) -> Tensor:
     return x.float() if x.dtype is torch.float64 else x
 
 
-class _Kept(NamedTuple):
-    """What backward needs: x's codes and inverse scale, and the weight's forward scale (tensorwise)."""
-
-    codes: Tensor | None
-    inv_scale: Tensor | None
-    weight_scale: Tensor
-
-
-class _Past:
-    """How a call casts whole tensors: by their own largest magnitude, or by the weight's history."""
-
-    __slots__ = ("_history", "_is_training", "_scaling")
-
-    def __init__(self, weight: Tensor | None, scaling: Fp8Scaling) -> None:
-        self._scaling = scaling
-        self._history = history.of(weight) if weight is not None and scaling.history else None
-        self._is_training = torch.is_grad_enabled()  # asked here: an autograd function's forward runs without
-
-    def quantize(self, role: str, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Codes and their scale, of shape []."""
-        if self._history is not None:
-            return self._history.quantize(role, x, dtype, self._scaling, record=self._is_training)
-        return quantize(x, dtype, self._scaling.margin)
-
-
-def _along(x: Tensor, dim: int, dtype: torch.dtype, scaling: Fp8Scaling) -> Factor:
-    """Codes with a scale for each row (dim 1 is summed over) or each column (dim 0 is)."""
-    codes, scale = quantize(x, dtype, scaling.margin, dim)
-    return Factor(codes, scale.reciprocal())
-
-
-def _forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, scaling: Fp8Scaling, past: _Past, keep: bool
-) -> tuple[Tensor, _Kept]:
-    """x [M, K], w [N, K] -> y [M, N] and what is held of x, if `keep` (the weight needs a gradient)."""
-    if scaling.granularity == "rowwise":
-        left, right = _along(x, 1, FORWARD, scaling), _along(w, 1, FORWARD, scaling)
-        held = _along(x, 0, FORWARD, scaling) if keep else None
-        weight_scale = right.inv_scale  # unused in backward, which casts by column
-    else:
-        codes, weight_scale = past.quantize("weight", w, FORWARD)
-        right = Factor(codes, weight_scale.reciprocal())
-        codes, scale = past.quantize("input", x, FORWARD)
-        left = Factor(codes, scale.reciprocal())
-        held = left if keep else None
-    y = product("NT", left, right, bias)
-    return y, _Kept(
-        None if held is None else held.codes, None if held is None else held.inv_scale, weight_scale
-    )
-
-
-def _backward(
-    g: Tensor, w: Tensor | None, kept: _Kept, scaling: Fp8Scaling, past: _Past, dw_dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """g [M, N] -> dx [M, K] if there is a weight, dw [N, K] if there are codes of x."""
-    held = None if kept.codes is None or kept.inv_scale is None else Factor(kept.codes, kept.inv_scale)
-    # bf16 unless more is wanted: an fp16 or bf16 weight's gradient is rounded once either way.
-    produced = torch.float32 if dw_dtype is not torch.bfloat16 else torch.bfloat16
-    dx = dw = None
-    if scaling.granularity == "rowwise":
-        if w is not None:
-            dx = product("NN", _along(g, 1, BACKWARD, scaling), _along(w, 0, FORWARD, scaling))
-        if held is not None:
-            dw = product("TN", _along(g, 0, BACKWARD, scaling), held, out_dtype=produced)
-    else:
-        codes, scale = past.quantize("gradient", g, BACKWARD)
-        gradient = Factor(codes, scale.reciprocal())
-        if w is not None:
-            again = Factor(cast(w, kept.weight_scale, FORWARD), kept.weight_scale.reciprocal())
-            dx = product("NN", gradient, again)
-        if held is not None:
-            dw = product("TN", gradient, held, out_dtype=produced)
-    return dx, None if dw is None else dw.to(dw_dtype)
-
-
 def _rows(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1, x.shape[-1]).contiguous()
+    return x.detach().reshape(-1, x.shape[-1])
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """On plain tensors: holds what is needed and no more, and knows delayed scales."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, past: _Past, scaling: Fp8Scaling
-    ) -> Tensor:
-        for_input, for_weight, *_ = ctx.needs_input_grad
-        wide = _up_to_fp32(weight.detach()).contiguous()
-        y, kept = _forward(_rows(input), wide, bias, scaling, past, for_weight)
-        ctx.save_for_backward(weight if for_input else None, *kept)
-        ctx.scaling, ctx.past = scaling, past
-        ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return y.view(*input.shape[:-1], y.shape[-1])
-
-    @staticmethod
-    @unseen
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        if not is_plain(grad):
-            raise UsageError(
-                "fp8_linear(): a batch of gradients (is_grads_batched=True), which its casts cannot take. Take them "
-                "one at a time, or with torch.func.vmap over torch.func.vjp."
-            )
-        weight, *kept = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        with torch.no_grad():
-            results = _gradients(ctx, grad, weight, _Kept(*kept), ctx.past)
-        if again:
-            # A leaf, so that the results have a history even where this gradient has none.
-            anchor = torch.zeros((), requires_grad=True)
-            results = tuple(None if r is None else _FirstOnly.apply(r, anchor) for r in results)  # type: ignore[no-untyped-call]
-        return *results, None, None
-
-
-def _gradients(
-    ctx: Any, grad: Tensor, weight: Tensor | None, kept: _Kept, past: _Past
-) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias that are needed, in their dtypes."""
-    input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    g = _rows(grad)
-    wide = None if weight is None else _up_to_fp32(weight.detach()).contiguous()
-    dx, dw = (
-        _backward(g, wide, kept, ctx.scaling, past, weight_dtype)
-        if weight is not None or kept.codes is not None
-        else (None, None)
-    )
-    db = g.sum(0, dtype=torch.float32).to(bias_dtype) if ctx.needs_input_grad[2] else None
-    return None if dx is None else dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype), dw, db
-
-
-class _Composed(torch.autograd.Function):
-    """The same in operations that `torch.func`, vmap, compilers and subclasses take apart; scales are dynamic."""
+    """Holds what backward needs and no more. Made of operations that vmap and compilers take apart."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None, scaling: Fp8Scaling
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y, kept = _forward(_rows(input), weight.contiguous(), bias, scaling, _Past(None, scaling), True)
-        assert kept.codes is not None
-        assert kept.inv_scale is not None
-        return (y.view(*input.shape[:-1], y.shape[-1]), kept.codes, kept.inv_scale, kept.weight_scale)
+        input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, for_weight: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output, and what is held of x [M, K] for the weight's gradient: codes and their inverse scale."""
+        x, w = _rows(input), weight.detach()
+        left, right = (quantize(factor, FORWARD, scaling, dim=1) for factor in (x, w))
+        y = product("NT", left, right, bias).view(*input.shape[:-1], w.shape[0])
+        if not for_weight:
+            return y, None, None
+        held = quantize(x, FORWARD, scaling, dim=0) if scaling == "rowwise" else left
+        return y, held.codes, held.inv_scale
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        input, weight, bias, scaling = inputs
-        _, codes, inv_scale, weight_scale = output
-        ctx.mark_non_differentiable(codes, inv_scale, weight_scale)
-        ctx.save_for_backward(weight, codes, inv_scale, weight_scale)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        input, weight, bias, scaling, _ = inputs
+        _, codes, inv_scale = output
+        for_input, for_weight, *_ = ctx.needs_input_grad
+        if codes is not None:
+            ctx.mark_non_differentiable(codes, inv_scale)
+        held = (codes, inv_scale) if for_weight else (None, None)
+        ctx.save_for_backward(weight if for_input else None, *held)
         ctx.save_for_forward(input, weight)
         ctx.scaling = scaling
         ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
 
     @staticmethod
     @unseen
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        weight, codes, inv_scale, weight_scale = ctx.saved_tensors
-        for_input, for_weight, *_ = ctx.needs_input_grad
-        kept = _Kept(codes if for_weight else None, inv_scale if for_weight else None, weight_scale)
-        results = _gradients(ctx, grad, weight if for_input else None, kept, _Past(None, ctx.scaling))
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            results = tuple(None if r is None else _FirstOnly.apply(r, grad, weight) for r in results)  # type: ignore[no-untyped-call]
-        return *results, None
+        eager = not torch.compiler.is_compiling()
+        if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
+            raise UsageError(
+                "fp8_linear(): a batch of gradients (is_grads_batched=True), which its casts cannot take. Take them "
+                "one at a time, or with torch.func.vmap over torch.func.vjp."
+            )
+        weight, codes, inv_scale = ctx.saved_tensors
+        with torch.no_grad():
+            results = _gradients(ctx, grad, weight, None if codes is None else Quantized(codes, inv_scale))
+        if eager and torch.is_grad_enabled():
+            # A leaf, so that the results have a history even where this gradient has none.
+            anchors = (grad, torch.zeros((), requires_grad=True), *(() if weight is None else (weight,)))
+            results = tuple(None if r is None else _FirstOnly.apply(r, *anchors) for r in results)  # type: ignore[no-untyped-call]
+        return *results, None, None
 
 
-class _WithTangents(_Composed):
+def _gradients(
+    ctx: Any, grad: Tensor, weight: Tensor | None, held: Quantized | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias: with respect to the input if the weight was saved, and so on."""
+    input_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    scaling = ctx.scaling
+    g = _rows(grad)
+    dx = dw = db = by_row = None
+    if weight is not None:
+        by_row = quantize(g, BACKWARD, scaling, dim=1)
+        dx = product("NN", by_row, quantize(weight, FORWARD, scaling, dim=0))
+        dx = dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype)
+    if held is not None:
+        shares = by_row is not None and scaling == "tensorwise"
+        by_column = by_row if shares else quantize(g, BACKWARD, scaling, dim=0)
+        assert by_column is not None
+        # bf16 unless more is wanted: an fp16 or bf16 weight's gradient is rounded once either way.
+        produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
+        dw = product("TN", by_column, held, out_dtype=produced).to(weight_dtype)
+    if ctx.needs_input_grad[2]:
+        db = g.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, dw, db
+
+
+class _WithTangents(_Fp8Linear):
     """Forward mode as well; apart, since Dynamo takes no function that has it."""
 
     @staticmethod
     def jvp(
-        ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, _: None
+        ctx: Any, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         """Tangents pass the casts as gradients do, unchanged; they are multiplied in FP32 with the 8-bit values."""
         input, weight = ctx.saved_tensors
-        dim = 1 if ctx.scaling.granularity == "rowwise" else None
 
         def values(x: Tensor) -> Tensor:
-            codes, scale = quantize(_rows(x), FORWARD, ctx.scaling.margin, dim)
-            return widen(codes, scale.reciprocal(), torch.float32).view(x.shape)
+            return quantize(_rows(x), FORWARD, ctx.scaling).values(torch.float32).view(x.shape)
 
         total = torch.zeros((), device=weight.device) if db is None else db.float()
         if dx is not None:
             total = total + F.linear(dx.float(), values(weight))
         if dw is not None:
             total = total + F.linear(values(input), dw.float())
-        return total.to(torch.bfloat16), None, None, None
+        return total.to(torch.bfloat16), None, None
 
 
 class _FirstOnly(torch.autograd.Function):

@@ -1,7 +1,6 @@
-"""Products of fp8 factors: by hardware that multiplies them, or with the same numbers by one that does not.
+"""Products of quantized factors: GEMM with FP32 accumulation, then rescale.
 
-A *factor* is 8-bit codes and the inverse of the scale that they were cast with. Three products serve a linear layer,
-named as in BLAS by which factor is transposed:
+Three products serve a linear layer, named as in BLAS by which factor is transposed:
 
     NT   y  [M, N] = x [M, K] w [N, K]^T
     NN   dx [M, K] = g [M, N] w [N, K]
@@ -9,14 +8,14 @@ named as in BLAS by which factor is transposed:
 
 Each sums in FP32 over the shared dimension, multiplies by the inverse scales, and rounds once.
 
-*Native* is `torch._scaled_mm`. Hopper's fp8 units take both factors with the shared dimension innermost (the second
+*Native* is `torch._scaled_mm`. The hardware takes both factors with the shared dimension innermost (the second
 "column-major") and sizes in multiples of 16, so NN copies w's codes transposed, and TN both codes, padded with zeros
-where M is no multiple of 16. `use_fast_accum` stays off: with it the sums stay in the tensor cores' own accumulators,
-which keep about 14 bits (DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2), and then a long sum is no FP32 sum.
+where M is not a multiple of 16. `use_fast_accum` stays off: with it the sums stay in the tensor cores' own
+accumulators, which keep about 14 bits (DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2).
 
 *Emulated* is an ordinary product of the values that the codes stand for. An 8-bit value times a power of two is exact
-in bf16, so a bf16 product with FP32 sums, where it is fast, gives fp8 hardware's result up to the order of the sum;
-elsewhere the product is FP32's. Values below 2^-126 are flushed to zero by some CPUs' bf16 products: codes of a
+in bf16, so a bf16 product with FP32 sums, where the device is fast in it, gives the hardware's result up to the order
+of the sum; elsewhere the product is FP32's. Some CPUs' bf16 products flush values below 2^-126 to zero: codes of a
 tensor whose largest magnitude is under 2^-108.
 """
 
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mezzo.core.errors import unknown_name
-from mezzo.pytorch.kernels.fp8 import widen
+from mezzo.pytorch.kernels.fp8 import Quantized
 from mezzo.pytorch.machine import ASSUME_NATIVE, native_formats
 
 PATH = "MEZZO_FP8"
@@ -44,31 +43,10 @@ MULTIPLE = 16
 """What K and N must be multiples of: 16 bytes is what the hardware's loads are aligned to."""
 
 
-class Factor:
-    """One side of a product.
-
-    Args:
-        codes: [R, C] `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous.
-        inv_scale: FP32 of shape [], [R, 1] or [1, C]; a power of two.
-    """
-
-    __slots__ = ("_wide", "codes", "inv_scale")
-
-    def __init__(self, codes: Tensor, inv_scale: Tensor) -> None:
-        self.codes, self.inv_scale = codes, inv_scale
-        self._wide: Tensor | None = None
-
-    def wide(self, dtype: torch.dtype) -> Tensor:
-        """The values that the codes stand for, made once and kept for the factor's next product."""
-        if self._wide is None or self._wide.dtype is not dtype:
-            self._wide = widen(self.codes, self.inv_scale, dtype)
-        return self._wide
-
-
 def product(
     form: str,
-    a: Factor,
-    b: Factor,
+    a: Quantized,
+    b: Quantized,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
@@ -78,15 +56,14 @@ def product(
 
     Naive code, for NT::
 
-        values = [(f.codes.double() * f.inv_scale.double()) for f in (a, b)]
-        return (values[0] @ values[1].T + bias.bfloat16().double()).to(out_dtype)
+        a, b = (f.codes.double() * f.inv_scale for f in (a, b))
+        return (a @ b.T + bias.bfloat16()).to(out_dtype)
 
     Args:
         form: ``"NT"``, ``"NN"`` or ``"TN"``.
         a, b: the factors as they lie in memory; scales either [] on both, or one for each row and column of the result.
         bias: [N], rounded to bf16 and added before the result is rounded; only with bf16 results.
-        out_dtype: of the result, if the way gives it: a bf16 GEMM's and a rowwise native product's results are
-            rounded to bf16 before they become FP32.
+        out_dtype: of the result. A bf16 GEMM's and a rowwise native product's FP32 results were rounded to bf16 once.
         native: force the way; None for what `is_native` says.
 
     Returns:
@@ -97,14 +74,14 @@ def product(
     dtype = gemm_dtype(a.codes.device.type)
     if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
         dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
-    left, right = a.wide(dtype), b.wide(dtype)
+    left, right = a.values(dtype), b.values(dtype)
     if form == "NT":
         low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
         return F.linear(left, right, low).to(out_dtype)
     return torch.mm(left if form == "NN" else left.t(), right).to(out_dtype)
 
 
-def _native(form: str, a: Factor, b: Factor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     left, right = a.codes, b.codes
     inv_left, inv_right = a.inv_scale, b.inv_scale
     if form == "TN":
@@ -133,10 +110,20 @@ def _transposed(codes: Tensor) -> Tensor:
 
 
 def _rows_added(codes: Tensor, count: int) -> Tensor:
-    if not count:
-        return codes
     # Concatenation and padding of 8-bit floats are not everywhere; of bytes they are.
-    return F.pad(codes.view(torch.uint8), (0, 0, 0, count)).view(codes.dtype)
+    return F.pad(codes.view(torch.uint8), (0, 0, 0, count)).view(codes.dtype) if count else codes
+
+
+def misfit(in_features: int, out_features: int) -> str:
+    """Why a linear layer cannot multiply in fp8, as a clause without a full stop; empty if it can.
+
+    >>> misfit(64, 10), misfit(64, 64)
+    ('bf16: 10 outputs are not a multiple of 16, which fp8 products need', '')
+    """
+    for count, noun in ((in_features, "inputs"), (out_features, "outputs")):
+        if count % MULTIPLE or not count:
+            return f"bf16: {count} {noun} are not a multiple of {MULTIPLE}, which fp8 products need"
+    return ""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]

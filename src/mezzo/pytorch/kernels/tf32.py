@@ -1,0 +1,179 @@
+"""TF32 on hardware that has none: factors of products are rounded to 10 bits of mantissa, the rest is FP32.
+
+    def product(x, w):
+        return op(round_tf32(x), round_tf32(w))  # and in backward the gradient is rounded before it is multiplied
+
+A tensor core does the same with FP32 operands: it reads 19 bits of each, multiplies them exactly and sums in FP32.
+Rounding is to nearest, ties to even. (GPUs differ in how they drop the 13 bits; the error is at most one unit in the
+last of the 10 places either way.) Where a device has TF32, PyTorch's own switch is used (`mezzo.pytorch.tf32`).
+
+Rounded factors are not kept for backward: their sources are, and are rounded again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.emulated.packing import Packing, Reuse, Rounded, may_pack
+from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.unseen import unseen
+
+__all__ = ["product", "round_tf32"]
+
+_CUT = 13  # bits of FP32's mantissa that TF32 lacks
+
+
+def round_tf32(x: Tensor) -> Tensor:
+    """FP32 values rounded to TF32's 10 bits of mantissa, ties to even, and held in FP32.
+
+    Equals ``mezzo.formats.round(x, "tf32")``: -0 keeps its sign, subnormals are multiples of 2**-136, values from
+    2**128 - 2**116 up become infinite, infinities stay, NaN stays NaN. Differentiated as a cast is:
+    the gradient passes unchanged, unrounded.
+
+    Args:
+        x: FP32, any shape; bf16 and fp16 values are TF32 values already, and come back as FP32.
+
+    Returns:
+        FP32, a new tensor of x's shape.
+
+    Raises:
+        UsageError: other dtypes.
+    """
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return x.to(torch.float32)
+    if x.dtype is not torch.float32:
+        raise UsageError(f"round_tf32(): a {x.dtype} tensor. Use FP32, bf16 or fp16.")
+    if torch.is_grad_enabled() and x.requires_grad:
+        rounded: Tensor = _Factor.apply(x)  # type: ignore[no-untyped-call,unused-ignore]
+        return rounded
+    return _round(x)
+
+
+def _round(x: Tensor) -> Tensor:
+    x = x.detach()
+    bits = x.view(torch.int32)
+    # A carry out of the mantissa moves to the next exponent by itself, from the largest to infinity, and from the
+    # largest subnormal to the smallest normal. Of a NaN it may leave anything, so the result is multiplied by 1, or NaN
+    # where x is: a sixth of the time of `torch.where`.
+    rounded = (bits >> _CUT).bitwise_and_(1).add_(bits).add_((1 << _CUT - 1) - 1).bitwise_and_(-(1 << _CUT))
+    return rounded.view(torch.float32).mul_(x.clamp(1.0, 1.0))
+
+
+class _Factor(torch.autograd.Function):
+    """Rounded on the way in; its gradient, an FP32 sum, passes as it is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
+
+    @staticmethod
+    @unseen
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class _Result(torch.autograd.Function):
+    """As it is on the way out; the gradient that comes back is rounded: it is a factor of two products."""
+
+    @staticmethod
+    def forward(y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
+
+    @staticmethod
+    @unseen
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return round_tf32(gradients[0])
+
+
+class _InTF32(Rounded):
+    """One factor: its source is kept for backward, and rounded again there."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = self.low = source.float()
+        self.wide = _factor(self.source)
+        self.reuse = Reuse(_round)
+
+
+def product(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The op, of TF32 factors: FP32 and 16-bit tensors among the arguments are factors, all else passes as it is.
+
+    What is added and not multiplied (a bias, a mask, the hidden state that a recurrent layer begins with) keeps its
+    24 bits. Gradients obey the same contract: the one that arrives is rounded before it is multiplied; those that leave
+    are FP32 sums. NaN, infinities and signed zeros pass; a value that rounds beyond FP32's largest is infinite. Inside
+    one kernel (a recurrent layer's steps, attention's second product) intermediate factors stay FP32.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    addends = {"bias", "b_ih", "b_hh", "hx", "attn_mask"}
+    if op._schema.name.removeprefix("aten::").removeprefix("_").startswith(("add", "badd")):
+        addends.add("self")
+
+    def in_tf32(*args: Any, **kwargs: Any) -> Any:
+        factors: list[_InTF32] = []
+        rounded = [_rounded(value, factors, name in addends) for name, value in zip(names, args)]
+        named = {name: _rounded(value, factors, name in addends) for name, value in kwargs.items()}
+        if not may_pack(factors):
+            return _handed_on(op(*rounded, **named))
+        packing = Packing(
+            factors, torch.float32, None, torch._C._autograd._top_saved_tensors_default_hooks(False)
+        )
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
+                out = op(*rounded, **named)
+        finally:
+            packing.forget()
+        return _handed_on(out)
+
+    return in_tf32
+
+
+def _rounded(value: Any, factors: list[_InTF32], is_addend: bool) -> Any:
+    """The argument with its factors rounded, each added to `factors`, and its addends in FP32."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point() or value.dtype is torch.float64:
+            return value
+        if is_addend:
+            return value.float()
+        factors.append(_InTF32(value))
+        return factors[-1].wide
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        ranks = [item.dim() if isinstance(item, Tensor) else 0 for item in value]
+        # Among a recurrent layer's parameters the vectors are biases.
+        biased = any(rank != 1 for rank in ranks)
+        return [
+            _rounded(item, factors, is_addend or (biased and rank == 1)) for item, rank in zip(value, ranks)
+        ]
+    return value
+
+
+def _factor(x: Tensor) -> Tensor:
+    if is_plain(x):
+        return round_tf32(x)
+    # A kernel that torch.func transforms can't hold an autograd Function. The difference of a number and the
+    # one that it rounds to is exact, and so is their sum.
+    change = (_round(x) - x.detach()).detach()
+    return torch.where(x.isfinite(), x + change, x)
+
+
+def _handed_on(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        if result.is_floating_point() and result.requires_grad:
+            if is_plain(result):
+                return _Result.apply(result)  # type: ignore[no-untyped-call]
+            result.register_hook(lambda grad: None if grad is None else round_tf32(grad))
+        return result
+    if isinstance(result, (list, tuple)):
+        return tuple(_handed_on(item) for item in result)
+    return result
