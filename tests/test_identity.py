@@ -166,7 +166,7 @@ def test_exhaustion_says_so(tmp_path):
     )
 
 
-def test_the_cache_tag_follows_the_policies_and_keeps_the_users_own(monkeypatch):
+def test_the_cache_tag_follows_the_policies_and_keeps_the_users_own():
     from torch.compiler import config
 
     def tag_after(text):
@@ -177,12 +177,13 @@ def test_the_cache_tag_follows_the_policies_and_keeps_the_users_own(monkeypatch)
         finally:
             compiling.end()
 
-    monkeypatch.setattr(config, "cache_key_tag", "mine")
-    first = tag_after("bf16")
-    assert first.startswith("minemezzo:")
-    assert tag_after("bf16") == first
-    assert tag_after("bf16,op.acos=lower,op.asin=lower") != first
-    assert config.cache_key_tag == "mine"
+    with config.patch(cache_key_tag="mine"):
+        first = tag_after("bf16")
+        assert first.startswith("minemezzo:")
+        assert tag_after("bf16") == first
+        assert tag_after("bf16,op.acos=lower,op.asin=lower") != first
+        assert config.cache_key_tag == "mine"
+    assert config.cache_key_tag == ""
 
 
 _CACHED = """

@@ -83,9 +83,8 @@ def test_formats_seen_are_those_planned(policy: str, seen: dict[str, str]) -> No
     low = policy[:4]
     for op in ("linear", "scaled_dot_product_attention"):
         assert _find(table, op).observed == f"{low} -> {low}"
-    for op in ("lstm", "gru"):  # their states stay FP32
-        out = "fp32" if low == "fp32" else f"{low}+fp32"
-        assert _find(table, op).observed.partition(" -> ")[2] == out
+    for op in ("lstm", "gru"):
+        assert _find(table, op).observed.partition(" -> ")[2] == low
     assert not any(row.op in ("addmm", "mkldnn_rnn_layer", "_softmax") for row in table)  # parts of others
     assert not any(row.op in ("view", "transpose", "to", "empty") for row in table)
 
