@@ -19,10 +19,6 @@ TWICE = "{0} twice: {1} was given what it had returned.*Leave out the second"
 SCALED = TWICE.format("scaled", "(get_scaled_loss|scale_loss)")
 UNSCALED = TWICE.format("unscaled", "get_unscaled_gradients")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
 
 def gradient_of(loss: Callable[[], Any], variable: Any) -> list[Any]:
     with tf.GradientTape() as tape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UsageError
@@ -18,17 +16,6 @@ from mezzo.keras import set_policy
 
 enable = mt.enable_mixed_precision_graph_rewrite
 X = np.random.default_rng(0).standard_normal((64, 8)).astype("float32")
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with a_fresh_switch():
-        yield
-    set_policy("fp32")
 
 
 def model() -> Any:

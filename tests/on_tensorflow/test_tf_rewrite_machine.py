@@ -17,11 +17,6 @@ from scale_cases import TABLE
 
 v1 = tf.compat.v1
 
-# Keras 3 reads its variables in a way that NumPy 2 has deprecated.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
 # Compiling costs a second each, so functions and Sessions take one row that has every kind of event.
 ALL = {"growth_interval": 2, "init": 3.0, "floor": 1.5, "ceiling": 5.0, "hysteresis": 2}
 SOME = [(DynamicLossScale(**ALL), "..x.xxxx...."), (StaticLossScale(3.5), "..xx.x")]

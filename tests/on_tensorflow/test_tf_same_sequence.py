@@ -7,7 +7,6 @@ CPU, which can be asked for in a Session alone, computes in FP16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,15 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 from tf_steppers import WAYS
 
 import mezzo.tensorflow as mt
 import one_task
 from mezzo.core.loss_scale import DynamicLossScale, Observation
-from mezzo.tensorflow.precision import SIMULATE_GPU
+from mezzo.tensorflow.rewrite import SIMULATE_GPU
 from scale_cases import TABLE
 
 v1 = tf.compat.v1
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No Session before, and the rewrite off afterwards."""
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-    global_state.set_non_mixed_precision_session_created(False)
-    yield
-    mt.disable_mixed_precision_graph_rewrite()
-    global_state.set_non_mixed_precision_session_created(False)
 
 
 @pytest.mark.parametrize("way", ["v1 in a Session", "tf_keras in a function"])
@@ -79,7 +63,7 @@ def in_a_session(precision: str) -> tuple[list[float], list[float]]:
         )
         loss = loss_of(weights, *batch)
         step = optimizer.minimize(loss)
-        scale = optimizer._scaled.variables.here().scale
+        scale = optimizer._scaled.here().scale
         config = v1.ConfigProto()
         if precision == "fp16":
             config.graph_options.rewrite_options.auto_mixed_precision_cpu = RewriterConfig.ON

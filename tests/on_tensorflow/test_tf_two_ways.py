@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -10,25 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UsageError
 
 enable = mt.enable_mixed_precision_graph_rewrite
 X, Y = np.ones((4, 8), "float32"), np.ones((4, 1), "float32")
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    with a_fresh_switch():
-        yield
-    keras.config.set_dtype_policy("float32")
-    tf_keras.mixed_precision.set_global_policy("float32")
 
 
 def model(dtype: str | None = None, library: Any = keras) -> Any:

@@ -74,7 +74,7 @@ class InSession:
             else:
                 gradients = self.optimizer.get_gradients(loss, [self.variable])
                 self.op = self.optimizer.apply_gradients(list(zip(gradients, [self.variable])))
-            self.held = self.optimizer._scaled.variables.here()
+            self.held = self.optimizer._scaled.here()
             self.session = v1.Session(graph=self.graph)
             self.session.run(v1.global_variables_initializer())
 

@@ -11,9 +11,8 @@ from mezzo.core.errors import CallOrderError
 from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras.scaling.loss_scale_optimizer import LossScaleOptimizer
-from mezzo.tensorflow.own_results import OwnResults
-from mezzo.tensorflow.two_ways import refuse_mixed_layers, refuse_policy_after
-from mezzo.tensorflow.xla import refuse_xla
+from mezzo.tensorflow.conflicts import refuse_mixed_layers, refuse_policy_after, refuse_xla
+from mezzo.tensorflow.loss_scale_variables import OwnResults
 
 _OF_KERAS_2 = ("get_scaled_loss", "get_unscaled_gradients")
 
