@@ -66,7 +66,7 @@ USERS: list[tuple[dict[str, str], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("users", "alone"), USERS, ids=lambda part: "-".join(part))
+@pytest.mark.parametrize(("users", "alone"), USERS, ids=["-".join(row[0]) for row in USERS])
 @pytest.mark.parametrize("wanted", ["allow", "infer", "clear", "deny", "other"])
 def test_what_runs_is_what_the_lists_say(
     users: dict[str, str], alone: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
@@ -104,13 +104,9 @@ def test_op_lists_one_after_another_each_begin_at_the_users(monkeypatch: pytest.
         assert run_in_16_bits(between()) == narrow | PRODUCTS
 
 
-@pytest.mark.parametrize("written", ["mapping", "toml"])
-def test_what_the_variables_say(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "DENYLIST_ADD", "Cos")
-    given: Any = {"deny": ["Tanh"], "other": ["MatMul"]}
-    if written == "toml":
-        given = tmp_path / "lists.toml"
-        given.write_text('deny = ["Tanh"]\nother = ["MatMul"]\n')
+    given = {"deny": ["Tanh"], "other": ["MatMul"]}
     optimizer = enable(adam(), op_lists=given)
     assert types(made_of(layers(), INPUT))["MatMul"] == {"float32"}
     removed = {f"{name}LIST_REMOVE": "MatMul,Tanh" for name in ("ALLOW", "CLEAR", "INFER")}
@@ -152,19 +148,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ({"deny": "Tanh"}, UsageError, "deny is 'Tanh'; give a list"),
     (["Tanh"], UsageError, "give a mapping such as"),
     ({"deny": ["Tanh"], "clear": ["Tanh"]}, UsageError, "'Tanh' is under both 'deny' and 'clear'"),
-    ("none.toml", UsageError, "'none.toml': No such file"),
-    ("deny = [", UsageError, "is no TOML"),
-    ("[deny]\nMatMul = false", UsageError, r'give a list of names of ops, as in deny = \["Tanh"\]'),
-    ('deny = ["Tanhh"]', UnknownNameError, r"lists\.toml: unknown op 'Tanhh'"),
+    ("lists.toml", UsageError, "give a mapping such as.* tomllib.load"),
 ]
 
 
 @pytest.mark.parametrize(("given", "kind", "said"), BAD, ids=[row[2] for row in BAD])
-def test_bad_lists_leave_the_rewrite_as_it_is(given: Any, kind: Any, said: str, tmp_path: Path) -> None:
-    if isinstance(given, str) and given != "none.toml":
-        path = tmp_path / "lists.toml"
-        path.write_text(given)
-        given = path
+def test_bad_lists_leave_the_rewrite_as_it_is(given: Any, kind: Any, said: str) -> None:
     enable(adam(), op_lists={"deny": ["Sigmoid"]})
     in_force = in_environment()
     with pytest.raises(kind, match=said):

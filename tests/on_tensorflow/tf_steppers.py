@@ -26,6 +26,8 @@ FAMILIES: dict[str, Callable[[LossScale], Any]] = {
     "legacy": lambda scale: LegacyLossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.125, 0.5), scale),
 }
 
+UNSCALING = [family for family in FAMILIES if family != "keras3"]  # Keras 3 unscales in apply
+
 
 class Eager:
     """Steps one after the other; `weights` and `slot` are read as arrays."""

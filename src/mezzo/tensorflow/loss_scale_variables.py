@@ -22,6 +22,7 @@ from mezzo.tensorflow.conflicts import in_xla, refuse_policy_after, refuse_xla
 Pairs = Sequence[tuple[Any, Any]]
 """Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
 
+_READS = "optimizer.loss_scale, optimizer.skipped_steps"
 _LOOP = """
     with tf.GradientTape() as tape:
         loss = optimizer.get_scaled_loss(compute_loss())
@@ -67,8 +68,7 @@ class OwnResults:
     def remember(self, result: Any) -> None:
         """Know this tensor again, or these slices; None is nothing."""
         if result is not None:
-            result = _values(result)
-            self._by_id[id(result)] = result
+            self._by_id[id(_values(result))] = _values(result)
 
     def __contains__(self, given: Any) -> bool:
         given = _values(given)
@@ -169,17 +169,10 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             return self._held[graph]
         here = "the eager program" if graph is None else f"{graph!r}"
         others = [other for other in self._used or self._held if other is not None]
-        where = (
-            f"{others[-1]!r}" if others else "the eager program, and none here before it takes a step here"
-        )
-        mend = (
-            "Read it there: with graph.as_default(): session.run([optimizer.loss_scale, optimizer.skipped_steps])."
-            if others
-            else "Call optimizer.minimize(loss) first, or leave the graph."
-        )
-        raise UsageError(
-            f"{what}: it is read in {here}, and this optimizer has its loss scale in {where}. {mend}"
-        )
+        where = "the eager program, and none here before its first step here. Call optimizer.minimize(loss) first."
+        if others:
+            where = f"{others[-1]!r}. Read it there: with graph.as_default(): session.run([{_READS}])."
+        raise UsageError(f"{what}: it is read in {here}, and this optimizer has its loss scale in {where}")
 
     def scale_to_read(self) -> Any:
         """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time."""
@@ -188,20 +181,11 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return tf.convert_to_tensor(held.scale) if known is None else known
 
     def machine(self) -> TraceableLossScale:
-        """The pure loss scale on the host; waits for the device.
-
-        Raises:
-            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
-        """
+        """The pure loss scale on the host; waits for the device."""
         return on_host(self.pure, self._on_host("machine()"))
 
     def check(self) -> None:
-        """Raise if the patience ran out; waits for the device.
-
-        Raises:
-            LossScaleCollapseError: it did.
-            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
-        """
+        """Raise LossScaleCollapseError if the patience ran out; waits for the device."""
         check(self.pure, self._on_host("check()"))
 
     def _on_host(self, what: str) -> ScaleArrays:
@@ -209,18 +193,14 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         if not tf.executing_eagerly():
             raise UsageError(
                 f"{what} is for eager programs, outside of a tf.function, and a graph is being built here. Of a graph "
-                "of TF1 a Session reads it: session.run([optimizer.loss_scale, optimizer.skipped_steps])."
+                f"of TF1 a Session reads it: session.run([{_READS}])."
             )
         return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
 
     # A loss and its gradients
 
     def scaled_loss(self, loss: Any) -> Any:
-        """S * loss in FP32 at least; of a function without arguments, a function.
-
-        Raises:
-            CallOrderError: it is scaled already; of a function when it is called.
-        """
+        """S * loss in FP32 at least; of a function without arguments, a function. Not of a loss that is scaled."""
         self._loss_was_scaled = True
         if callable(loss):
             return lambda: self._times_scale(loss())
@@ -243,11 +223,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return scaled
 
     def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
-        """gradients * (1 / S), computed in FP32 at least, each of its own type; None stays None.
-
-        Raises:
-            CallOrderError: one of them is unscaled already.
-        """
+        """gradients * (1 / S), in FP32 at least, each of its own type; None stays None. Not of unscaled ones."""
         self._gradients_were_unscaled = True
         if not self.scales:
             return list(gradients)
@@ -264,11 +240,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         return unscaled
 
     def require_scaled(self) -> None:
-        """Nothing, if whoever applies gradients has had the loss scaled and the gradients unscaled.
-
-        Raises:
-            CallOrderError: one of the two was never done.
-        """
+        """Raise CallOrderError if the loss was never scaled, or the gradients never unscaled."""
         if not self.scales or (self._loss_was_scaled and self._gradients_were_unscaled):
             return
         if self._loss_was_scaled:
@@ -321,7 +293,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             return apply(list(zip(gradients, variables)))
 
         if not self.scales:
-            return applied(gradients)
+            return apply(grads_and_vars)
         names = [getattr(var, "name", str(var)) for grad, var in grads_and_vars if grad is not None]
         if not tf.distribute.has_strategy():
             return self._apply_or_skip(_bad(gradients), names, lambda: applied(gradients))
@@ -385,15 +357,11 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
 
 class ScaleReads:
-    """What the optimizers of TF1 and of Keras 2 tell of their loss scale, which they hold as `_scaled`.
-
-    Attributes:
-        rewrite: what `enable_mixed_precision_graph_rewrite` decided; None where it did not make the optimizer.
-    """
+    """What the optimizers of TF1 and of Keras 2 tell of their loss scale, which they hold as `_scaled`."""
 
     _scaled: LossScaleVariables
-    _library = "tensorflow"
-    rewrite: Any = None
+    _library = "tensorflow"  # whose dtype policy is looked at; TF1 has none
+    rewrite: Any = None  # what enable_mixed_precision_graph_rewrite decided, if it made the optimizer
 
     def __repr__(self) -> str:
         inner = type(self.inner_optimizer).__name__  # type: ignore[attr-defined]

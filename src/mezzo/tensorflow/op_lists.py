@@ -2,32 +2,17 @@
 
 TensorFlow has four lists: `allow` (always 16 bits), `infer` (16 bits unless a deny op is upstream), `deny` (FP32, and
 what follows it) and `clear` (the format of its neighbours). An op on no list, here `other`, stays in FP32.
-
->>> environment_of({"Tanh": "deny"}, {"TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD": "Cos"})[
-...     "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD"
-... ]
-'Cos,Tanh'
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from mezzo.core.errors import UsageError, unknown_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-OpLists = Mapping[str, Iterable[str]] | str | os.PathLike[str]
 
 _LISTS = ("allow", "infer", "deny", "clear")
 _PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
@@ -44,33 +29,32 @@ LEVEL = _PREFIX + "LEVEL"
 _EXAMPLE = '{"deny": ["Tanh"]}'
 
 
-def list_of_each(given: OpLists) -> dict[str, str]:
+def list_of_each(lists: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Op -> the list that it is moved to.
 
     Args:
-        given: `{"deny": ["Tanh"], "infer": [...]}`, or the path of a TOML file: ``deny = ["Tanh"]``.
+        lists: `{"deny": ["Tanh"], "infer": [...]}`.
 
     Raises:
         UnknownNameError: a key that is no list, or an op that TensorFlow has not.
-        UsageError: no such file, no TOML, values that are no lists of names, or an op that two lists claim.
+        UsageError: values that are no lists of names, or an op that two lists claim.
     """
-    where, lists, example = "op_lists: ", given, _EXAMPLE
-    if isinstance(given, (str, os.PathLike)):
-        where, lists, example = f"{os.fspath(given)}: ", _read(given), 'deny = ["Tanh"]'
     if not isinstance(lists, Mapping):
         raise UsageError(
-            f"op_lists is {given!r}; give a mapping such as {_EXAMPLE}, or the path of a TOML file"
+            f"op_lists is {lists!r}; give a mapping such as {_EXAMPLE}. Of a TOML file, tomllib.load's."
         )
     found: dict[str, str] = {}
     for name, ops in lists.items():
         if name not in (*_LISTS, "other"):
-            raise unknown_name("list", str(name), [*_LISTS, "other"], where=where)
+            raise unknown_name("list", str(name), [*_LISTS, "other"], where="op_lists: ")
         if isinstance(ops, (str, Mapping)) or not isinstance(ops, Iterable):
-            raise UsageError(f"{where}{name} is {ops!r}; give a list of names of ops, as in {example}")
+            raise UsageError(f"op_lists: {name} is {ops!r}; give a list of names of ops, as in {_EXAMPLE}")
         for op in ops:
-            _check_op(op, where)
+            _check_op(op)
             if found.setdefault(op, name) != name:
-                raise UsageError(f"{where}{op!r} is under both {found[op]!r} and {name!r}. Keep one of them.")
+                raise UsageError(
+                    f"op_lists: {op!r} is under both {found[op]!r} and {name!r}. Keep one of them."
+                )
     return found
 
 
@@ -86,21 +70,11 @@ def environment_of(list_of: Mapping[str, str], environ: Mapping[str, str]) -> di
     return {name: ",".join(sorted(ops)) for name, ops in words.items() if ops}
 
 
-def _check_op(name: Any, where: str) -> None:
+def _check_op(name: Any) -> None:
     if not isinstance(name, str) or op_def_registry.get(name) is None:
         error = unknown_name("op", str(name), [op for op in dir(tf.raw_ops) if not op.startswith("_")])
         mend = str(error).rpartition(".")[2] if "Did you mean" in str(error) else ""
-        said = f"{where}unknown op {name!r}. Use the name of one of TensorFlow's ops, as tf.raw_ops has them."
+        said = (
+            f"op_lists: unknown op {name!r}. Use the name of one of TensorFlow's ops, as tf.raw_ops has them."
+        )
         raise type(error)(said + mend)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"op_lists: {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file that can be "
-            f"read, or a mapping such as {_EXAMPLE}"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"op_lists: {os.fspath(path)!r} is no TOML: {error}") from None

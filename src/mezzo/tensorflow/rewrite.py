@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.core.traced_scale import traceable
 from mezzo.keras.machine import describe
 from mezzo.tensorflow.conflicts import refuse_policy_before
-from mezzo.tensorflow.op_lists import OpLists, environment_of, list_of_each
+from mezzo.tensorflow.op_lists import environment_of, list_of_each
 from mezzo.tensorflow.switch import SWITCH
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
@@ -72,7 +72,7 @@ def enable_mixed_precision_graph_rewrite(
     loss_scale: LossScale | float | str | Any = "dynamic",
     *,
     precision: str = "auto",
-    op_lists: OpLists | None = None,
+    op_lists: Mapping[str, Iterable[str]] | None = None,
 ) -> Any:
     """Turn grappler's auto mixed precision on, and return the optimizer with a loss scale around it.
 
@@ -91,8 +91,8 @@ def enable_mixed_precision_graph_rewrite(
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
             "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`, or the path of a TOML file that
-            says so: see `mezzo.tensorflow.op_lists`. In force until the rewrite is turned off or on anew.
+        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`: see `mezzo.tensorflow.op_lists`.
+            In force until the rewrite is turned off or on anew.
 
     Returns:
         An optimizer of the same family. Its `rewrite` says what was chosen.
