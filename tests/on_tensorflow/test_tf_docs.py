@@ -6,28 +6,22 @@ import re
 from pathlib import Path
 
 import pytest
-from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "tensorflow.md"
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-def test_the_code_of_the_page_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     names: dict[str, object] = {}
-    with a_fresh_switch():
-        try:
-            for block in blocks:
-                line = text[: block.start(1)].count("\n")
-                exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
-        finally:
-            mezzo.tensorflow.uninstall()
+    try:
+        for block in blocks:
+            line = text[: block.start(1)].count("\n")
+            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), names)
+    finally:
+        mezzo.tensorflow.uninstall()
     told = capsys.readouterr()
     first = re.search(r"^```\n(mezzo: .*?)^```", text, re.MULTILINE | re.DOTALL)
     assert first is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from tf_switched import a_fresh_switch
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UsageError
@@ -24,14 +22,8 @@ KINDS = {
 X, Y = np.ones((16, 8), "float32"), np.ones((16, 1), "float32")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    tf_keras.utils.set_random_seed(0)
-    with a_fresh_switch():
-        yield
-
-
 def model() -> Any:
+    tf_keras.utils.set_random_seed(0)
     return tf_keras.Sequential(
         [tf_keras.layers.Dense(16, "tanh", input_shape=(8,)), tf_keras.layers.Dense(1)]
     )
@@ -68,7 +60,6 @@ def _variables(optimizer: Any) -> Any:
 def test_the_losses_of_fit_are_those_without_a_loss_scale(kind: str) -> None:
     losses = []
     for scale in (None, "dynamic", 1024):
-        tf_keras.utils.set_random_seed(0)
         trained, optimizer = model(), KINDS[kind]()
         wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
         trained.compile(optimizer if scale is None else wrapper(optimizer, scale), "mse")

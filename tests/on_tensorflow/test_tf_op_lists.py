@@ -1,117 +1,161 @@
-"""The op lists against the header that TensorFlow installs, and against what TensorFlow makes of its environment."""
+"""Op lists: what runs in 16 bits is what they say, beside the user's own variables, and the user's come back."""
 
 from __future__ import annotations
 
-import re
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
+from tf_switched import INPUT, adam, layers, made_of, types
 
+import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.tensorflow.op_lists import COLOURS, OpLists, modes, op_lists
+from mezzo.tensorflow.op_lists import LEVEL, VARIABLES
 
-HEADER = Path(tf.sysconfig.get_include(), "tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h")
+enable = mt.enable_mixed_precision_graph_rewrite
 PREFIX = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_"
 
 
-def in_header() -> dict[str, dict[str, set[str]]]:
-    """Class of lists -> colour -> every op that its code names there, under whatever condition."""
-    text = HEADER.read_text()
-    start, end = text.index("tensor_list_ops[]"), text.index("LINT.ThenChange")
-    lists_of_tensors = set(re.findall(r'"(\w+)"', text[start:end]))
-    found: dict[str, dict[str, set[str]]] = {}
-    for part in text.split("class AutoMixedPrecisionLists")[2:]:
-        name = re.match(r"\w+", part)
-        assert name is not None
-        found[name[0]] = {}
-        for body in part.split("List() override {")[1:]:
-            colour = COLOURS[len(found[name[0]])]
-            ops = set(re.findall(r'"(\w+)"', body.split("return list;")[0])) - {f"{colour.upper()}LIST"}
-            ops -= {"WHITELIST", "GRAYLIST", "BLACKLIST"}
-            found[name[0]][colour] = ops | (lists_of_tensors if colour == "clear" else set())
-    return found
+def between() -> Any:
+    """A function of INPUT: a Tanh and a Sigmoid, each between two products."""
+    weight = tf.Variable(tf.random.stateless_normal([32, 32], [1, 2]))
+
+    @tf.function
+    def function(x: Any) -> Any:
+        return tf.sigmoid(tf.tanh(x @ weight) @ weight) @ weight
+
+    return function
 
 
-def test_the_lists_are_those_of_the_installed_tensorflow() -> None:
-    header = in_header()
-    assert set(header) == {"Fp16", "Mkl"}
-    for colour in COLOURS:
-        fp16 = set().union(
-            *(getattr(op_lists(mode, environ={}), colour) for mode in ("cuda", "cpu", "onednn_float16"))
-        )
-        assert fp16 == header["Fp16"][colour], colour
-        assert getattr(op_lists("onednn_bfloat16", environ={}), colour) == header["Mkl"][colour], colour
+def run_in_16_bits(function: Any) -> set[str]:
+    """The names of the nodes that TensorFlow runs in BF16."""
+    nodes = [node for graph in made_of(function, INPUT) for node in graph.node]
+    assert any(node.name == "Tanh" for node in nodes)
+    bf16 = tf.bfloat16.as_datatype_enum
+    return {node.name for node in nodes if node.op != "Cast" and node.attr["T"].type == bf16}
 
 
-def test_the_modes_of_fp16_differ_by_the_ops_of_a_gpu_and_of_onednn() -> None:
-    cuda, cpu, onednn = (op_lists(mode, environ={}) for mode in ("cuda", "cpu", "onednn_float16"))
-    assert all(getattr(cuda, colour) == getattr(cpu, colour) for colour in COLOURS)
-    assert {"CudnnRNNV3", "BlockLSTM"} < cuda.allow - onednn.allow
-    assert onednn.allow < cuda.allow
-    assert onednn.infer - cuda.infer == {"Rsqrt", "Square", "SquaredDifference"}
-    assert cuda.deny - op_lists("onednn_bfloat16", environ={}).deny == {"Mean", "Sum"}
+def in_environment() -> dict[str, str]:
+    names = (*VARIABLES, LEVEL)
+    return {name[len(PREFIX) :]: value for name, value in os.environ.items() if name in names}
 
 
-@pytest.mark.parametrize("mode", modes())
-def test_no_op_is_on_two_lists(mode: str) -> None:
-    lists = op_lists(mode, environ={})
-    assert sum(len(getattr(lists, colour)) for colour in COLOURS) == len(
-        set().union(*(getattr(lists, c) for c in COLOURS))
-    )
-    known = [op for op in lists.infer if op_def_registry.get(op) is not None]
-    assert len(known) > 30  # names that TensorFlow knows
+def test_the_variables_are_all_that_there_are() -> None:
+    header = Path(
+        tf.sysconfig.get_include(), "tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h"
+    ).read_text()
+    lists = ("ALLOW", "INFER", "DENY", "CLEAR", "WHITE", "GRAY", "BLACK")
+    assert all(f'list_name == "{name}LIST"' in header for name in lists)
+    assert header.count("list_name == ") == len(lists)
+    names = [f"{PREFIX}{name}LIST_{verb}" for name in lists for verb in ("ADD", "REMOVE")]
+    assert sorted(VARIABLES) == sorted(names)
 
 
-def test_overrides_move_an_op_from_its_list_to_one_other() -> None:
-    lists = op_lists("cuda", {"deny": ["Tanh", "Cos"], "other": ["Relu"]}, environ={})
-    assert [lists.colour(op) for op in ("Tanh", "Cos", "Relu", "Exp")] == ["deny", "deny", "other", "deny"]
-    assert "Tanh" not in lists.infer
+PRODUCTS = {"matmul", "matmul_1", "matmul_2"}
+# What a user has set -> which nodes that are no products are then in 16 bits.
+USERS: list[tuple[dict[str, str], set[str]]] = [
+    ({"DENYLIST_ADD": "Tanh", "INFERLIST_REMOVE": "Tanh"}, {"Sigmoid"}),
+    ({"BLACKLIST_ADD": "Tanh", "GRAYLIST_REMOVE": "Tanh"}, {"Sigmoid"}),
+    ({"ALLOWLIST_ADD": "Tanh", "INFERLIST_REMOVE": "Tanh"}, {"Tanh", "Sigmoid"}),
+    ({"CLEARLIST_ADD": "Tanh", "INFERLIST_REMOVE": "Tanh"}, {"Tanh", "Sigmoid"}),
+    ({"LEVEL": "treat_infer_as_deny"}, set()),
+    ({"LEVEL": "TREAT_INFER_AS_DENY", "CLEARLIST_ADD": "Tanh", "INFERLIST_REMOVE": "Tanh"}, {"Tanh"}),
+    ({"LEVEL": "TENSOR_CORES_ONLY"}, {"Tanh", "Sigmoid"}),  # which is none on a CPU
+]
 
 
-def test_the_environment_that_says_the_same_reads_back_as_the_same() -> None:
-    lists = op_lists("onednn_bfloat16", {"deny": ["Tanh"], "clear": ["Cos"], "other": ["MatMul"]}, environ={})
-    written = lists.environment()
-    assert written == {
-        f"{PREFIX}ALLOWLIST_REMOVE": "MatMul", f"{PREFIX}INFERLIST_REMOVE": "Tanh", f"{PREFIX}DENYLIST_ADD": "Tanh",
-        f"{PREFIX}CLEARLIST_ADD": "Cos",
-    }  # fmt: skip
-    assert op_lists("onednn_bfloat16", environ=written) == lists
-    assert op_lists("onednn_bfloat16", environ={}).environment() == {}
-
-
-def test_former_names_of_the_lists_and_the_levels() -> None:
-    def of(mode: str = "cuda", **words: str) -> OpLists:
-        return op_lists(mode, environ={PREFIX + key: value for key, value in words.items()})
-
-    assert of(BLACKLIST_ADD="Cos").colour("Cos") == "deny"
-    assert of(GRAYLIST_REMOVE="Tanh").colour("Tanh") == "other"
-    assert of(LEVEL="TREAT_INFER_AS_DENY").colour("Tanh") == "deny"
-    assert not of(LEVEL="tensor_cores_only").clear
-    assert of("onednn_bfloat16", LEVEL="TENSOR_CORES_ONLY").clear
-    assert of(LEVEL="UNSAFE_FORCE_ALL").force_all
-
-
-@pytest.mark.parametrize(
-    ("mode", "overrides", "environ", "error", "says"),
-    [
-        ("bf17", None, {}, UnknownNameError, "onednn_bfloat16"),
-        ("cuda", {"grey": ["Tanh"]}, {}, UnknownNameError, "infer"),
-        ("cuda", {"deny": "Tanh"}, {}, UsageError, r"\['Tanh'\]"),
-        ("cuda", {"deny": ["Tanh"], "allow": ["Tanh"]}, {}, UsageError, "both 'deny' and 'allow'"),
-        ("cuda", None, {f"{PREFIX}ALLOWLIST_ADD": "Tanh"}, UsageError, "REMOVE"),
-        ("cuda", None, {f"{PREFIX}LEVEL": "MAXIMUM"}, UnknownNameError, "TREAT_INFER_AS_DENY"),
-        ("onednn_bfloat16", None, {f"{PREFIX}LEVEL": "UNSAFE_FORCE_ALL"}, UsageError, "unset"),
-        ("onednn_float16", None, {f"{PREFIX}LEVEL": "UNSAFE_FORCE_ALL"}, UsageError, "unset"),
-    ],
-)
-def test_what_is_refused(
-    mode: str,
-    overrides: dict[str, list[str]] | None,
-    environ: dict[str, str],
-    error: type[Exception],
-    says: str,
+@pytest.mark.parametrize(("users", "alone"), USERS, ids=["-".join(row[0]) for row in USERS])
+@pytest.mark.parametrize("wanted", ["allow", "infer", "clear", "deny", "other"])
+def test_what_runs_is_what_the_lists_say(
+    users: dict[str, str], alone: set[str], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error, match=says):
-        op_lists(mode, overrides, environ=environ)
+    for name, value in users.items():
+        monkeypatch.setenv(PREFIX + name, value)
+    alone = alone | PRODUCTS
+    enable(adam())
+    assert run_in_16_bits(between()) == alone
+    assert in_environment() == users
+    optimizer = enable(adam(), op_lists={wanted: ["Tanh"]})
+    infer_is_deny = users.get("LEVEL", "").upper() == "TREAT_INFER_AS_DENY"
+    narrow = wanted in ("allow", "clear") or (wanted == "infer" and not infer_is_deny)
+    assert run_in_16_bits(between()) == (alone | {"Tanh"} if narrow else alone - {"Tanh"})
+    level = {name: value for name, value in users.items() if name == "LEVEL"}
+    assert in_environment() == level | {
+        name[len(PREFIX) :]: value for name, value in optimizer.rewrite.environment
+    }
+    enable(adam())  # the user's again
+    assert run_in_16_bits(between()) == alone
+    enable(adam(), op_lists={wanted: ["Tanh"]})
+    mt.disable_mixed_precision_graph_rewrite()
+    assert in_environment() == users
+
+
+def test_op_lists_one_after_another_each_begin_at_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "DENYLIST_ADD", "Tanh")
+    monkeypatch.setenv(PREFIX + "INFERLIST_REMOVE", "Tanh")
+    for lists, narrow in (
+        ({"infer": ["Tanh"]}, {"Tanh", "Sigmoid"}),
+        ({"deny": ["Sigmoid"]}, set()),
+        ({"clear": ["Tanh"], "other": ["Sigmoid"]}, {"Tanh"}),
+    ):
+        enable(adam(), op_lists=lists)
+        assert run_in_16_bits(between()) == narrow | PRODUCTS
+
+
+def test_what_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "DENYLIST_ADD", "Cos")
+    given = {"deny": ["Tanh"], "other": ["MatMul"]}
+    optimizer = enable(adam(), op_lists=given)
+    assert types(made_of(layers(), INPUT))["MatMul"] == {"float32"}
+    removed = {f"{name}LIST_REMOVE": "MatMul,Tanh" for name in ("ALLOW", "CLEAR", "INFER")}
+    expected = {**removed, "DENYLIST_ADD": "Cos,Tanh", "DENYLIST_REMOVE": "MatMul"}
+    assert in_environment() == expected
+    assert dict(optimizer.rewrite.environment) == {PREFIX + name: ops for name, ops in expected.items()}
+
+
+def test_op_lists_reach_functions_that_have_run() -> None:
+    function = layers()
+    full = float(function(INPUT))
+    enable(adam())
+    mixed = float(function(INPUT))
+    assert mixed != full
+    for op_lists, expected in (({"deny": ["MatMul"]}, full), (None, mixed), ({"other": ["MatMul"]}, full)):
+        enable(adam(), op_lists=op_lists)
+        assert float(function(INPUT)) == expected, op_lists
+    assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
+    mt.disable_mixed_precision_graph_rewrite()
+    assert "min_graph_nodes" not in tf.config.optimizer.get_experimental_options()
+
+
+def test_a_smallest_graph_of_the_users_own_comes_back() -> None:
+    tf.config.optimizer.set_experimental_options({"min_graph_nodes": 6})
+    try:
+        enable(adam(), op_lists={"deny": ["MatMul"]})
+        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] < 0
+        mt.disable_mixed_precision_graph_rewrite()
+        assert tf.config.optimizer.get_experimental_options()["min_graph_nodes"] == 6
+    finally:
+        tf.config.optimizer.set_experimental_options({"min_graph_nodes": 0})
+
+
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ({"deny": {"MatMul": False}}, UsageError, "give a list of names"),
+    ({"deni": []}, UnknownNameError, "unknown list 'deni'.*Did you mean 'deny'"),
+    ({"deny": ["Tanhh"]}, UnknownNameError, "unknown op 'Tanhh'.*mean 'Tanh'"),
+    ({"deny": [7]}, UnknownNameError, "unknown op 7"),
+    ({"deny": "Tanh"}, UsageError, "deny is 'Tanh'; give a list"),
+    (["Tanh"], UsageError, "give a mapping such as"),
+    ({"deny": ["Tanh"], "clear": ["Tanh"]}, UsageError, "'Tanh' is under both 'deny' and 'clear'"),
+    ("lists.toml", UsageError, "give a mapping such as.* tomllib.load"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "said"), BAD, ids=[row[2] for row in BAD])
+def test_bad_lists_leave_the_rewrite_as_it_is(given: Any, kind: Any, said: str) -> None:
+    enable(adam(), op_lists={"deny": ["Sigmoid"]})
+    in_force = in_environment()
+    with pytest.raises(kind, match=said):
+        enable(adam(), op_lists=given)
+    assert in_environment() == in_force

@@ -1,13 +1,12 @@
-"""The cases that every framework is held to, on TensorFlow: the table of events, and the one training task.
+"""The training task that every framework is held to, on TensorFlow.
 
-The task runs under the graph rewrite: in a Session with an optimizer of TF1, and in a function with one of tf_keras.
+It runs under the graph rewrite: in a Session with an optimizer of TF1, and in a function with one of tf_keras.
 The rewrite to FP16 is for GPUs. Here TensorFlow is told to simulate one, so that Mezzo turns it on, and the pass for a
 CPU, which can be asked for in a Session alone, computes in FP16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,41 +14,12 @@ import pytest
 import tensorflow as tf
 import tf_keras
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
-from tf_steppers import WAYS
 
 import mezzo.tensorflow as mt
 import one_task
-from mezzo.core.loss_scale import DynamicLossScale, Observation
-from mezzo.tensorflow.precision import SIMULATE_GPU
-from scale_cases import TABLE
+from mezzo.tensorflow.rewrite import SIMULATE_GPU
 
 v1 = tf.compat.v1
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No Session before, and the rewrite off afterwards."""
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-    global_state.set_non_mixed_precision_session_created(False)
-    yield
-    mt.disable_mixed_precision_graph_rewrite()
-    global_state.set_non_mixed_precision_session_created(False)
-
-
-@pytest.mark.parametrize("way", ["v1 in a Session", "tf_keras in a function"])
-@pytest.mark.parametrize(("settings", "events"), [row[:2] for row in TABLE if row[1]], ids=str)
-def test_the_table(settings: dict[str, Any], events: str, way: str) -> None:
-    pure = DynamicLossScale(**settings)
-    stepper = WAYS[way](pure)
-    for event in events:
-        stepper(event == "x")
-        pure = pure.next(Observation(event == "x"))
-        assert stepper.machine().scale == pure.scale
 
 
 def loss_of(w: dict[str, Any], x: Any, target: Any, z: Any) -> Any:
@@ -79,7 +49,7 @@ def in_a_session(precision: str) -> tuple[list[float], list[float]]:
         )
         loss = loss_of(weights, *batch)
         step = optimizer.minimize(loss)
-        scale = optimizer._scaled.variables.here().scale
+        scale = optimizer._scaled.here().scale
         config = v1.ConfigProto()
         if precision == "fp16":
             config.graph_options.rewrite_options.auto_mixed_precision_cpu = RewriterConfig.ON

@@ -26,6 +26,8 @@ FAMILIES: dict[str, Callable[[LossScale], Any]] = {
     "legacy": lambda scale: LegacyLossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.125, 0.5), scale),
 }
 
+UNSCALING = [family for family in FAMILIES if family != "keras3"]  # Keras 3 unscales in apply
+
 
 class Eager:
     """Steps one after the other; `weights` and `slot` are read as arrays."""
@@ -74,7 +76,7 @@ class InSession:
             else:
                 gradients = self.optimizer.get_gradients(loss, [self.variable])
                 self.op = self.optimizer.apply_gradients(list(zip(gradients, [self.variable])))
-            self.held = self.optimizer._scaled.variables.here()
+            self.held = self.optimizer._scaled.here()
             self.session = v1.Session(graph=self.graph)
             self.session.run(v1.global_variables_initializer())
 

@@ -1,32 +1,14 @@
-"""A process in which no rewrite is on and no Session was made, before a test and after it; and what to rewrite."""
+"""Functions to rewrite, and the graphs that TensorFlow makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from typing import Any
 
-import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
-
-from mezzo.tensorflow import disable_mixed_precision_graph_rewrite
 
 INPUT = tf.ones([8, 32])
-
-
-@contextmanager
-def a_fresh_switch() -> Iterator[None]:
-    """Also a CPU with BF16, whatever this one has."""
-    global_state.set_non_mixed_precision_session_created(False)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-            yield
-            disable_mixed_precision_graph_rewrite()
-    finally:
-        global_state.set_non_mixed_precision_session_created(False)
 
 
 def adam() -> Any:
@@ -44,6 +26,17 @@ def made_of(function: Any, *args: Any) -> list[Any]:
     metadata = context.export_run_metadata()
     context.context().disable_graph_collection()
     return [graph.post_optimization_graph for graph in metadata.function_graphs]
+
+
+def types(graphs: Any) -> dict[str, set[str]]:
+    """Op -> the types that it has in these graphs."""
+    found: dict[str, set[str]] = {}
+    for graph in graphs:
+        for node in graph.node:
+            if node.attr["T"].type:
+                name = re.sub("^_(Fused|Mkl)?", "", node.op)
+                found.setdefault(name, set()).add(tf.dtypes.as_dtype(node.attr["T"].type).name)
+    return found
 
 
 def layers() -> Any:

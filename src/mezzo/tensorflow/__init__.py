@@ -5,8 +5,6 @@ Each public name is fetched when it is first asked for: `import mezzo.tensorflow
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 from mezzo.core.lazy import lazy
@@ -15,8 +13,8 @@ from mezzo.core.lazy import lazy
 _PUBLIC = {
     "enable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
     "disable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
-    "install": "mezzo.tensorflow.install",
-    "uninstall": "mezzo.tensorflow.install",
+    "install": "mezzo.tensorflow.tf1_names",
+    "uninstall": "mezzo.tensorflow.tf1_names",
 }
 
 __all__ = [
@@ -43,14 +41,3 @@ def __getattr__(name: str) -> Any:
             "rewrite into the folder that TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH names (docs/tensorflow.md)."
         )
     return _get(name)
-
-
-class _Package(ModuleType):
-    """A package whose functions are not hidden by the modules that they come from: `import` binds those by name."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _PUBLIC and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -19,22 +19,35 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
-from mezzo.tensorflow.scale_reads import ScaleReads
-from mezzo.tensorflow.scaled_gradients import ScaledGradients
-from mezzo.tensorflow.two_ways import refuse_policy_after
+from mezzo.tensorflow.loss_scale_variables import LossScaleVariables, ScaleReads
 
 _STATE = "mezzo_loss_scale"
 
 
 class _Scaled(ScaleReads):
-    """What the two have in common."""
+    """A `tf_keras` optimizer with Mezzo's loss scale: what the new and the legacy one have in common.
 
-    rewrite: Any = None
+    Args:
+        inner_optimizer: the optimizer that is given unscaled gradients.
+        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
 
-    def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__  # type: ignore[attr-defined]
-        told = f", rewrite={self.rewrite}" if self.rewrite else ""
-        return f"{type(self).__name__}({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+    Raises:
+        UsageError: a loss scale that is none, or has no form on arrays.
+    """
+
+    _library = "tf_keras"
+    _legacy = False
+
+    def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
+        pure = as_loss_scale(loss_scale, "LossScaleOptimizer")
+        if pure is None:
+            raise UsageError(
+                'LossScaleOptimizer: loss_scale is None; give "dynamic", "none", a number or a DynamicLossScale(...)'
+            )
+        scaled = LossScaleVariables(pure)
+        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # type: ignore[call-arg]
+        self._scaled = scaled
+        self._track_trackable(scaled, "loss_scale")  # type: ignore[attr-defined]
 
     @property
     def dynamic(self) -> bool:
@@ -42,14 +55,9 @@ class _Scaled(ScaleReads):
         return isinstance(self._scaled.pure, DynamicLossScale)
 
     @property
-    def loss_scale(self) -> Any:
-        """S for the next step: FP32 tensor, shape ()."""
-        return self._scaled.variables.scale_to_read()
-
-    @property
     def dynamic_counter(self) -> Any:
         """Good steps since the scale last moved: int64 variable, shape (); None for a constant scale."""
-        return self._scaled.variables.read("dynamic_counter").good_steps if self.dynamic else None
+        return self._scaled.read("dynamic_counter").good_steps if self.dynamic else None
 
     @property
     def initial_scale(self) -> float:
@@ -60,68 +68,33 @@ class _Scaled(ScaleReads):
     @property
     def dynamic_growth_steps(self) -> int | None:
         """Good steps in a row that let S grow; None for a constant scale."""
-        pure = self._scaled.pure
-        return pure.growth_interval if isinstance(pure, DynamicLossScale) else None
-
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """S * loss; of a function, a function.
-
-        Raises:
-            UsageError: a mixed policy was set after the graph rewrite.
-        """
-        refuse_policy_after("tf_keras", self.rewrite, self._scaled.pure)
-        return self._scaled.scaled_loss(loss)
-
-    scale_loss = get_scaled_loss
+        return getattr(self._scaled.pure, "growth_interval", None)
 
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, and the loss scale as a policy writes it."""
         inner = tf_keras.optimizers.serialize(self.inner_optimizer)  # type: ignore[attr-defined]
         return {"inner_optimizer": inner, "loss_scale": print_loss_scale(self._scaled.pure)}
 
-
-def _begin(given: LossScale | float | str) -> ScaledGradients:
-    pure = as_loss_scale(given, "LossScaleOptimizer")
-    if pure is None:
-        raise UsageError(
-            'LossScaleOptimizer: loss_scale is None; give "dynamic", "none", a number or a DynamicLossScale(...)'
-        )
-    return ScaledGradients(pure, "compute_gradients")
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` describes."""
+        inner = config["inner_optimizer"]
+        if isinstance(inner, dict):
+            inner = tf_keras.optimizers.deserialize(
+                inner, custom_objects=custom_objects, use_legacy_optimizer=cls._legacy
+            )
+        return cls(inner, config["loss_scale"])
 
 
 def _with_gradients(grads_and_vars: Any) -> list[tuple[Any, Any]]:
-    """The pairs whose gradient isn't None."""
-    pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
-    kept = [pair for pair in pairs if pair[0] is not None]
-    if not kept:
-        names = (
-            ", ".join(repr(getattr(variable, "name", str(variable))) for _, variable in pairs)
-            or "none were given"
-        )
-        raise UsageError(
-            f"apply_gradients: no variable has a gradient ({names}). Is the loss computed from the variables?"
-        )
-    return kept
+    return [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
 
 
 @tf_keras.saving.register_keras_serializable(package="mezzo")
 class LossScaleOptimizer(_Scaled, Parent):
-    """A `tf_keras.optimizers.Optimizer` with Mezzo's loss scale.
+    """A `tf_keras.optimizers.Optimizer` with Mezzo's loss scale."""
 
-    Args:
-        inner_optimizer: the optimizer that is given unscaled gradients.
-        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
-
-    Raises:
-        UsageError: a loss scale that is none, or has no form on arrays.
-    """
-
-    @tf.__internal__.tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
-    def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
-        scaled = _begin(loss_scale)
-        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
-        self._scaled = scaled
-        self._track_trackable(scaled.variables, "loss_scale")
+    __init__ = tf.__internal__.tracking.no_automatic_dependency_tracking(_Scaled.__init__)
 
     def apply_gradients(
         self, grads_and_vars: Any, skip_gradients_aggregation: bool = False, **kwargs: Any
@@ -140,10 +113,9 @@ class LossScaleOptimizer(_Scaled, Parent):
         pairs = _with_gradients(pairs)
         inner = self.inner_optimizer
         aggregate = kwargs.pop("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
-        if aggregate and not (inner._run_with_dtensor or inner._mesh):
-            pairs = list(
-                inner.aggregate_gradients(pairs)
-            )  # before the check: a NaN of one replica is then all's
+        if pairs and aggregate and not (inner._run_with_dtensor or inner._mesh):
+            # Before the check: a NaN of one replica is then all's.
+            pairs = list(inner.aggregate_gradients(pairs))
         self._scaled.step(
             pairs, lambda pairs: inner.apply_gradients(pairs, skip_gradients_aggregation=True, **kwargs)
         )
@@ -152,7 +124,7 @@ class LossScaleOptimizer(_Scaled, Parent):
     def save_own_variables(self, store: Any) -> None:
         """The inner optimizer's variables, and the loss scale's state."""
         super().save_own_variables(store)
-        state = self._scaled.variables.variables()
+        state = self._scaled.variables()
         store[_STATE] = tf.stack([tf.cast(variable, tf.float64) for variable in state]).numpy()
 
     def load_own_variables(self, store: Any) -> None:
@@ -161,32 +133,15 @@ class LossScaleOptimizer(_Scaled, Parent):
         state = saved.pop(_STATE, None)
         super().load_own_variables(saved)
         if state is not None:
-            for variable, value in zip(self._scaled.variables.variables(), state[()]):
+            for variable, value in zip(self._scaled.variables(), state[()]):
                 variable.assign(tf.cast(value, variable.dtype))
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
-        """The optimizer that `get_config` describes."""
-        return cls(_inner(config, custom_objects, legacy=False), config["loss_scale"])
 
 
 @tf_keras.saving.register_keras_serializable(package="mezzo")
 class LegacyLossScaleOptimizer(_Scaled, LegacyParent):
-    """A `tf_keras.optimizers.legacy.Optimizer` with Mezzo's loss scale; in Sessions of TF1 too.
+    """A `tf_keras.optimizers.legacy.Optimizer` with Mezzo's loss scale; in Sessions of TF1 too."""
 
-    Args:
-        inner_optimizer: the optimizer that is given unscaled gradients.
-        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
-
-    Raises:
-        UsageError: a loss scale that is none, or has no form on arrays.
-    """
-
-    def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
-        scaled = _begin(loss_scale)
-        super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
-        self._scaled = scaled
-        self._track_trackable(scaled.variables, "loss_scale")
+    _legacy = True
 
     def apply_gradients(
         self, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
@@ -195,21 +150,9 @@ class LegacyLossScaleOptimizer(_Scaled, LegacyParent):
         self._scaled.require_scaled()
         pairs = _with_gradients(grads_and_vars)
         inner = self.inner_optimizer
-        if experimental_aggregate_gradients:
+        if pairs and experimental_aggregate_gradients:
             pairs = list(inner._aggregate_gradients(inner._transform_unaggregated_gradients(pairs)))
         return self._scaled.step(
             pairs,
             lambda pairs: inner.apply_gradients(pairs, name=name, experimental_aggregate_gradients=False),
         )
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LegacyLossScaleOptimizer:
-        """The optimizer that `get_config` describes."""
-        return cls(_inner(config, custom_objects, legacy=True), config["loss_scale"])
-
-
-def _inner(config: dict[str, Any], custom_objects: Any, legacy: bool) -> Any:
-    given = config["inner_optimizer"]
-    if not isinstance(given, dict):
-        return given
-    return tf_keras.optimizers.deserialize(given, custom_objects=custom_objects, use_legacy_optimizer=legacy)

@@ -11,16 +11,15 @@ from mezzo.core.errors import CallOrderError
 from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
-from mezzo.tensorflow.own_results import OwnResults
-from mezzo.tensorflow.two_ways import refuse_mixed_layers, refuse_policy_after
-from mezzo.tensorflow.xla import refuse_xla
+from mezzo.tensorflow.conflicts import refuse_mixed_layers, refuse_policy_after, refuse_xla
+from mezzo.tensorflow.loss_scale_variables import OwnResults
 
 _OF_KERAS_2 = ("get_scaled_loss", "get_unscaled_gradients")
 
 
 @keras.saving.register_keras_serializable(package="mezzo")
 class GraphRewriteOptimizer(LossScaleOptimizer):
-    """`mezzo.keras.LossScaleOptimizer` that says when XLA keeps the rewrite out of the training step."""
+    """`mezzo.keras.LossScaleOptimizer` that says what keeps the rewrite out: XLA, or a mixed policy set after it."""
 
     rewrite: Any = None
 
@@ -43,22 +42,13 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """As the parent's.
-
-        Raises:
-            UsageError: a layer of these variables has a mixed policy, and the rewrite is on.
-        """
+        """As the parent's, if no layer of these variables has a mixed policy (else UsageError)."""
         refuse_policy_after("keras", self.rewrite, self._machine)
         refuse_mixed_layers(var_list, self.rewrite, self._machine)
         super().build(var_list)
 
     def scale_loss(self, loss: Any) -> Any:
-        """As the parent's.
-
-        Raises:
-            CallOrderError: the loss is scaled already.
-            UsageError: a mixed policy was set after the rewrite.
-        """
+        """As the parent's, of a loss that is not scaled yet (else CallOrderError)."""
         refuse_policy_after("keras", self.rewrite, self._machine)
         if loss in self._scaled_losses:
             raise CallOrderError(
@@ -71,12 +61,7 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
         return scaled
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """As the parent's.
-
-        Raises:
-            UsageError: the rewrite is on, and XLA compiles the function that this is called in, or a mixed policy was
-                set after it.
-        """
+        """As the parent's, unless XLA compiles the function while the rewrite is on (UsageError)."""
         refuse_policy_after("keras", self.rewrite, self._machine)
         refuse_xla()
         self._scaled_losses.forget()

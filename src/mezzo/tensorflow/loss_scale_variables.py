@@ -6,15 +6,27 @@ on, and stop with a message when the patience has run out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
-from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, advance, check, on_host, start
-from mezzo.tensorflow.xla import in_xla
+from mezzo.core.policy_text import print_loss_scale
+from mezzo.tensorflow.conflicts import in_xla, refuse_policy_after, refuse_xla
+
+Pairs = Sequence[tuple[Any, Any]]
+"""Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
+
+_READS = "optimizer.loss_scale, optimizer.skipped_steps"
+_LOOP = """
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(compute_loss())
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    optimizer.apply_gradients(zip(gradients, variables))"""
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,31 @@ _VARIABLES = {
 }
 
 
+class OwnResults:
+    """Tensors by identity, held weakly: whoever gives back what a call returned would scale or unscale it twice.
+
+    Of `tf.IndexedSlices` their values, so that new slices of the same values are known too.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    def remember(self, result: Any) -> None:
+        """Know this tensor again, or these slices; None is nothing."""
+        if result is not None:
+            self._by_id[id(_values(result))] = _values(result)
+
+    def __contains__(self, given: Any) -> bool:
+        given = _values(given)
+        return given is not None and self._by_id.get(id(given)) is given
+
+    def forget(self) -> None:
+        """Know none any more."""
+        self._by_id.clear()
+
+
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
-    """The moving parts of a loss scale, saved with whatever tracks this object.
+    """The moving parts of a loss scale, saved with whatever tracks this object, and what an optimizer does with them.
 
     A variable belongs to a graph, so there is a set of them for each graph of TF1 in which this is used, and one for
     eager programs and their `tf.function`s; `here()` is the one that counts where it is called.
@@ -60,60 +95,35 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         self.pure = pure
         self._held: dict[Any, Held] = {}
         self._scale_read: dict[Any, Any] = {}  # graph -> S, one tensor for whoever reads it
-        self._used: dict[
-            Any, None
-        ] = {}  # the graphs with a part of a step, in order; None for the eager program
+        # The graphs with a part of a step, in order; None for the eager program.
+        self._used: dict[Any, None] = {}
+        self._loss_was_scaled = self._gradients_were_unscaled = False
+        self._scaled_losses, self._unscaled_gradients = OwnResults(), OwnResults()
         self.here()
+
+    # The variables
 
     @property
     def scales(self) -> bool:
         """Whether there is anything to do: False for `NoLossScale`."""
         return not isinstance(self.pure, NoLossScale)
 
-    def here(self) -> Held:
+    def here(self, for_a_step: bool = False) -> Held:
         """The variables of the graph that is being built, or of the eager program; made when first asked for."""
         with tf.init_scope():
             graph = _graph()
+            if for_a_step:
+                self._used[graph] = None
             if graph not in self._held:
                 self._held[graph] = self._make()
                 if graph is not None and not tf.distribute.has_strategy():
                     self._scale_read[graph] = tf.convert_to_tensor(self._held[graph].scale)
-                for field, variable in self._named(self._held[graph]):
-                    self._handle_deferred_dependencies(name=_VARIABLES[field][0], trackable=variable)
+                for name, variable in self._by_name().items():
+                    self._handle_deferred_dependencies(name=name, trackable=variable)
         return self._held[graph]
 
-    def _here_for_a_step(self) -> Held:
-        """The variables of `here()`, where a loss is scaled, gradients are unscaled or a step is taken."""
-        with tf.init_scope():
-            self._used[_graph()] = None
-        return self.here()
-
-    def read(self, what: str) -> Held:
-        """The variables of `here()` for who reads `what` of them; none are made.
-
-        Raises:
-            UsageError: this graph, or the eager program, has none, or no part of a step: another one has.
-        """
-        with tf.init_scope():
-            graph = _graph()
-        if graph in self._held and (graph in self._used or not self._used):
-            return self._held[graph]
-        here = "the eager program" if graph is None else f"{graph!r}"
-        others = [other for other in self._used or self._held if other is not None]
-        if not others:
-            raise UsageError(
-                f"{what}: it is read in {here}, and this optimizer has its loss scale in the eager program, and none "
-                "here before it computes or applies gradients here. Call optimizer.minimize(loss) first, or leave the "
-                "graph."
-            )
-        raise UsageError(
-            f"{what}: it is read in {here}, and this optimizer has its loss scale in {others[-1]!r}. Read it there: "
-            "with graph.as_default(): session.run([optimizer.loss_scale, optimizer.skipped_steps])."
-        )
-
     def _make(self) -> Held:
-        begin = start(self.pure)
-        values = {"skipped_steps": 0, "last_step_skipped": False} | vars(begin)
+        values = {"skipped_steps": 0, "last_step_skipped": False} | vars(start(self.pure))
         with tf.name_scope("loss_scale/"):
             return Held(
                 **{
@@ -130,61 +140,176 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                 }
             )
 
-    @staticmethod
-    def _named(held: Held) -> Iterator[tuple[str, Any]]:
-        return ((field.name, getattr(held, field.name)) for field in fields(held))
+    def _by_name(self) -> dict[str, Any]:
+        held = self.here()
+        return {name: getattr(held, field) for field, (name, _) in _VARIABLES.items()}
 
     def variables(self) -> list[Any]:
         """The variables of `here()`."""
-        return [variable for _, variable in self._named(self.here())]
+        return list(self._by_name().values())
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        mine = {_VARIABLES[field][0]: variable for field, variable in self._named(self.here())}
-        return mine | super()._trackable_children(save_type, **kwargs)
+        return self._by_name() | super()._trackable_children(save_type, **kwargs)
 
     def _lookup_dependency(self, name: str, *args: Any) -> Any:
-        mine = {_VARIABLES[field][0]: variable for field, variable in self._named(self.here())}
-        return mine.get(name)
+        return self._by_name().get(name)
 
-    def scale(self) -> Any:
-        """S for the next step, to scale or unscale by: FP32 tensor, shape ()."""
-        return tf.convert_to_tensor(self._here_for_a_step().scale)
+    # Reading them
 
-    def scale_to_read(self) -> Any:
-        """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time.
+    def read(self, what: str) -> Held:
+        """The variables of `here()` for who reads `what` of them; none are made.
 
         Raises:
-            UsageError: see `read`.
+            UsageError: this graph, or the eager program, has none, or no part of a step: another one has.
         """
+        with tf.init_scope():
+            graph = _graph()
+        if graph in self._held and (graph in self._used or not self._used):
+            return self._held[graph]
+        here = "the eager program" if graph is None else f"{graph!r}"
+        others = [other for other in self._used or self._held if other is not None]
+        where = "the eager program, and none here before its first step here. Call optimizer.minimize(loss) first."
+        if others:
+            where = f"{others[-1]!r}. Read it there: with graph.as_default(): session.run([{_READS}])."
+        raise UsageError(f"{what}: it is read in {here}, and this optimizer has its loss scale in {where}")
+
+    def scale_to_read(self) -> Any:
+        """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time."""
         held = self.read("loss_scale")
         known = None if tf.executing_eagerly() else self._scale_read.get(_graph())
         return tf.convert_to_tensor(held.scale) if known is None else known
 
-    def step(self, bad: Any, names: Sequence[str], apply: Callable[[], Any]) -> Any:
-        """Apply the gradients, or skip them if any is not finite, and advance the scale.
+    def machine(self) -> LossScale:
+        """The pure loss scale on the host; waits for the device."""
+        return on_host(self.pure, self._on_host("machine()"))
+
+    def check(self) -> None:
+        """Raise LossScaleCollapseError if the patience ran out; waits for the device."""
+        check(self.pure, self._on_host("check()"))
+
+    def _on_host(self, what: str) -> ScaleArrays:
+        held = self.read(what)
+        if not tf.executing_eagerly():
+            raise UsageError(
+                f"{what} is for eager programs, outside of a tf.function, and a graph is being built here. Of a graph "
+                f"of TF1 a Session reads it: session.run([{_READS}])."
+            )
+        return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
+
+    # A loss and its gradients
+
+    def scaled_loss(self, loss: Any) -> Any:
+        """S * loss in FP32 at least; of a function without arguments, a function. Not of a loss that is scaled."""
+        self._loss_was_scaled = True
+        if callable(loss):
+            return lambda: self._times_scale(loss())
+        return self._times_scale(loss)
+
+    def _times_scale(self, loss: Any) -> Any:
+        if not self.scales:
+            return loss
+        if loss in self._scaled_losses:
+            raise CallOrderError(
+                "the loss is scaled twice: get_scaled_loss was given what it had returned, and the gradients would be "
+                "too large by the loss scale. Leave out the second get_scaled_loss; to optimizer.minimize(...) and "
+                "optimizer.compute_gradients(...) give the loss unscaled, since they scale it themselves."
+            )
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
+            loss = tf.cast(loss, tf.float32)
+        scaled = loss * tf.cast(tf.convert_to_tensor(self.here(for_a_step=True).scale), loss.dtype)
+        self._scaled_losses.remember(scaled)
+        return scaled
+
+    def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
+        """gradients * (1 / S), in FP32 at least, each of its own type; None stays None. Not of unscaled ones."""
+        self._gradients_were_unscaled = True
+        if not self.scales:
+            return list(gradients)
+        if any(gradient in self._unscaled_gradients for gradient in gradients):
+            raise CallOrderError(
+                "the gradients are unscaled twice: get_unscaled_gradients was given what it had returned, and they "
+                "would be too small by the loss scale. Leave out the second get_unscaled_gradients; what "
+                "optimizer.compute_gradients(...) returns is unscaled already."
+            )
+        inv_scale = 1.0 / tf.convert_to_tensor(self.here(for_a_step=True).scale)
+        unscaled = [None if gradient is None else _times(gradient, inv_scale) for gradient in gradients]
+        for gradient in unscaled:
+            self._unscaled_gradients.remember(gradient)
+        return unscaled
+
+    def require_scaled(self) -> None:
+        """Raise CallOrderError if the loss was never scaled, or the gradients never unscaled."""
+        if not self.scales or (self._loss_was_scaled and self._gradients_were_unscaled):
+            return
+        if self._loss_was_scaled:
+            fault = "the loss was scaled, and the gradients were never unscaled: they are too large by the loss scale"
+        elif self._gradients_were_unscaled:
+            fault = "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
+        else:
+            fault = "the loss was never scaled, so that small gradients are lost in fp16"
+        way = f"Use optimizer.minimize(...) or optimizer.compute_gradients(...), or write:{_LOOP}"
+        raise CallOrderError(f"apply_gradients: {fault}. {way}")
+
+    # A step
+
+    def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
+        """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
 
         The naive code it equals::
 
             found_inf = any(bad)
             if not found_inf:
-                apply()
+                apply(grads_and_vars)
             pure = pure.next(Observation(found_inf))
 
         In a graph the patience's end is an `InvalidArgumentError` of TensorFlow's with the same message; in a function
         that XLA compiles assertions are not run, and `check()` says it.
 
         Args:
-            bad: bool, shape [n]: whose gradients are NaN or infinite, agreed over replicas.
-            names: of those n variables.
-            apply: applies the gradients; its operations are built inside a branch.
+            grads_and_vars: pairs with unscaled gradients.
+            apply: applies such pairs; called in this replica's context, and its operations are built inside a branch.
 
         Returns:
-            An operation that does all of it, in a graph; None in an eager program.
+            An operation that does all of it, in a graph; None in an eager program. Without a loss scale what `apply`
+            returns.
 
         Raises:
+            UsageError: called in a cross-replica context; or the rewrite is on, and XLA compiles this function.
             LossScaleCollapseError: eagerly, if the patience ran out.
         """
-        held = self._here_for_a_step()
+        if tf.distribute.in_cross_replica_context():
+            raise UsageError(
+                "apply_gradients was called in a cross-replica context. Call it in the function that "
+                "strategy.run(...) runs on each replica."
+            )
+        refuse_xla()
+        self._scaled_losses.forget()
+        self._unscaled_gradients.forget()
+        gradients, variables = ([pair[place] for pair in grads_and_vars] for place in (0, 1))
+
+        def applied(gradients: list[Any]) -> Any:
+            return apply(list(zip(gradients, variables)))
+
+        if not self.scales:
+            return apply(grads_and_vars)
+        names = [getattr(var, "name", str(var)) for grad, var in grads_and_vars if grad is not None]
+        if not tf.distribute.has_strategy():
+            return self._apply_or_skip(_bad(gradients), names, lambda: applied(gradients))
+
+        def agreed(strategy: Any, gradients: list[Any]) -> Any:
+            replicas = strategy.extended.call_for_each_replica
+            each = replicas(lambda gradients: tf.cast(_bad(gradients), tf.float32), args=(gradients,))
+            bad = strategy.reduce(tf.distribute.ReduceOp.SUM, each, axis=None) > 0
+            return self._apply_or_skip(
+                bad, names, lambda: strategy.group(replicas(applied, args=(gradients,)))
+            )
+
+        return tf.distribute.get_replica_context().merge_call(agreed, args=(gradients,))
+
+    def _apply_or_skip(self, bad: Any, names: Sequence[str], apply: Callable[[], Any]) -> Any:
+        """One step; `bad` is bool, shape [n]: whose gradients are NaN or infinite, agreed over replicas."""
+        held = self.here(for_a_step=True)
         found_inf = tf.reduce_any(bad)
         before = ScaleArrays(*(tf.convert_to_tensor(getattr(held, f.name)) for f in fields(ScaleArrays)))
         after = advance(self.pure, before, found_inf, tf)
@@ -229,31 +354,68 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             return LossScaleCollapseError(str(error), of)
         raise AssertionError(f"{self.pure} has no patience that could run out")
 
-    def machine(self) -> LossScale:
-        """The pure loss scale on the host; waits for the device.
 
-        Raises:
-            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
-        """
-        return on_host(self.pure, self._on_host("machine()"))
+class ScaleReads:
+    """What the optimizers of TF1 and of Keras 2 tell of their loss scale, which they hold as `_scaled`."""
+
+    _scaled: LossScaleVariables
+    _library = "tensorflow"  # whose dtype policy is looked at; TF1 has none
+    rewrite: Any = None  # what enable_mixed_precision_graph_rewrite decided, if it made the optimizer
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__  # type: ignore[attr-defined]
+        told = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"{type(self).__name__}({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+
+    @property
+    def loss_scale(self) -> Any:
+        """S for the next step: FP32 tensor, shape ()."""
+        return self._scaled.scale_to_read()
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps skipped so far: int64 variable of the graph that is being built, shape ()."""
+        return self._scaled.read("skipped_steps").skipped_steps
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped: bool variable, shape ()."""
+        return self._scaled.read("last_step_skipped").last_step_skipped
+
+    def machine(self) -> LossScale:
+        """The pure loss scale on the host, in an eager program; waits for the device."""
+        return self._scaled.machine()
 
     def check(self) -> None:
-        """Raise if the patience ran out; waits for the device.
+        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
+        self._scaled.check()
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """S * loss, for `tf.GradientTape`; of a function, a function.
 
         Raises:
-            LossScaleCollapseError: it did.
-            UsageError: a graph is being built, whose variables only a Session reads; or see `read`.
+            CallOrderError: it is scaled already.
+            UsageError: a mixed policy of the optimizer's Keras was set after the graph rewrite.
         """
-        check(self.pure, self._on_host("check()"))
+        refuse_policy_after(self._library, self.rewrite, self._scaled.pure)
+        return self._scaled.scaled_loss(loss)
 
-    def _on_host(self, what: str) -> ScaleArrays:
-        held = self.read(what)
-        if not tf.executing_eagerly():
+    scale_loss = get_scaled_loss
+
+    def get_unscaled_gradients(self, grads: Any) -> list[Any]:
+        """The gradients of a scaled loss times 1/S; None stays None.
+
+        Raises:
+            CallOrderError: they are unscaled already.
+            UsageError: no list of gradients.
+        """
+        if grads is None or tf.is_tensor(grads):
+            what = "None" if grads is None else "one tensor"
             raise UsageError(
-                f"{what} is for eager programs, outside of a tf.function, and a graph is being built here. Of a graph "
-                "of TF1 a Session reads it: session.run([optimizer.loss_scale, optimizer.skipped_steps])."
+                f"get_unscaled_gradients: grads is {what}; give a list of gradients, one for each variable, such as "
+                "tape.gradient(scaled_loss, [variable]) returns."
             )
-        return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
+        return self._scaled.unscaled(list(grads))
 
 
 def _graph() -> Any:
@@ -266,3 +428,25 @@ def _done(apply: Callable[[], Any]) -> Any:
     done = [op for op in tf.nest.flatten(apply()) if isinstance(op, (tf.Operation, tf.Tensor))]
     with tf.control_dependencies(done):
         return tf.constant(True)
+
+
+def _values(given: Any) -> Any:
+    return given.values if isinstance(given, tf.IndexedSlices) else given
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    wide = tf.float32 if gradient.dtype.size < tf.float32.size else gradient.dtype
+    return tf.cast(tf.cast(gradient, wide) * tf.cast(factor, wide), gradient.dtype)
+
+
+def _bad(gradients: Sequence[Any]) -> Any:
+    """bool, shape [gradients that are not None]: which have a NaN or an infinity."""
+    values = [tf.convert_to_tensor(_values(gradient)) for gradient in gradients if gradient is not None]
+    if not values:
+        raise UsageError(
+            "apply_gradients: no variable has a gradient. Is the loss computed from the variables?"
+        )
+    real = [tf.abs(value) if value.dtype.is_complex else value for value in values]
+    return tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(value))) for value in real])

@@ -2,6 +2,17 @@
 
 The model stays as it is written, in FP32. When TensorFlow optimizes a graph, the ops that its lists allow are run in 16
 bits, with casts around them.
+
+======== ============================ ========================================= ==========================
+chosen   grappler's option            what it does                              loss scale
+======== ============================ ========================================= ==========================
+`fp16`   auto_mixed_precision         FP16 on GPUs from compute capability 7.0  as asked for, else dynamic
+`bf16`   auto_mixed_precision_        BF16 through oneDNN on a CPU              none, unless asked for
+         onednn_bfloat16
+`fp32`   none                         nothing                                   none, unless asked for
+======== ============================ ========================================= ==========================
+
+`auto` is fp16 where there is such a GPU; else bf16, if the CPU multiplies it natively; else fp32.
 """
 
 from __future__ import annotations
@@ -14,17 +25,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_name
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
-from mezzo.tensorflow.op_list_overrides import overrides_of
-from mezzo.tensorflow.op_lists import op_lists as lists_of
-from mezzo.tensorflow.precision import MODES, Choice, choose
+from mezzo.keras.hardware import describe
+from mezzo.tensorflow.conflicts import refuse_policy_before
+from mezzo.tensorflow.op_lists import environment_of, list_of_each
 from mezzo.tensorflow.switch import SWITCH
-from mezzo.tensorflow.two_ways import refuse_policy_before
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 _WHERE = "enable_mixed_precision_graph_rewrite"
+
+# What is chosen -> grappler's option.
+OPTIONS = {"fp16": "auto_mixed_precision", "bf16": "auto_mixed_precision_onednn_bfloat16"}
+_PRECISIONS = ("auto", *OPTIONS)
+_OTHER_NAMES = {"float16": "fp16", "mixed_float16": "fp16", "bfloat16": "bf16", "mixed_bfloat16": "bf16"}
+_FULL = ("fp32", "float32", "none", "off")
+_TENSOR_CORES = (7, 0)
+ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
+SIMULATE_GPU = "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_SIMULATE_GPU"
 
 
 @dataclass(frozen=True)
@@ -35,8 +54,7 @@ class Rewrite:
         precision: `fp16`, `bf16`, or `fp32` for no rewrite.
         why: in words.
         loss_scale: as a policy writes it.
-        environment: what the pass was given of op lists, as environment variables; where op lists were given, it
-            finds no others.
+        environment: the environment variables that gave the pass its op lists, where op lists were given.
     """
 
     precision: str
@@ -53,7 +71,7 @@ def enable_mixed_precision_graph_rewrite(
     loss_scale: LossScale | float | str | Any = "dynamic",
     *,
     precision: str = "auto",
-    op_lists: Mapping[str, Iterable[str]] | str | os.PathLike[str] | None = None,
+    op_lists: Mapping[str, Iterable[str]] | None = None,
 ) -> Any:
     """Turn grappler's auto mixed precision on, and return the optimizer with a loss scale around it.
 
@@ -72,8 +90,8 @@ def enable_mixed_precision_graph_rewrite(
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
             "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`, or the path of a TOML file that
-            says so: see `mezzo.tensorflow.op_lists`. In force until the rewrite is turned off or on anew.
+        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`: see `mezzo.tensorflow.op_lists`.
+            In force until the rewrite is turned off or on anew.
 
     Returns:
         An optimizer of the same family. Its `rewrite` says what was chosen.
@@ -85,20 +103,18 @@ def enable_mixed_precision_graph_rewrite(
     """
     wrap = _wrapper_for(optimizer)
     refuse_policy_before(_WHERE)
-    chosen = choose(precision)
+    chosen, why = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
-    mode = MODES.get(chosen.precision)
-    moved = overrides_of(op_lists) if op_lists is not None else {}
+    list_of = list_of_each(op_lists) if op_lists is not None else {}
+    option = OPTIONS.get(chosen)
     # From where the user has the ops, not from where a rewrite that is on has moved them.
-    lists = lists_of(mode, moved, environ=SWITCH.environ()) if mode else None
-    environment = lists.environment() if lists and moved else None
-    rewrite = Rewrite(
-        chosen.precision, chosen.why, print_loss_scale(scale), tuple(sorted((environment or {}).items()))
-    )
+    environment = environment_of(list_of, SWITCH.environ()) if option and list_of else None
+    said = tuple(sorted((environment or {}).items()))
+    rewrite = Rewrite(chosen, why, print_loss_scale(scale), said)
     wrapped = wrap(scale)
     wrapped.rewrite = rewrite
-    if lists:
-        SWITCH.on(lists.option, environment)
+    if option:
+        SWITCH.on(option, environment)
     else:
         SWITCH.off()
     print(f"mezzo: graph rewrite: {rewrite}; loss scale: {rewrite.loss_scale}", file=sys.stderr)
@@ -110,8 +126,63 @@ def disable_mixed_precision_graph_rewrite() -> None:
     SWITCH.off()
 
 
-def _loss_scale(given: Any, chosen: Choice) -> LossScale:
-    if isinstance(given, str) and given.strip() == "dynamic" and chosen.precision != "fp16":
+def choose(precision: str) -> tuple[str, str]:
+    """What is computed in on this machine, `fp16`, `bf16` or `fp32`; and why, in words.
+
+    Raises:
+        UnknownNameError: no such precision; UsageError: FP32, which is to leave the rewrite out.
+        UnsupportedPrecisionError: the rewrite cannot compute in it here.
+    """
+    given, precision = precision, str(precision).lower()
+    precision = _OTHER_NAMES.get(precision, precision)
+    if precision in _FULL:
+        raise UsageError(
+            f"{_WHERE}: precision is {given!r}, and the rewrite is what computes in less. "
+            "Leave the call out and use the optimizer as it is; if a rewrite is on, "
+            "disable_mixed_precision_graph_rewrite() turns it off."
+        )
+    if precision not in _PRECISIONS:
+        raise unknown_name("precision", str(given), _PRECISIONS, where=f"{_WHERE}: ")
+    gpu = _gpu()
+    if precision == "fp16" and gpu is None:
+        raise UnsupportedPrecisionError(
+            "precision='fp16': TensorFlow's graph rewrite computes in FP16 on NVIDIA GPUs from compute capability "
+            f"{'.'.join(map(str, _TENSOR_CORES))}, and TensorFlow sees none here. Use precision='auto', or 'bf16', "
+            "which it does on CPUs."
+        )
+    if precision == "bf16" and gpu is not None:
+        raise UnsupportedPrecisionError(
+            f"precision='bf16': TensorFlow's graph rewrite computes in BF16 on CPUs alone, and here is {gpu}. Use "
+            "precision='auto' or 'fp16'; or train in BF16 by a policy, mezzo.keras.set_policy('bf16')."
+        )
+    if gpu is not None:
+        return "fp16", f"on {gpu}"
+    if os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1") in ("0", "false"):
+        if precision == "bf16":
+            raise UnsupportedPrecisionError(
+                "precision='bf16': the graph rewrite computes in BF16 through oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 "
+                "turns off. Unset it."
+            )
+        return "fp32", "no GPU, and TF_ENABLE_ONEDNN_OPTS=0 leaves none of the rewrites for a CPU"
+    assumed = os.environ.get(ASSUME_NATIVE)
+    if "bf16" in (describe("")["native_formats"] if assumed is None else assumed.split(",")):
+        return "bf16", "no GPU, and this CPU multiplies BF16 through oneDNN"
+    if precision == "bf16":
+        return "bf16", "as asked; this CPU has no BF16 instructions, so expect it to be slower than FP32"
+    return "fp32", "no GPU, and this CPU has no BF16 instructions; precision='bf16' would emulate them"
+
+
+def _gpu() -> str | None:
+    """The name of a GPU that the rewrite serves, if TensorFlow may use one."""
+    for device in tf.config.get_visible_devices("GPU"):
+        details = tf.config.experimental.get_device_details(device)
+        if tuple(details.get("compute_capability") or (0, 0)) >= _TENSOR_CORES:
+            return str(details.get("device_name") or device.name)
+    return "the GPU that TensorFlow simulates" if os.environ.get(SIMULATE_GPU, "") in ("1", "true") else None
+
+
+def _loss_scale(given: Any, chosen: str) -> LossScale:
+    if isinstance(given, str) and given.strip() == "dynamic" and chosen != "fp16":
         return NoLossScale()
     theirs = tf.compat.v1.mixed_precision
     if isinstance(given, theirs.FixedLossScale):

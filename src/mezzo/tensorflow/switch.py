@@ -6,12 +6,10 @@ made with: it takes TensorFlow's options unless it is given a `ConfigProto`, so 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -21,7 +19,7 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 
 from mezzo.scripts.patches import Patches
-from mezzo.tensorflow.op_lists import VARIABLES
+from mezzo.tensorflow.op_lists import LEVEL, VARIABLES
 
 _ON, _OFF = rewriter_config_pb2.RewriterConfig.ON, rewriter_config_pb2.RewriterConfig.OFF
 
@@ -34,7 +32,7 @@ _numbers: dict[tuple[tuple[str, str], ...], int] = {(): 0}
 
 def _number_of_lists() -> int:
     """The number of the op lists that the environment says; 0 where it says nothing."""
-    said = [(name, os.environ[name]) for name in VARIABLES if name in os.environ]
+    said = [(name, os.environ[name]) for name in (*VARIABLES, LEVEL) if name in os.environ]
     return _numbers.setdefault(tuple(said), len(_numbers))
 
 
@@ -46,7 +44,6 @@ class Switch:
         self._before: dict[str, str | None] = {}
         self._patches = Patches()
         self._least: int | None = None
-        self._told: weakref.WeakSet[BaseSession] = weakref.WeakSet()
 
     @property
     def is_on(self) -> bool:
@@ -64,18 +61,14 @@ class Switch:
 
         Args:
             option: the field of `RewriterConfig`.
-            environment: all that the pass shall find of op lists in the environment, whatever the user has set there;
-                None for what the user has set.
+            environment: those of `VARIABLES` that the pass shall find; None for what the user has set.
         """
-        if self.is_on:
-            self.off()
-        # As it is written: AutoGraph would convert the loop over all that there is.
-        left = tf.autograph.experimental.do_not_convert(self._left_behind)(option)
-        if left:
-            what = "a tf.compat.v1.Session was" if left == 1 else f"{left} tf.compat.v1.Sessions were"
+        self.off()
+        if global_state.non_mixed_precision_session_created():
+            global_state.set_non_mixed_precision_session_created(False)  # each is told of once
             warnings.warn(
-                f"{what} made before enable_mixed_precision_graph_rewrite: {'it goes' if left == 1 else 'they go'} on "
-                f"in FP32. Make the Session{'' if left == 1 else 's'} after it.",
+                "a tf.compat.v1.Session was made before enable_mixed_precision_graph_rewrite: if it is in use, it goes "
+                "on in FP32. Make Sessions after the call.",
                 UserWarning,
                 stacklevel=3,  # the line that calls enable_mixed_precision_graph_rewrite
             )
@@ -92,9 +85,9 @@ class Switch:
         global_state.set_mixed_precision_graph_rewrite_enabled(True)
         self._patches.set(BaseSession, "__init__", _with_option(BaseSession.__init__, option))
         if "keras" in sys.modules:
-            # Keras 3 compiles by XLA where jit_compile is "auto", and such a function is never rewritten.
+            # Keras 3 compiles by XLA where jit_compile is "auto", and such a function is never rewritten. Who asks
+            # for True is told by the optimizer (`refuse_xla`).
             trainer = importlib.import_module("keras.src.trainers.trainer")
-            # Who asks for True is told by the optimizer (`refuse_xla`).
             self._patches.set(trainer.Trainer, "_resolve_auto_jit_compile", lambda model: False)
 
     def off(self) -> None:
@@ -111,16 +104,6 @@ class Switch:
         self._before = {}
         self._option = None
 
-    def _left_behind(self, option: str) -> int:
-        """How many Sessions are open that were made without `option` and were not counted before."""
-        if not global_state.non_mixed_precision_session_created():
-            return 0
-        # By type(), since isinstance() asks proxies and lazy modules, which would then import something.
-        sessions = [thing for thing in gc.get_objects() if issubclass(type(thing), BaseSession)]
-        left = [one for one in sessions if one not in self._told and _is_open_without(one, option)]
-        self._told.update(left)
-        return len(left)
-
 
 def _put(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> None:
     """Set each of `values`, and unset those that are None."""
@@ -129,13 +112,6 @@ def _put(environ: MutableMapping[str, str], values: Mapping[str, str | None]) ->
             environ.pop(name, None)
         else:
             environ[name] = value
-
-
-def _is_open_without(session: Any, option: str) -> bool:
-    config = getattr(session, "_config", None)  # none where its making failed
-    if config is None or session._closed:
-        return False
-    return bool(getattr(config.graph_options.rewrite_options, option) != _ON)
 
 
 def _with_option(init: Callable[..., None], option: str) -> Callable[..., None]:

@@ -8,9 +8,7 @@ import tensorflow as tf
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import LossScale
-from mezzo.core.policy_text import print_loss_scale
-from mezzo.tensorflow.scale_reads import ScaleReads
-from mezzo.tensorflow.scaled_gradients import ScaledGradients
+from mezzo.tensorflow.loss_scale_variables import LossScaleVariables, ScaleReads
 
 
 class LossScaleOptimizer(
@@ -36,14 +34,8 @@ class LossScaleOptimizer(
         self._optimizer = optimizer
         tf.compat.v1.train.Optimizer.__init__(self, optimizer._use_locking, optimizer.get_name())
         tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, optimizer)
-        self._scaled = ScaledGradients(loss_scale, "compute_gradients")
-        self.rewrite: Any = None
-        self._track_trackable(self._scaled.variables, "loss_scale")
-
-    def __repr__(self) -> str:
-        inner = type(self._optimizer).__name__
-        told = f", rewrite={self.rewrite}" if self.rewrite else ""
-        return f"LossScaleOptimizer({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+        self._scaled = LossScaleVariables(loss_scale)
+        self._track_trackable(self._scaled, "loss_scale")
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":
@@ -54,17 +46,6 @@ class LossScaleOptimizer(
     def inner_optimizer(self) -> Any:
         """The optimizer that was given."""
         return self._optimizer
-
-    @property
-    def loss_scale(self) -> Any:
-        """S for the next step: FP32 tensor, shape ()."""
-        return self._scaled.variables.scale_to_read()
-
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """S * loss, for `tf.GradientTape`; of a function, a function."""
-        return self._scaled.scaled_loss(loss)
-
-    scale_loss = get_scaled_loss
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """The inner optimizer's pairs of gradient and variable, for the scaled loss and unscaled."""
@@ -94,7 +75,7 @@ class LossScaleOptimizer(
     def _make_slots(self, variables: list[Any]) -> None:
         """The inner optimizer's variables, made before the branch that applies: in it, the name of Adam's powers would
         begin with the branch's, and a checkpoint of the plain optimizer would not load by name."""
-        if self._scaled.variables.scales and variables and not tf.distribute.has_strategy():
+        if self._scaled.scales and variables and not tf.distribute.has_strategy():
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
 
@@ -114,7 +95,7 @@ class LossScaleOptimizer(
 
     def variables(self) -> list[Any]:
         """The inner optimizer's variables, then the loss scale's."""
-        return [*self._optimizer.variables(), *self._scaled.variables.variables()]
+        return [*self._optimizer.variables(), *self._scaled.variables()]
 
 
 def _refuse_references(variables: list[Any]) -> None:
