@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 import mezzo.cli.compare as verb
+from mezzo.cli.compare import show
 from mezzo.cli.main import main
 from mezzo.verify.compare import compare
-from mezzo.verify.table import show
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 

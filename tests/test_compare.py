@@ -15,14 +15,14 @@ from rich.console import Console
 
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 from mezzo.verify import folder as folder_module
-from mezzo.verify.children import run_child
 from mezzo.verify.compare import compare, schedule
 from mezzo.verify.folder import strict
-from mezzo.verify.metric import Metric
+from mezzo.verify.measure import Metric
 from mezzo.verify.progress import Bar, Lines, Silent, watcher
 from mezzo.verify.request import Request, candidates
+from mezzo.verify.runs import run_child
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 PLAIN: dict[str, Any] = {"bf16": {"seconds": 0.005, "memory": 600}}

@@ -39,8 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.numbers import whole
-from mezzo.cli.target import add_target, target_of
+from mezzo.cli.arguments import add_target, target_of, whole
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import policy
@@ -60,13 +59,12 @@ from mezzo.pytorch.batch_size import (
 from mezzo.pytorch.free_memory import available_bytes, spendable_bytes
 from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.out_of_memory import says_out_of_memory
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 from mezzo.scripts.script import locate
-from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
-from mezzo.verify.finished import FinishedRun, read_run
 from mezzo.verify.folder import locked
-from mezzo.verify.precisions import split_precisions
 from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.request import split_precisions
+from mezzo.verify.runs import LAUNCH, FinishedRun, attempt, read_run, run_child, terminated_like_an_interrupt
 
 PASSES_ON = True
 """What follows `--` is the script's."""

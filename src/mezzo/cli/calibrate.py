@@ -34,9 +34,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.numbers import whole
-from mezzo.cli.page import page
-from mezzo.cli.target import add_target, target_of
+from mezzo.cli.arguments import add_target, target_of, whole
+from mezzo.cli.report import page
 from mezzo.core.calibration import FORMATS
 from mezzo.core.sensitivity import Sensitivity
 from mezzo.demos import PYTORCH as DEMOS

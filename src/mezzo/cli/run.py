@@ -29,7 +29,7 @@ from pathlib import Path
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.runner import checked
 from mezzo.pytorch.launch.runner import run as run_request
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
@@ -248,7 +248,7 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
 
 def _report(folder: Path, *, quiet: bool) -> None:
     """Make the report. The script has run: where that fails, it is said, and the script's status stands."""
-    from mezzo.cli.page import page
+    from mezzo.cli.report import page
     from mezzo.report import build_run
 
     made = page(build_run, folder)

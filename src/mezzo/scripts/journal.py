@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -194,3 +196,31 @@ def _number(value: Any) -> float:
         return float(value)
     except (RuntimeError, ValueError, TypeError):  # a tensor without storage: meta, fake
         return math.nan
+
+
+# What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
+WRITER = "tensorboard.summary.writer.event_file_writer"
+
+
+def check_events(folder: Path) -> None:
+    """Make the folder, and see that there is something to write into it with.
+
+    Raises:
+        UsageError: TensorBoard's package is missing or can't be imported; the folder is a file, or can't be written.
+    """
+    try:
+        importlib.import_module(WRITER)
+    except Exception as error:  # also a folder called tensorboard, or a protobuf that does not go with it
+        raise UsageError(
+            f"--tensorboard {folder}: TensorBoard's package can't be imported ({type(error).__name__}: {error}). "
+            "Install it: pip install tensorboard"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "is a file" if os.path.isfile(folder) else error.strerror or error
+        raise UsageError(
+            f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--tensorboard {folder}: it can't be written. Name another folder.")

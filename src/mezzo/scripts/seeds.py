@@ -1,5 +1,4 @@
-"""Seeds of paired runs: run k adds k to every seed that the script gives, and seeds what the script does
-not seed.
+"""Seeds of paired runs: run k adds k to every seed that the script gives, and seeds what the script does not seed.
 
 Seeds are those given to `random`, to `numpy.random` (the global stream, generators, bit generators, seed
 sequences), to `torch.manual_seed`, `torch.cuda.manual_seed*` and `torch.Generator.manual_seed`. Run 0
@@ -7,6 +6,12 @@ leaves the script's own seeds as they are. A number that only a library turns in
 (scikit-learn's `random_state=0`, which fixes a train/test split) is no seed given to those, and stays:
 constructors are shifted only when the script itself, not an installed library, calls them. A library's
 helper that sets the global streams (`seed_everything`) does so in the script's name, and is shifted.
+
+`FrameworkSeeds` does the same for TensorFlow, JAX and Keras: for what the script gives to `tf.random.set_seed`,
+`tf.random.Generator.from_seed`, `jax.random.PRNGKey` and `jax.random.key`, and for every number that Keras draws
+from: the seed of a `SeedGenerator` (a Dropout layer's, say), and that of an initializer. Keras gives what is unseeded
+a seed from Python's `random`, which `Seeds` has seeded; TensorFlow's global seed is set.
+`keras.utils.set_random_seed` sets all global streams, and each is shifted there.
 """
 
 from __future__ import annotations
@@ -20,8 +25,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from mezzo.scripts.imports import ImportWatch
-from mezzo.scripts.patches import Patches
+from mezzo.scripts.patches import ImportWatch, Patches
 
 # What an unseeded stream of run 0 starts from. Any number would do, as long as it stays the same.
 BASE = 20171010  # the day on which arXiv:1710.03740 appeared
@@ -227,3 +231,76 @@ def _library_calls(depth: int) -> bool:
         return file.startswith("<frozen")
     path = os.path.realpath(file)
     return path.startswith(_LIBRARIES) or any(folder in path for folder in _PACKAGES)
+
+
+class FrameworkSeeds:
+    """Shifts the seeds of TensorFlow, JAX and Keras as `seeds` shifts the others.
+
+    Args:
+        seeds: of this run.
+        imports: where to wait for the frameworks.
+    """
+
+    def __init__(self, seeds: Seeds, imports: ImportWatch) -> None:
+        self._seeds = seeds
+        self._imports = imports
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """From now on."""
+        self._imports.when("tensorflow", self._tensorflow)
+        if self._seeds.offset:
+            self._imports.when("jax", self._jax)
+            self._imports.when("keras", self._keras)
+
+    def remove(self) -> None:
+        """Give all functions back."""
+        self._patches.undo()
+
+    def _tensorflow(self, tensorflow: ModuleType | Any) -> None:
+        tensorflow.random.set_seed((BASE + self._seeds.offset) % 2**31)
+        if self._seeds.offset:
+            self._shift(tensorflow.random, "set_seed", bits=31)
+            generator = tensorflow.random.Generator
+            from_seed = generator.from_seed  # bound to the class: a classmethod
+
+            @functools.wraps(from_seed)
+            def shifted(seed: Any, *args: Any, **kwargs: Any) -> Any:
+                return from_seed(self._seeds.shifted(seed, 31), *args, **kwargs)
+
+            self._patches.set(generator, "from_seed", staticmethod(shifted))
+
+    def _jax(self, jax: ModuleType | Any) -> None:
+        for name in ("PRNGKey", "key"):
+            self._shift(jax.random, name, bits=31, but_for="keras")
+
+    def _keras(self, keras: ModuleType | Any) -> None:
+        self._seeds.shifted_before.add("keras")  # on its torch backend
+        made = keras.random.SeedGenerator.__init__
+
+        @functools.wraps(made)
+        def init(generator: Any, seed: Any = None, *args: Any, **kwargs: Any) -> None:
+            made(generator, self._seeds.shifted(seed, 31), *args, **kwargs)
+            generator._initial_seed = seed  # what get_config says, and what a copy is made from
+
+        self._patches.set(keras.random.SeedGenerator, "__init__", init)
+        home = sys.modules["keras.src.random.seed_generator"]
+        draw = home.draw_seed
+
+        @functools.wraps(draw)
+        def draw_seed(seed: Any) -> Any:
+            return draw(self._seeds.shifted(seed, 31) if isinstance(seed, int) else seed)
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("keras.src.") and vars(module).get("draw_seed") is draw:
+                self._patches.set(module, "draw_seed", draw_seed)
+
+    def _shift(self, owner: Any, name: str, *, bits: int, but_for: str = "") -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def seeded(seed: Any, *args: Any, **kwargs: Any) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+            return original(seed if caller == but_for else self._seeds.shifted(seed, bits), *args, **kwargs)
+
+        self._patches.set(owner, name, seeded)

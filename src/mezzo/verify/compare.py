@@ -22,14 +22,12 @@ import numpy as np
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.request import RunRequest
-from mezzo.verify.children import attempt, run_child, terminated_like_an_interrupt
-from mezzo.verify.finished import FinishedRun, read_run
+from mezzo.scripts.runner import RunRequest
 from mezzo.verify.folder import check_ours, forget_run, locked, prepare
-from mezzo.verify.frameworks import framework
 from mezzo.verify.judgement import Runs, verdict
 from mezzo.verify.progress import Silent, Watcher
-from mezzo.verify.request import BASELINE, TWIN, Request, source_of
+from mezzo.verify.request import BASELINE, TWIN, Request, framework, source_of
+from mezzo.verify.runs import FinishedRun, attempt, read_run, run_child, terminated_like_an_interrupt
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"

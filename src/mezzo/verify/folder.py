@@ -15,8 +15,8 @@ from typing import Any
 
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.verify.children import ATTEMPT
 from mezzo.verify.request import BASELINE, FILE, Request, differences, read_request
+from mezzo.verify.runs import ATTEMPT
 
 OURS = (FILE, "verdict.json", "report.html", "runs")
 LOCK = ".lock"
