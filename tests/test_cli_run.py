@@ -158,7 +158,7 @@ def test_a_second_run_takes_the_place_of_the_first(
         (["-m", "absent.module"], "Give the dotted name of a module that can be imported from"),
         ([""], "the script's name is empty"),
         (["--out", "full"], "holds other files (comparison.json)"),
-        (["--out", "train.py"], "Name a folder that can be written"),
+        (["--out", "train.py"], "train.py: is a file"),
         (["--out", "a", "--records", "b"], "not allowed with argument"),
     ],
 )

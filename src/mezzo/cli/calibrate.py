@@ -46,7 +46,7 @@ from mezzo.verify.calibrate import (
     CalibrationRequest,
     calibrate_script,
 )
-from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.progress import watcher
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     stem = arguments.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
     folder = Path(arguments.out or f"mezzo-calibrate-{stem}")
-    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    told = watcher(errors, quiet=arguments.json)
     found = calibrate_script(request, folder, watcher=told)
     report = page(build_run, folder)
     if arguments.json:

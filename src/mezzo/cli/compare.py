@@ -48,7 +48,7 @@ from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
 from mezzo.verify.compare import compare
-from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.progress import watcher
 from mezzo.verify.request import FRAMEWORKS, Request, candidates
 
 PASSES_ON = True
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         errors.print(f"note: {remark}", markup=False, highlight=False)
     stem = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
     folder = Path(arguments.out or f"mezzo-compare-{stem}")
-    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    told = watcher(errors, quiet=arguments.json)
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:

@@ -218,17 +218,10 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
     Raises:
         UsageError: the folder holds something else, is in use by another process, or can't be made.
     """
-    from mezzo.verify.folder import locked
+    from mezzo.verify.folder import check_ours, locked, writing
 
-    try:
-        if folder.exists() and not (folder / _RECORDS).exists():
-            strangers = sorted(
-                p.name for p in folder.iterdir() if p.name not in _OURS and not p.name.startswith(".")
-            )
-            if strangers:
-                raise UsageError(
-                    f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
-                )
+    with writing(folder):
+        check_ours(folder, _OURS, str(_RECORDS))
         if rank == 0:
             lock.enter_context(locked(folder))
         (folder / "runs").mkdir(parents=True, exist_ok=True)
@@ -241,8 +234,6 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
                 number = old.stem.removeprefix("run-rank")
                 if ranks is not None and number.isdigit() and int(number) >= ranks:
                     old.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}. Name a folder that can be written.") from error
     return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))
 
 

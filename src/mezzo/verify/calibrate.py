@@ -28,11 +28,10 @@ from mezzo.core.patterns import is_pattern
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.sensitivity import RANKED, rank
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.runner import RunRequest
-from mezzo.scripts.script import locate
-from mezzo.verify.folder import forget_run, locked
-from mezzo.verify.progress import Silent, Watcher
-from mezzo.verify.runs import LAUNCH, FinishedRun, attempt, read_run, run_child, terminated_like_an_interrupt
+from mezzo.verify.folder import forget_run, locked, writing
+from mezzo.verify.progress import Watcher
+from mezzo.verify.request import ScriptRequest
+from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 
 POLICY, RESULT = "policy.toml", "calibration.json"
 WATCHED, CHECKED = "fp32-0", "recommended-0"
@@ -43,12 +42,10 @@ TRIALS = 3
 
 
 @dataclass(frozen=True)
-class CalibrationRequest:
+class CalibrationRequest(ScriptRequest):
     """What is calibrated.
 
     Args:
-        target: the script's path, or a module's name where `is_module`.
-        argv: the script's own arguments.
         steps: updates of the first optimizer that are watched, and again that are run under the recommendation.
         format: one of `FORMATS` to recommend it whatever this machine has; None: what is native here.
         headroom_bits: see `mezzo.core.calibration.recommend`.
@@ -59,9 +56,6 @@ class CalibrationRequest:
         UnknownNameError: no such format.
     """
 
-    target: str
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
     steps: int = 20
     format: str | None = None
     headroom_bits: int = 1
@@ -73,8 +67,7 @@ class CalibrationRequest:
         check_headroom(self.headroom_bits, "--headroom ")
         if self.format is not None and self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS, where="--precision: ")
-        if not self.is_module:
-            locate(self.target, is_module=False)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -121,35 +114,30 @@ def calibrate_script(
         UsageError: the folder can't be written.
     """
     runs = 2 if request.check else 1
-    try:
-        with locked(folder):
-            (folder / "runs").mkdir(parents=True, exist_ok=True)
-            for name in (WATCHED, CHECKED):
-                forget_run(folder, name)
-            for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
-                (folder / name).unlink(missing_ok=True)
-            with watcher or Silent() as told, terminated_like_an_interrupt():
-                run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
-                found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
-                policy = folder / POLICY
-                check = None
-                for attempt in range(TRIALS if request.check else 0):
-                    write_whole(policy, found.to_toml(_head(found, None)))
-                    forget_run(folder, CHECKED)
-                    count = (2 + attempt, max(2 + attempt, runs))
-                    tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
-                    check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
-                    mended = None if attempt == TRIALS - 1 else _mended(found, check)
-                    if mended is None:
-                        break
-                    found = mended
-                write_whole(policy, found.to_toml(_head(found, check)))
-                done = Calibrated(found, check)
-                write_whole(folder / RESULT, done.to_json(request))
-    except OSError as error:
-        raise UsageError(
-            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
-        ) from error
+    with writing(folder), locked(folder):
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        for name in (WATCHED, CHECKED):
+            forget_run(folder, name)
+        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+            (folder / name).unlink(missing_ok=True)
+        with watcher or Watcher() as told, terminated_like_an_interrupt():
+            run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
+            found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
+            policy = folder / POLICY
+            check = None
+            for attempt in range(TRIALS if request.check else 0):
+                write_whole(policy, found.to_toml(_head(found, None)))
+                forget_run(folder, CHECKED)
+                count = (2 + attempt, max(2 + attempt, runs))
+                tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
+                check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
+                mended = None if attempt == TRIALS - 1 else _mended(found, check)
+                if mended is None:
+                    break
+                found = mended
+            write_whole(policy, found.to_toml(_head(found, check)))
+            done = Calibrated(found, check)
+            write_whole(folder / RESULT, done.to_json(request))
     return done
 
 
@@ -243,13 +231,10 @@ def _run(
     watch: int = 0,
 ) -> FinishedRun:
     """One child run to its end."""
-    child = RunRequest(
-        target=request.target,
-        argv=request.argv,
-        is_module=request.is_module,
-        policy=policy,
-        records=(folder / "runs" / f"{name}.jsonl").resolve(),
-        summary=False,
+    child = request.child(
+        folder,
+        name,
+        policy,
         watch=watch,
         watch_all=bool(watch),
         sensitivity=bool(watch),
@@ -257,14 +242,7 @@ def _run(
         stop_after=request.steps,
     )
     told.begin(name.removesuffix("-0"), *count, request.steps)
-    try:
-        with attempt(child) as here:
-            status = run_child(command, here, told.steps)
-    except BaseException:
-        told.end("stopped")
-        raise
-    run = read_run(folder / "runs", name)
-    told.end(f"{run.steps} steps" if run.succeeded else f"failed with exit status {status}")
+    run, status = run_to_end(command, child, told)
     if not run.succeeded:
         kind = "in FP32" if watch else f"under {policy}"
         raise ScriptError(

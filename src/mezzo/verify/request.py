@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,8 @@ from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.keras.plan import plan
 from mezzo.pytorch.launch.storage import check
+from mezzo.scripts.runner import RunRequest
+from mezzo.scripts.script import locate
 from mezzo.verify.measure import Metric
 from mezzo.verify.runs import LAUNCH, FinishedRun
 
@@ -177,12 +178,44 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Request:
-    """A comparison, fully declared.
+class ScriptRequest:
+    """A script that is run several times.
 
     Args:
         target: the script's path, or a module's name where `is_module`.
         argv: the script's own arguments.
+        is_module: whether `target` is a module's name, as after `python -m`.
+
+    Raises:
+        UsageError: the script is missing.
+    """
+
+    target: str
+    argv: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.is_module:
+            script_file(self.target)
+
+    def child(self, folder: Path, name: str, policy: str, **options: Any) -> RunRequest:
+        """One of its runs, under a policy, with the records in the folder's `runs/NAME.jsonl`."""
+        return RunRequest(
+            self.target,
+            self.argv,
+            self.is_module,
+            policy,
+            (folder / "runs" / f"{name}.jsonl").resolve(),
+            summary=False,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class Request(ScriptRequest):
+    """A comparison, fully declared.
+
+    Args:
         precisions: the candidates: presets, policy strings or paths of `.toml` files; see `candidates`.
         seeds: how many pairs, >= 1.
         margin: of the loss, as a share of FP32's final loss.
@@ -195,9 +228,6 @@ class Request:
         UnknownNameError: no such framework.
     """
 
-    target: str
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp16")
     seeds: int = 3
     margin: float = 0.005
@@ -219,8 +249,7 @@ class Request:
             )
         if not self.precisions:
             raise UsageError("nothing to compare: give at least one precision, such as --precision bf16,fp16")
-        if not self.is_module:
-            _script(Path(self.target))
+        super().__post_init__()
         files = [BASELINE, TWIN, *map(file_name, self.precisions)]
         for name in self.precisions:
             if files.count(file_name(name)) > 1:
@@ -240,7 +269,7 @@ class Request:
         its = framework(self.framework)
         return {
             **json.loads(json.dumps(asdict(self))),
-            "script_sha256": "" if self.is_module else _digest(_script(Path(self.target))),
+            "script_sha256": "" if self.is_module else _digest(script_file(self.target)),
             "policies": {name: its.read(name).fingerprint for name in (BASELINE, *self.precisions)},
             "mezzo": mezzo.__version__,
             **{package: _version(package) for package in its.packages},
@@ -304,24 +333,23 @@ def read_request(path: Path) -> dict[str, Any]:
     return data
 
 
-def _script(path: Path) -> Path:
-    """The file that runs: the script itself, or the `__main__.py` of a directory."""
-    inner = path / "__main__.py" if os.path.isdir(path) else path
-    if not os.path.isfile(inner):
-        near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
-        hint = f" In {path.parent} there is: {', '.join(near[:8])}." if near else ""
-        why = "a directory without a __main__.py" if os.path.isdir(path) else "no such file"
-        raise UsageError(
-            f"script {str(path)!r}: {why}.{hint} Give the path of a Python script, or --demo NAME."
-        )
-    if not os.access(inner, os.R_OK):
-        raise UsageError(f"script {str(path)!r}: it can't be read. Check its permissions.")
-    return inner
-
-
 def source_of(target: str) -> str:
     """The text of a script, as far as it can be read."""
-    return _script(Path(target)).read_text(encoding="utf-8", errors="replace")
+    return script_file(target).read_text(encoding="utf-8", errors="replace")
+
+
+def script_file(target: str) -> Path:
+    """The file that runs: the script itself, or the `__main__.py` of a directory.
+
+    Raises:
+        UsageError: there is no such file, or it can't be read; or it is a pipe, which can't be run again.
+    """
+    file = Path(locate(target, is_module=False).file)
+    if not file.is_file():
+        raise UsageError(
+            f"script {target!r}: no file that can be run again. Give the path of a Python script."
+        )
+    return file
 
 
 def _digest(path: Path) -> str:

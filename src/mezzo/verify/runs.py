@@ -27,6 +27,7 @@ from mezzo.core import records
 from mezzo.core.verdict import RunResult
 from mezzo.scripts.runner import PARENT, RunRequest
 from mezzo.verify.measure import Floats, Metric, step_times
+from mezzo.verify.progress import Watcher
 
 LAUNCH = (sys.executable, "-m", "mezzo.pytorch.launch")
 """What runs a request; the request's file is its one argument."""
@@ -267,3 +268,18 @@ def read_run(runs: Path, name: str) -> FinishedRun:
         once.get("end"),
         runs / f"{name}.log",
     )
+
+
+def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
+    """Run a request in a child process, of whose beginning `told` has been told: what it left, its exit status."""
+    assert request.records is not None
+    try:
+        with attempt(request) as here:
+            status = run_child(command, here, told.steps)
+    except BaseException:
+        told.end("stopped")
+        raise
+    run = read_run(request.records.parent, request.records.stem)
+    failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    told.end(f"{run.steps} steps" if run.succeeded else failed)
+    return run, status
