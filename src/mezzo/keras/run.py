@@ -25,7 +25,7 @@ from mezzo.scripts import runner, script
 from mezzo.scripts.journal import Journal
 from mezzo.scripts.patches import ImportWatch, Patches
 from mezzo.scripts.runner import RunRequest
-from mezzo.scripts.seeds import FrameworkSeeds, Seeds
+from mezzo.scripts.seeds import FrameworkSeeds
 
 # What a PyTorch run can be asked for and this one cannot.
 _NOT_HERE = {
@@ -70,8 +70,7 @@ def run(request: RunRequest) -> int:
     imports = ImportWatch()
     parts: list[runner.Part] = [imports]
     if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
-        seeds = Seeds(request.seed_offset, imports)
-        parts += [seeds, FrameworkSeeds(seeds, imports)]
+        parts.append(FrameworkSeeds(request.seed_offset, imports))
     parts.append(Instrument(session, imports))
     return runner.run(
         session,
