@@ -6,6 +6,7 @@ import argparse
 import difflib
 import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from mezzo.core.errors import UsageError, unknown_name
@@ -58,6 +59,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:
     """The words SCRIPT, --demo and -m."""
+    parser.usage = parser.usage or (
+        f"{parser.prog} (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    )
     parser.add_argument(
         "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
     )
@@ -91,6 +95,12 @@ def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example:
     if arguments.demo not in demos:
         raise unknown_name("demo", arguments.demo, demos)
     return str(demos[arguments.demo].path)
+
+
+def folder_of(arguments: argparse.Namespace, verb: str) -> Path:
+    """The folder that --out names, or mezzo-VERB-SCRIPT."""
+    stem = arguments.demo or arguments.module or Path(arguments.script).resolve().stem
+    return Path(arguments.out or f"mezzo-{verb}-{stem}")
 
 
 def whole(what: str, example: int) -> Callable[[str], int]:

@@ -34,6 +34,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.arguments import add_target, number, share, target_of, whole
+from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
 from mezzo.cli.report import page
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
+from mezzo.report.comparison import command_words
 from mezzo.verify.compare import compare
 from mezzo.verify.progress import watcher
 from mezzo.verify.request import FRAMEWORKS, Request, candidates
@@ -57,7 +59,6 @@ PASSES_ON = True
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.usage = "mezzo compare (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
     add_target(parser, DEMOS)
     parser.add_argument(
         "--framework",
@@ -108,8 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     request, remarks = request_of(arguments)
     for remark in remarks:
         errors.print(f"note: {remark}", markup=False, highlight=False)
-    stem = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
-    folder = Path(arguments.out or f"mezzo-compare-{stem}")
+    folder = folder_of(arguments, "compare")
     told = watcher(errors, quiet=arguments.json)
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
@@ -159,26 +159,8 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 def command_line(request: Request, folder: Path) -> list[str]:
     """The words that give the same comparison again."""
-    words = ["mezzo", "compare"]
-    if request.demo:
-        words += ["--demo", request.demo]
-    elif request.is_module:
-        words += ["-m", request.target]
-    else:
-        words.append(request.target)
-    if request.framework != "pytorch" and not request.demo:
-        words += ["--framework", request.framework]
-    for name in request.precisions:
-        words += ["--precision", name]
-    words += ["--seeds", str(request.seeds), "--margin", f"{request.margin:g}"]
-    if request.metric and not (request.demo and DEMOS[request.demo].metric == request.metric):
-        words += ["--metric", request.metric]
-    if request.metric_better != "auto":
-        words += ["--metric-better", request.metric_better]
-    if request.metric_margin is not None:
-        words += ["--metric-margin", f"{request.metric_margin:g}"]
-    words += ["--out", str(folder), "--fresh"]
-    return [*words, "--", *request.argv] if request.argv else words
+    known = request.demo and DEMOS[request.demo].metric == request.metric
+    return command_words({**asdict(request), "metric": None if known else request.metric}, str(folder))
 
 
 STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}

@@ -81,8 +81,7 @@ class RunRequest:
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
-        paths = {name: getattr(self, name) for name in _PATHS}
-        return json.dumps({**asdict(self), **{n: None if p is None else str(p) for n, p in paths.items()}})
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> RunRequest:

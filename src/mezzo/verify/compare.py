@@ -92,18 +92,12 @@ def compare(
         check_ours(folder)
         with locked(folder):
             resumed = prepare(folder, request, fresh=fresh)
-            return _compare(request, folder, resumed, watcher or Watcher(), command)
-
-
-def _compare(
-    request: Request, folder: Path, resumed: bool, watcher: Watcher, command: Sequence[str] | None
-) -> dict[str, Any]:
-    with watcher as told:
-        if resumed:
-            told.say(f"{folder}: finished runs are kept")
-        runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
-        found = verdict(request, runs)
-        write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+            with watcher or Watcher() as told:
+                if resumed:
+                    told.say(f"{folder}: finished runs are kept")
+                runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
+                found = verdict(request, runs)
+                write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
 
 

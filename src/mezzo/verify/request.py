@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,9 @@ def _is_not_keras(run: FinishedRun) -> str | None:
     return "makes no Keras model. Compare a script that trains one, or leave --framework keras out"
 
 
-def _table(rows: Iterable[Framework]) -> dict[str, Framework]:
-    return {row.name: row for row in rows}
-
-
-FRAMEWORKS = _table(
-    (
+FRAMEWORKS = {
+    row.name: row
+    for row in (
         Framework(
             "pytorch",
             LAUNCH,
@@ -146,7 +143,7 @@ FRAMEWORKS = _table(
             False,
         ),
     )
-)
+}
 
 
 def split_precisions(words: Sequence[str]) -> list[str]:
