@@ -7,7 +7,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.demos import Demo
@@ -110,44 +110,30 @@ def whole(what: str, example: int) -> Callable[[str], int]:
         what: what is counted, in the plural; empty for a mere number.
         example: a number that makes sense there.
     """
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            of = f" of {what}" if what else ""
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no whole number{of}: write one such as {example}"
-            ) from None
-
-    return read
+    return _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
 
 
 def number(example: float) -> Callable[[str], float]:
-    """A reader of numbers, for `add_argument(type=...)`.
+    """A reader of numbers, for `add_argument(type=...)`; the example makes sense there."""
+    return _reader(float, f"number: write one such as {example:g}")
 
-    Args:
-        example: a number that makes sense there.
-    """
 
-    def read(text: str) -> float:
+def share() -> Callable[[str], float]:
+    """A reader of shares: 0.005, or 0.5%."""
+    return _reader(
+        lambda text: float(text[:-1]) / 100 if text.endswith("%") else float(text),
+        "number: write 0.005 or 0.5%",
+    )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _reader(read: Callable[[str], _Number], no: str) -> Callable[[str], _Number]:
+    def read_or_tell(text: str) -> _Number:
         try:
-            return float(text)
+            return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no number: write one such as {example:g}"
-            ) from None
+            raise argparse.ArgumentTypeError(f"{text!r} is no {no}") from None
 
-    return read
-
-
-def share(text: str) -> float:
-    """A share: 0.005, or 0.5%.
-
-    Raises:
-        ArgumentTypeError: it is no number.
-    """
-    try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.005 or 0.5%") from None
+    return read_or_tell

@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=share,
+        type=share(),
         default=0.005,
         metavar="X",
         help="the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)",
