@@ -7,6 +7,7 @@ script asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -101,9 +102,6 @@ class ImportWatch(MetaPathFinder):
             for callback in self._waiting.pop(name, ()):
                 callback(module)
 
-        try:
+        # A loader that is a class, for built-in and frozen modules: none is ever watched.
+        with contextlib.suppress(AttributeError):
             loader.exec_module = exec_module
-        except (
-            AttributeError
-        ):  # a loader that is a class, for built-in and frozen modules: none is ever watched
-            return

@@ -93,8 +93,7 @@ class Bar(Watcher):
             done = self._progress.tasks[self._task].completed
             self._progress.update(self._task, total=max(done, 1))
             self._progress.stop_task(self._task)
-            if outcome != "done":
-                self.say(outcome)
+            self.say(outcome)
         self._task = None
 
     def say(self, text: str) -> None:
