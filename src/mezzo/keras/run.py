@@ -129,7 +129,6 @@ class Session:
     # The dictionary forgets those that are gone.
     _next: Iterator[int] = field(default_factory=itertools.count)
     _moved: int = 0
-    _updates: int = 0
     _measuring: Callable[[], MemoryRecord | None] | None = None
     _observed: bool = False
 
@@ -199,11 +198,7 @@ class Session:
             self._moved += 1
             if self._moved == _FIRST:
                 self._measuring = peak_memory(self.backend, self.resident)
-        self._updates += number == 0
-        wanted = self.request.stop_after
-        if wanted is not None and self._updates >= wanted:
-            self.journal.note(f"ended after {wanted} updates of the first optimizer, as asked")
-            raise SystemExit(0)
+        self.journal.stop_after(self.request.stop_after)
 
     def finish(self) -> None:
         """The script is over."""

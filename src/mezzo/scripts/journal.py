@@ -60,6 +60,7 @@ class Journal:
         self._held = False
         self.losses = 0
         self.updates = self.skipped = 0
+        self.first_updates = 0  # of the first optimizer
         self.loss_scale = 1.0  # of the last update
         self.memory: MemoryRecord | None = None
         self.ops: list[OpFormats] = []
@@ -108,8 +109,19 @@ class Journal:
             )
             self._put(record, None)
         self.updates += 1
+        self.first_updates += optimizer == 0
         self.skipped += not moved
         self.loss_scale = loss_scale
+
+    def stop_after(self, wanted: int | None) -> None:
+        """End the script once its first optimizer has made so many updates, if that is wanted.
+
+        Raises:
+            SystemExit: it has.
+        """
+        if wanted is not None and self.first_updates >= wanted:
+            self.note(f"ended after {wanted} updates of the first optimizer, as asked")
+            raise SystemExit(0)
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
         """What the observed step showed."""
