@@ -12,7 +12,7 @@ import pytest
 
 from mezzo.core import records
 from mezzo.pytorch.launch import runner
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 
 @dataclass

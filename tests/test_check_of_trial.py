@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mezzo.core.finding import Finding, TensorFacts
 from mezzo.core.records import OverflowRecord
-from mezzo.verify.finished import FinishedRun
-from mezzo.verify.trial import check_of
+from mezzo.verify.calibrate import check_of
+from mezzo.verify.runs import FinishedRun
 
 RUN = FinishedRun("trial", None, (), (), None, None, Path("none.log"))
 

@@ -20,7 +20,7 @@ from mezzo.cli.batch_size import BatchSizeRequest, Vary, request_of, search_scri
 from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.batch_size import BatchSizeResult, Search
-from mezzo.verify.precisions import split_precisions
+from mezzo.verify.request import split_precisions
 
 # Stands in for the launcher. The script is a JSON object:
 #   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: sleeps when the steps are done

@@ -18,7 +18,7 @@ from mezzo.core.errors import UsageError
 from mezzo.core.policy import policy
 from mezzo.core.records import UpdateRecord, read
 from mezzo.pytorch.launch.runner import run
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 from mezzo.verify.calibrate import calibrate_script
 
 PAGE = Path(__file__).parents[1] / "docs" / "monitoring.md"

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 import mezzo.cli.compare as verb
+from mezzo.cli.compare import show
 from mezzo.cli.main import main
 from mezzo.verify.compare import compare
-from mezzo.verify.table import show
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 
@@ -149,7 +149,7 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
             ["--demo", "digit"],
             "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm, transfer. Did you mean 'digits'?",
         ),
-        (["missing.py"], "script 'missing.py': no such file"),
+        (["missing.py"], "no script 'missing.py'"),
         (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
         (["train.py", "--precision", "bf16,op.sofmax=fp32"], "softmax"),
         (["train.py", "--precision", "fp32"], "no candidate is left"),

@@ -12,7 +12,7 @@ import pytest
 from mezzo.cli import run as verb
 from mezzo.cli.main import main
 from mezzo.core import records
-from mezzo.scripts import event_folder
+from mezzo.scripts import journal
 
 PAGE = Path(__file__).parents[1] / "docs" / "run.md"
 
@@ -158,7 +158,7 @@ def test_a_second_run_takes_the_place_of_the_first(
         (["-m", "absent.module"], "Give the dotted name of a module that can be imported from"),
         ([""], "the script's name is empty"),
         (["--out", "full"], "holds other files (comparison.json)"),
-        (["--out", "train.py"], "Name a folder that can be written"),
+        (["--out", "train.py"], "train.py: is a file"),
         (["--out", "a", "--records", "b"], "not allowed with argument"),
     ],
 )
@@ -211,7 +211,7 @@ def test_tensorboard_is_missed_before_the_script_runs(
     train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setitem(sys.modules, event_folder.WRITER, None)
+    monkeypatch.setitem(sys.modules, journal.WRITER, None)
     assert main(["run", "--tensorboard=events", "--out", "here", train]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("mezzo run: --tensorboard ")
@@ -242,8 +242,8 @@ def test_a_folder_for_events_that_is_none_is_refused_before_the_script_runs(
 def test_whether_events_can_be_written_is_asked_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = (
-        "import sys; from pathlib import Path\nfrom mezzo.scripts.event_folder import check\n"
-        "check(Path(sys.argv[1]))\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
+        "import sys; from pathlib import Path\nfrom mezzo.scripts.journal import check_events\n"
+        "check_events(Path(sys.argv[1]))\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a" / "b")], capture_output=True, text=True, check=False

@@ -15,7 +15,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["calibrate", "train.py", "--steps", "x"], "'x' is no whole number of updates: write one such as 20"),
     (["compare", "train.py", "--metric-margin", "x"], "'x' is no number: write one such as 0.2"),
     (["compare", "train.py", "--metric", "("], "for instance 'accuracy: ([0-9.]+)'"),
-    (["compare", "."], "script '.': a directory without a __main__.py. In . there is: train.py."),
+    (["compare", "."], "'.' is a directory without a __main__.py"),
     (["compare", "train.py", "--seeds", "x"], "'x' is no whole number of pairs: write one such as 3"),
     (["compare", "train.py", "--margin", "x"], "'x' is no number: write 0.005 or 0.5%"),
     (["tune", "train.py"], "`mezzo calibrate` ranks the modules by"),
@@ -52,7 +52,7 @@ def test_the_mend_is_said(
 LOCKED: list[tuple[list[str], str]] = [
     (["run", "secret.py"], "the script 'secret.py' can't be read. Check its permissions."),
     (["run", "locked/train.py"], "no script 'locked/train.py' in "),
-    (["run", "--out", "locked", "train.py"], "Permission denied. Name a folder that can be written."),
+    (["run", "--out", "locked", "train.py"], "Permission denied. Name a folder that can be written"),
     (
         ["run", "--records", "locked/r.jsonl", "train.py"],
         "Permission denied. Name a file that can be written",
@@ -60,13 +60,13 @@ LOCKED: list[tuple[list[str], str]] = [
     (["run", "--tensorboard=locked", "train.py"], "it can't be written. Name another folder."),
     (["run", "--tensorboard=locked/x", "train.py"], "Permission denied. Name a folder that can be written"),
     (["run", "--policy", "locked/p.toml", "train.py"], "Permission denied. Give the path of a TOML file"),
-    (["compare", "secret.py"], "script 'secret.py': it can't be read. Check its permissions."),
-    (["compare", "locked/train.py"], "no such file"),
+    (["compare", "secret.py"], "the script 'secret.py' can't be read. Check its permissions."),
+    (["compare", "locked/train.py"], "no script 'locked/train.py' in "),
     (["compare", "train.py", "--out", "locked"], "Name a folder that can be written with --out."),
     (["calibrate", "secret.py"], "the script 'secret.py' can't be read. Check its permissions."),
     (["calibrate", "train.py", "--out", "locked"], "Name a folder that can be written with --out."),
     (["calibrate", "train.py", "--out", "locked/x"], "Name a folder that can be written with --out."),
-    (["batch-size", "train.py", "--vary=--b", "--out", "locked"], "Name a folder that can be written."),
+    (["batch-size", "train.py", "--vary=--b", "--out", "locked"], "Name a folder that can be written"),
     (["report", "locked"], "locked/verdict.json: Permission denied. Check its permissions"),
 ]
 

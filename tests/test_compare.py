@@ -15,14 +15,14 @@ from rich.console import Console
 
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 from mezzo.verify import folder as folder_module
-from mezzo.verify.children import run_child
 from mezzo.verify.compare import compare, schedule
 from mezzo.verify.folder import strict
-from mezzo.verify.metric import Metric
-from mezzo.verify.progress import Bar, Lines, Silent, watcher
+from mezzo.verify.measure import Metric
+from mezzo.verify.progress import Bar, Lines, Watcher, watcher
 from mezzo.verify.request import Request, candidates
+from mezzo.verify.runs import run_child
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 PLAIN: dict[str, Any] = {"bf16": {"seconds": 0.005, "memory": 600}}
@@ -280,7 +280,7 @@ def test_a_wrong_metric_is_told_again_after_the_run_was_kept(case: Case) -> None
     assert case.calls == ["fp32-0"]
 
 
-class StopAt(Silent):
+class StopAt(Watcher):
     """Interrupts when a run has done a step, as Ctrl-C would."""
 
     def __init__(self, name: str) -> None:
@@ -364,7 +364,7 @@ def test_the_traceback_of_the_script_is_shown(case: Case) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"target": "nowhere/train.py"}, "no such file"),
+        ({"target": "nowhere/train.py"}, "no script"),
         ({"seeds": 0}, "give 1 or more"),
         ({"margin": 0.0}, "between 0 and 1"),
         ({"margin": float("nan")}, "between 0 and 1"),
@@ -384,7 +384,7 @@ def test_a_request_that_makes_no_sense(case: Case, changes: dict[str, Any], says
 
 def test_a_missing_script_names_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    with pytest.raises(UsageError, match=r"there is: train\.py"):
+    with pytest.raises(UsageError, match=r"train\.py"):
         Request(str(tmp_path / "trian.py"))
 
 

@@ -23,7 +23,7 @@ from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
 from mezzo.verify.compare import compare
 from mezzo.verify.folder import locked
-from mezzo.verify.progress import Silent
+from mezzo.verify.progress import Watcher
 from mezzo.verify.request import Request
 
 CHILDREN = Path(__file__).parent / "children"
@@ -310,7 +310,7 @@ DAMAGE: dict[str, tuple[Callable[[str], str], bool]] = {  # and whether it is sa
 }
 
 
-class Listener(Silent):
+class Listener(Watcher):
     def __init__(self) -> None:
         self.said: list[str] = []
 

@@ -19,9 +19,8 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
 from mezzo.report.comparison import Comparison, command_line
 from mezzo.verify import judgement
-from mezzo.verify.finished import FinishedRun
-from mezzo.verify.frameworks import FRAMEWORKS, framework
-from mezzo.verify.request import Request, candidates
+from mezzo.verify.request import FRAMEWORKS, Request, candidates, framework
+from mezzo.verify.runs import FinishedRun
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:
@@ -149,7 +148,7 @@ def test_a_demo_brings_its_framework(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_child_of_keras_imports_no_framework_before_the_script() -> None:
     code = (
-        "import sys; import mezzo.keras.run, mezzo.verify.frameworks; "
+        "import sys; import mezzo.keras.run, mezzo.verify.request; "
         "print([name for name in ('keras', 'tensorflow', 'jax', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

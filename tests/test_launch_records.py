@@ -214,7 +214,7 @@ def test_auto_times_the_first_steps_and_says_what_it_chose(
 
 def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from mezzo.pytorch.launch.__main__ import main
-    from mezzo.scripts.request import RunRequest
+    from mezzo.scripts.runner import RunRequest
 
     script, request = tmp_path / "s.py", tmp_path / "request.json"
     script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
@@ -229,7 +229,7 @@ def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.Capt
 
 def test_requests_travel_as_json() -> None:
     from mezzo.core.errors import UsageError
-    from mezzo.scripts.request import RunRequest
+    from mezzo.scripts.runner import RunRequest
 
     full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
     full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))

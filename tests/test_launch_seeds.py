@@ -14,7 +14,7 @@ import torch
 
 from launching import Ran, launcher
 from mezzo.pytorch.launch.nudge import nudge
-from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.patches import ImportWatch
 from mezzo.scripts.seeds import BASE, Seeds
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from mezzo.core import records
 from mezzo.core.errors import MezzoError, UsageError
-from mezzo.scripts import life_cycle, script
+from mezzo.scripts import runner, script
 from mezzo.scripts.journal import Journal
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 # Scripts import these.
 events: list[str] = []
@@ -50,7 +50,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.journal = Journal(
-            self.request.records, lambda: life_cycle.started(self.request, "bf16", {"cpu": "x"})
+            self.request.records, lambda: runner.started(self.request, "bf16", {"cpu": "x"})
         )
 
 
@@ -69,7 +69,7 @@ def live(session: Session, parts: list[Part]) -> int:
         session.journal.note("finished")
 
     target = script.locate(session.request.target, is_module=False)
-    return life_cycle.run(
+    return runner.run(
         session, target, parts, finish=finish, summary=lambda failed: f"the summary of {failed}"
     )
 
@@ -110,7 +110,7 @@ def test_parts_are_removed_the_latest_first_and_then_comes_the_end(
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == last
     assert err.count("the summary of") == 1
-    assert "life_cycle.py" not in err
+    assert "runner.py" not in err
 
 
 def test_parts_are_removed_where_one_can_not_be_installed(tmp_path: Path) -> None:
@@ -165,5 +165,5 @@ def test_the_first_record_says_what_was_asked_for(tmp_path: Path) -> None:
     assert (first.argv, first.policy, first.machine) == (["--lr", "1"], "bf16", {"cpu": "x"})
     assert (first.seed_offset, first.nudged) == (0, False)
     paired = RunRequest("train.py", seed_offset=2, nudge=True)
-    record = life_cycle.started(paired, "fp32", {})
+    record = runner.started(paired, "fp32", {})
     assert (record.seed_offset, record.nudged) == (2, True)

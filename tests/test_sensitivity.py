@@ -28,7 +28,7 @@ from mezzo.pytorch.launch.runner import run
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.sensitivity import CALLS, STEPS, Sensitivities
 from mezzo.pytorch.training.observing import Observing
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 
 class Offset(nn.Module):

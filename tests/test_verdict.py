@@ -21,8 +21,8 @@ from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
 from mezzo.verify.compare import compare
-from mezzo.verify.finished import read_run
 from mezzo.verify.request import Request
+from mezzo.verify.runs import read_run
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so

@@ -15,7 +15,7 @@ from faults.rows import FAULTS, PLANTED, Fault
 from faults.runs import acting, seed
 from mezzo.core import records
 from mezzo.pytorch.launch.runner import run
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 _SCRIPT = """
 import sys

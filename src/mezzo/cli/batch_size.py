@@ -39,8 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.numbers import whole
-from mezzo.cli.target import add_target, target_of
+from mezzo.cli.arguments import add_target, target_of, whole
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import policy
@@ -60,13 +59,12 @@ from mezzo.pytorch.batch_size import (
 from mezzo.pytorch.free_memory import available_bytes, spendable_bytes
 from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.out_of_memory import says_out_of_memory
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 from mezzo.scripts.script import locate
-from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
-from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import locked
-from mezzo.verify.precisions import split_precisions
-from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.folder import check_ours, locked, writing
+from mezzo.verify.progress import Watcher, watcher
+from mezzo.verify.request import split_precisions
+from mezzo.verify.runs import LAUNCH, FinishedRun, attempt, read_run, run_child, terminated_like_an_interrupt
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -131,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
     errors = Console(stderr=True)
     request = request_of(arguments)
-    progress: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    progress = watcher(errors, quiet=arguments.json)
     folder = Path(arguments.out) if arguments.out else None
     found = search_script(request, folder, progress)
     data = {
@@ -312,7 +310,7 @@ def search_script(
         UnsupportedPrecisionError: a precision that this machine can't run.
     """
     limit = request.sizes.limit if request.sizes.limit is not None else spendable_bytes()
-    with _runs(folder) as runs, progress or Silent() as shown, terminated_like_an_interrupt():
+    with _runs(folder) as runs, progress or Watcher() as shown, terminated_like_an_interrupt():
         search = _ScriptSearch(request, runs, limit, shown, tuple(command))
         return {precision: search.under(precision) for precision in request.precisions}
 
@@ -476,22 +474,12 @@ def _runs(folder: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as name:
             yield Path(name)
         return
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--out {folder}: is a file. Name a folder.")
-        names = sorted(p.name for p in folder.iterdir()) if folder.exists() else []
-        if others := [name for name in names if name not in (FILE, "runs") and not name.startswith(".")]:
-            raise UsageError(
-                f"--out {folder}: holds other files ({', '.join(others[:5])}). Name an empty or a new folder."
-            )
+    with writing(folder):
+        check_ours(folder, (FILE, "runs"), FILE)
         with locked(folder):
             shutil.rmtree(folder / "runs", ignore_errors=True)
             (folder / "runs").mkdir()
             yield folder / "runs"
-    except OSError as error:
-        raise UsageError(
-            f"--out {folder}: {error.strerror or error}. Name a folder that can be written."
-        ) from error
 
 
 def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchSizeResult]) -> None:

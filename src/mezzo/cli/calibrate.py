@@ -34,9 +34,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.cli.numbers import whole
-from mezzo.cli.page import page
-from mezzo.cli.target import add_target, target_of
+from mezzo.cli.arguments import add_target, folder_of, target_of, whole
+from mezzo.cli.report import page
 from mezzo.core.calibration import FORMATS
 from mezzo.core.sensitivity import Sensitivity
 from mezzo.demos import PYTORCH as DEMOS
@@ -47,7 +46,7 @@ from mezzo.verify.calibrate import (
     CalibrationRequest,
     calibrate_script,
 )
-from mezzo.verify.progress import Silent, Watcher, watcher
+from mezzo.verify.progress import watcher
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -55,7 +54,6 @@ PASSES_ON = True
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.usage = "mezzo calibrate (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
     add_target(parser, DEMOS)
     parser.add_argument(
         "--steps",
@@ -85,9 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
     request = request_of(arguments)
     errors = Console(stderr=True)
-    stem = arguments.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
-    folder = Path(arguments.out or f"mezzo-calibrate-{stem}")
-    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    folder = folder_of(arguments, "calibrate")
+    told = watcher(errors, quiet=arguments.json)
     found = calibrate_script(request, folder, watcher=told)
     report = page(build_run, folder)
     if arguments.json:

@@ -30,22 +30,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from mezzo.cli.numbers import number, share, whole
-from mezzo.cli.page import page
-from mezzo.cli.target import add_target, target_of
+from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
+from mezzo.cli.report import page
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
+from mezzo.report.comparison import command_words
 from mezzo.verify.compare import compare
-from mezzo.verify.frameworks import FRAMEWORKS
-from mezzo.verify.progress import Silent, Watcher, watcher
-from mezzo.verify.request import Request, candidates
-from mezzo.verify.table import show
+from mezzo.verify.progress import watcher
+from mezzo.verify.request import FRAMEWORKS, Request, candidates
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -53,7 +59,6 @@ PASSES_ON = True
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.usage = "mezzo compare (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
     add_target(parser, DEMOS)
     parser.add_argument(
         "--framework",
@@ -71,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=share,
+        type=share(),
         default=0.005,
         metavar="X",
         help="the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)",
@@ -104,9 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     request, remarks = request_of(arguments)
     for remark in remarks:
         errors.print(f"note: {remark}", markup=False, highlight=False)
-    stem = request.demo or (request.target if request.is_module else Path(request.target).resolve().stem)
-    folder = Path(arguments.out or f"mezzo-compare-{stem}")
-    told: Watcher = Silent() if arguments.json and not errors.is_terminal else watcher(errors)
+    folder = folder_of(arguments, "compare")
+    told = watcher(errors, quiet=arguments.json)
     try:
         verdict = compare(request, folder, fresh=arguments.fresh, watcher=told)
     except KeyboardInterrupt:
@@ -155,23 +159,101 @@ def request_of(arguments: argparse.Namespace) -> tuple[Request, list[str]]:
 
 def command_line(request: Request, folder: Path) -> list[str]:
     """The words that give the same comparison again."""
-    words = ["mezzo", "compare"]
-    if request.demo:
-        words += ["--demo", request.demo]
-    elif request.is_module:
-        words += ["-m", request.target]
+    known = request.demo and DEMOS[request.demo].metric == request.metric
+    return command_words({**asdict(request), "metric": None if known else request.metric}, str(folder))
+
+
+STYLES = {"equivalent": "green", "consistent": "green", "inconclusive": "yellow", "divergent": "bold red"}
+MISSING = "-"
+MB = 1_000_000  # as the report writes it
+
+
+def show(console: Console, verdict: Mapping[str, Any], report: Path | None, rerun: list[str]) -> None:
+    """Print a verdict: a table on a terminal where it fits, else lines for each candidate."""
+    candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
+    table = _table(str(verdict["baseline"]), candidates)
+    if console.is_terminal and console.measure(table, options=_wide(console)).maximum <= console.width:
+        console.print(table)
     else:
-        words.append(request.target)
-    if request.framework != "pytorch" and not request.demo:
-        words += ["--framework", request.framework]
-    for name in request.precisions:
-        words += ["--precision", name]
-    words += ["--seeds", str(request.seeds), "--margin", f"{request.margin:g}"]
-    if request.metric and not (request.demo and DEMOS[request.demo].metric == request.metric):
-        words += ["--metric", request.metric]
-    if request.metric_better != "auto":
-        words += ["--metric-better", request.metric_better]
-    if request.metric_margin is not None:
-        words += ["--metric-margin", f"{request.metric_margin:g}"]
-    words += ["--out", str(folder), "--fresh"]
-    return [*words, "--", *request.argv] if request.argv else words
+        for name, one in candidates.items():
+            console.print(Text.assemble((name, "bold"), ": ", _word(one)))
+            for label, _, value in _rows(one)[1:]:
+                if value != MISSING:
+                    console.print(f"  {label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
+    wraps = console.is_terminal or "COLUMNS" in os.environ  # who names a width wants it, in a pipe too
+    for name, one in candidates.items():
+        line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
+        console.print(line, soft_wrap=not wraps)
+        for note in one["notes"]:
+            hint = Text(f"note: {note}", style="dim")
+            if wraps:
+                console.print(Padding(hint, (0, 0, 0, 2)))
+            else:  # a Padding is cut at the width, however it is printed
+                console.print(Text.assemble("  ", hint), soft_wrap=True)
+    console.print()
+    if report is not None:
+        console.print(f"Report: {report}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Again:  {shlex.join(rerun)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _wide(console: Console) -> Any:
+    return console.options.update(max_width=10_000)
+
+
+def _word(one: Mapping[str, Any]) -> tuple[str, str]:
+    return one["parity"], STYLES.get(one["parity"], "")
+
+
+def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A quantity a row, a precision a column, so that eighty columns hold FP32 and two candidates."""
+    table = Table()
+    table.add_column("")
+    for name in (baseline, *candidates):
+        table.add_column(Text(name), justify="right")
+    columns = {name: _rows(one) for name, one in candidates.items()}
+    for i, (label, _, _) in enumerate(next(iter(columns.values()))):
+        ours = [rows[i][2] for rows in columns.values()]
+        fp32 = next((rows[i][1] for rows in columns.values() if rows[i][1]), "")
+        if any(value != MISSING for value in ours):
+            table.add_row(label, fp32, *(Text(value, style=STYLES.get(value, "")) for value in ours))
+    return table
+
+
+def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Each quantity: its name, FP32's value, the candidate's."""
+    peak, fp32_peak = one["peak_memory_bytes"], one["fp32_peak_memory_bytes"]
+    return [
+        ("parity", "", one["parity"]),
+        ("speed", "1.00x" if one["speedup"] else "", _times(one["speedup"], one["speedup_interval"])),
+        ("peak memory", _size(fp32_peak), _memory(peak, one["peak_memory_ratio"])),
+        ("final loss", _number(one["fp32_loss"]), _number(one["final_loss"]) or MISSING),
+        ("loss gap", "", MISSING if one["loss_gap"] is None else f"{one['loss_gap']:+.2g}"),
+        ("90 % interval", "", _interval(one["loss_gap_interval"])),
+        ("margin", "", MISSING if one["margin"] is None else f"±{one['margin']:.3g}"),
+        ("metric", _number(one["fp32_metric"]), _number(one["final_metric"]) or MISSING),
+        ("pairs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
+        ("skipped", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
+        ("power (loss)", "", MISSING if one["power"] is None else f"{one['power']:.0%}"),
+    ]
+
+
+def _times(value: float | None, interval: list[float] | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.2f}x" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
+def _size(value: int | None) -> str:
+    return "" if value is None else f"{value / MB:.3g} MB"
+
+
+def _memory(peak: int | None, ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x ({_size(peak)})"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _interval(interval: list[float] | None) -> str:
+    return f"{interval[0]:+.2g} to {interval[1]:+.2g}" if interval else MISSING

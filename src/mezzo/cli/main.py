@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from mezzo import __version__
-from mezzo.cli.parser import Parser
+from mezzo.cli.arguments import Parser
 from mezzo.core.errors import MezzoError, UsageError, unknown_name
 
 VERBS = {

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import MezzoError, UsageError
 from mezzo.report import build_any
 from mezzo.report.run import read_run
 
@@ -62,3 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         raise UsageError(f"no browser was found to open {page} with: open it by hand")
     return 0
+
+
+def page(build: Callable[[Path], Path], folder: Path) -> Path | None:
+    """Make a folder's report; None where that fails, which is told on stderr with how to make it later.
+
+    Args:
+        build: makes it, such as `mezzo.report.build`.
+        folder: with the records.
+    """
+    try:
+        return build(folder)
+    except OSError as error:
+        why = f"{error.filename or folder}: {error.strerror or error}"
+    except MezzoError as error:
+        why = str(error)
+    print(
+        f"mezzo: no report: {why.rstrip('.')}. Once that is mended: mezzo report {os.fspath(folder)}",
+        file=sys.stderr,
+    )
+    return None

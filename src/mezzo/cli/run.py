@@ -29,7 +29,7 @@ from pathlib import Path
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.launch.runner import checked
 from mezzo.pytorch.launch.runner import run as run_request
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
@@ -147,9 +147,14 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None and (not arguments.watch or arguments.records is not None):
         return run_request(request)
     checked(request)  # before anything of an earlier run is touched
-    folder = (folder or _unused(_FOLDER)).absolute()  # the script may change the working directory
-    rank = _rank()
-    said = _about(folder)
+    rank, said = _rank(), ""
+    if folder is None:
+        folder = _unused(_FOLDER)
+        if folder != _FOLDER:
+            said = f"{_FOLDER} holds something already, so this run is in {folder.name}"
+    folder = folder.absolute()  # the script may change the working directory
+    if os.path.exists(folder / _RECORDS):
+        said = f"the run that {folder} held is replaced by this one (another --out keeps both)"
     report = folder / "report.html" if rank == 0 else None
     with ExitStack() as lock:
         records = _prepared(folder, rank, lock)
@@ -157,9 +162,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"mezzo: {said}", file=sys.stderr)
         status = run_request(replace(request, records=records, report=report))
     if rank == 0:
-        _report(
-            folder, quiet=arguments.quiet or status != 0
-        )  # after a failure it is named before the traceback
+        from mezzo.cli.report import page
+        from mezzo.report import build_run
+
+        made = page(build_run, folder)  # the script has run: where that fails, its status stands
+        if made is not None and not arguments.quiet and status == 0:  # a failure has named it already
+            print(f"mezzo: report: {made}", file=sys.stderr)
     return status
 
 
@@ -198,37 +206,16 @@ def _holds_something(folder: Path) -> bool:
         return True
 
 
-def _about(folder: Path) -> str:
-    """What becomes of an earlier run in the folder's place, to be said; empty where there was none."""
-    if os.path.exists(folder / _RECORDS):
-        return f"the run that {folder} held is replaced by this one (another --out keeps both)"
-    default = _FOLDER.absolute()
-    if (
-        folder.parent == default.parent
-        and folder.name.startswith(f"{_FOLDER}-")
-        and _holds_something(default)
-    ):
-        return f"{_FOLDER} holds something already, so this run is in {folder.name}"
-    return ""
-
-
 def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
     """The file for this process's records, in a folder that is ours. The first rank locks it until `lock` ends.
 
     Raises:
         UsageError: the folder holds something else, is in use by another process, or can't be made.
     """
-    from mezzo.verify.folder import locked
+    from mezzo.verify.folder import check_ours, locked, writing
 
-    try:
-        if folder.exists() and not (folder / _RECORDS).exists():
-            strangers = sorted(
-                p.name for p in folder.iterdir() if p.name not in _OURS and not p.name.startswith(".")
-            )
-            if strangers:
-                raise UsageError(
-                    f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
-                )
+    with writing(folder):
+        check_ours(folder, _OURS, str(_RECORDS))
         if rank == 0:
             lock.enter_context(locked(folder))
         (folder / "runs").mkdir(parents=True, exist_ok=True)
@@ -241,16 +228,4 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
                 number = old.stem.removeprefix("run-rank")
                 if ranks is not None and number.isdigit() and int(number) >= ranks:
                     old.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}. Name a folder that can be written.") from error
     return folder / (_RECORDS if rank == 0 else _RECORDS.with_name(f"run-rank{rank}.jsonl"))
-
-
-def _report(folder: Path, *, quiet: bool) -> None:
-    """Make the report. The script has run: where that fails, it is said, and the script's status stands."""
-    from mezzo.cli.page import page
-    from mezzo.report import build_run
-
-    made = page(build_run, folder)
-    if made is not None and not quiet:
-        print(f"mezzo: report: {made}", file=sys.stderr)

@@ -21,13 +21,11 @@ from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.records import MemoryRecord, RunStarted
 from mezzo.keras.hardware import describe, peak_memory, resident, switch_off_tf32
 from mezzo.keras.plan import KerasPlan, plan
-from mezzo.scripts import child, life_cycle, script
-from mezzo.scripts.framework_seeds import FrameworkSeeds
-from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts import runner, script
 from mezzo.scripts.journal import Journal
-from mezzo.scripts.patches import Patches
-from mezzo.scripts.request import RunRequest
-from mezzo.scripts.seeds import Seeds
+from mezzo.scripts.patches import ImportWatch, Patches
+from mezzo.scripts.runner import RunRequest
+from mezzo.scripts.seeds import FrameworkSeeds
 
 # What a PyTorch run can be asked for and this one cannot.
 _NOT_HERE = {
@@ -70,12 +68,11 @@ def run(request: RunRequest) -> int:
     journal = Journal(request.records, lambda: _started(session))
     session = Session(request, kept, journal)
     imports = ImportWatch()
-    parts: list[life_cycle.Part] = [imports]
+    parts: list[runner.Part] = [imports]
     if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
-        seeds = Seeds(request.seed_offset, imports)
-        parts += [seeds, FrameworkSeeds(seeds, imports)]
+        parts.append(FrameworkSeeds(request.seed_offset, imports))
     parts.append(Instrument(session, imports))
-    return life_cycle.run(
+    return runner.run(
         session,
         target,
         parts,
@@ -103,7 +100,7 @@ def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
 def _started(session: Session) -> RunStarted:
     used = session.used or bool(session.journal.losses or session.journal.updates)
     machine = describe(session.backend, used=used)
-    return life_cycle.started(session.request, session.plan.precision, machine)
+    return runner.started(session.request, session.plan.precision, machine)
 
 
 @dataclass
@@ -132,7 +129,6 @@ class Session:
     # The dictionary forgets those that are gone.
     _next: Iterator[int] = field(default_factory=itertools.count)
     _moved: int = 0
-    _updates: int = 0
     _measuring: Callable[[], MemoryRecord | None] | None = None
     _observed: bool = False
 
@@ -202,11 +198,7 @@ class Session:
             self._moved += 1
             if self._moved == _FIRST:
                 self._measuring = peak_memory(self.backend, self.resident)
-        self._updates += number == 0
-        wanted = self.request.stop_after
-        if wanted is not None and self._updates >= wanted:
-            self.journal.note(f"ended after {wanted} updates of the first optimizer, as asked")
-            raise SystemExit(0)
+        self.journal.stop_after(self.request.stop_after)
 
     def finish(self) -> None:
         """The script is over."""
@@ -316,7 +308,7 @@ def _place(frame: FrameType | None) -> str:
 
 def main(words: list[str]) -> int:
     """Read the request, run it, return its status; 2 for a request that can't be run."""
-    return child.main(words, run, "mezzo.keras.run")
+    return runner.main(words, run, "mezzo.keras.run")
 
 
 if __name__ == "__main__":

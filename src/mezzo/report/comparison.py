@@ -116,15 +116,29 @@ def command_line(comparison: Comparison) -> str:
         return written
     if isinstance(written, (list, tuple)) and written:
         return shlex.join(str(word) for word in written)
+    return shlex.join(
+        command_words(
+            {
+                "target": request.get("script") or (started.script if started else "SCRIPT"),
+                "precisions": request.get("precision") or list(comparison.candidates),
+                "argv": started.argv if started else [],
+                **{key: value for key, value in request.items() if value},
+            },
+            comparison.directory.resolve().name,
+        )
+    )
+
+
+def command_words(request: Mapping[str, Any], out: str) -> list[str]:
+    """The words that give a comparison again, from its request, in a folder."""
     words = ["mezzo", "compare"]
-    script = request.get("target") or request.get("script") or (started.script if started else "SCRIPT")
     if request.get("demo"):
         words += ["--demo", str(request["demo"])]
     else:
-        words += ["-m", str(script)] if request.get("is_module") else [str(script)]
+        words += ["-m"] * bool(request.get("is_module")) + [str(request["target"])]
         if request.get("framework", "pytorch") != "pytorch":
             words += ["--framework", str(request["framework"])]
-    precisions = request.get("precisions") or request.get("precision") or list(comparison.candidates)
+    precisions = request["precisions"]
     # A flag for each: "params=fp32,compute=bf16" holds a comma of its own.
     for one in precisions if isinstance(precisions, (list, tuple)) else [precisions]:
         words += ["--precision", str(one)]
@@ -132,8 +146,8 @@ def command_line(comparison: Comparison) -> str:
         if request.get(key) not in (None, "", "auto"):
             words += [f"--{key.replace('_', '-')}", str(request[key])]
     # In the same folder the finished runs would be kept, and nothing run again.
-    words += ["--out", comparison.directory.resolve().name, "--fresh"]
-    arguments = request.get("argv", started.argv if started else [])
+    words += ["--out", out, "--fresh"]
+    arguments = request.get("argv")
     if isinstance(arguments, (list, tuple)) and arguments:
         words += ["--", *(str(word) for word in arguments)]
-    return shlex.join(words)
+    return words

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -58,6 +60,7 @@ class Journal:
         self._held = False
         self.losses = 0
         self.updates = self.skipped = 0
+        self.first_updates = 0  # of the first optimizer
         self.loss_scale = 1.0  # of the last update
         self.memory: MemoryRecord | None = None
         self.ops: list[OpFormats] = []
@@ -106,8 +109,19 @@ class Journal:
             )
             self._put(record, None)
         self.updates += 1
+        self.first_updates += optimizer == 0
         self.skipped += not moved
         self.loss_scale = loss_scale
+
+    def stop_after(self, wanted: int | None) -> None:
+        """End the script once its first optimizer has made so many updates, if that is wanted.
+
+        Raises:
+            SystemExit: it has.
+        """
+        if wanted is not None and self.first_updates >= wanted:
+            self.note(f"ended after {wanted} updates of the first optimizer, as asked")
+            raise SystemExit(0)
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
         """What the observed step showed."""
@@ -194,3 +208,31 @@ def _number(value: Any) -> float:
         return float(value)
     except (RuntimeError, ValueError, TypeError):  # a tensor without storage: meta, fake
         return math.nan
+
+
+# What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
+WRITER = "tensorboard.summary.writer.event_file_writer"
+
+
+def check_events(folder: Path) -> None:
+    """Make the folder, and see that there is something to write into it with.
+
+    Raises:
+        UsageError: TensorBoard's package is missing or can't be imported; the folder is a file, or can't be written.
+    """
+    try:
+        importlib.import_module(WRITER)
+    except Exception as error:  # also a folder called tensorboard, or a protobuf that does not go with it
+        raise UsageError(
+            f"--tensorboard {folder}: TensorBoard's package can't be imported ({type(error).__name__}: {error}). "
+            "Install it: pip install tensorboard"
+        ) from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "is a file" if os.path.isfile(folder) else error.strerror or error
+        raise UsageError(
+            f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--tensorboard {folder}: it can't be written. Name another folder.")

@@ -1,7 +1,18 @@
-"""Patches: attributes that were replaced, and how each is put back."""
+"""What a run changes in this process and puts back: replaced attributes, and calls right after a module's import.
+
+A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`. Were torch
+imported for it beforehand, those lines would come too late. So nothing of PyTorch is touched until the
+script asks for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -29,3 +40,68 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+Callback = Callable[[ModuleType], None]
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls back once for each watched module, right after its code has run (at once if that is past)."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Callback]] = {}
+        self._finding: set[str] = set()
+
+    def install(self) -> None:
+        """Begin to watch."""
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Stop; what was not imported by now never calls back."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def when(self, name: str, callback: Callback) -> None:
+        """Call `callback(module)` when the module called `name` has been imported."""
+        module = sys.modules.get(name)
+        if module is not None:
+            callback(module)
+        else:
+            self._waiting.setdefault(name, []).append(callback)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What the other finders find, with a loader that calls back after it has run the module."""
+        if fullname not in self._waiting or fullname in self._finding:
+            return None
+        self._finding.add(fullname)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = (
+                    find(fullname, path, target) if finder is not self and find else None
+                )
+                if spec is not None:
+                    self._attach(spec, fullname)
+                    return spec
+            return None
+        finally:
+            self._finding.discard(fullname)
+
+    def _attach(self, spec: ModuleSpec, name: str) -> None:
+        loader: Any = spec.loader
+        if loader is None or not hasattr(loader, "exec_module"):
+            return
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            del loader.exec_module  # the loader is as it was, whoever looks at it later
+            for callback in self._waiting.pop(name, ()):
+                callback(module)
+
+        # A loader that is a class, for built-in and frozen modules: none is ever watched.
+        with contextlib.suppress(AttributeError):
+            loader.exec_module = exec_module

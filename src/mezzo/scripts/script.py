@@ -27,15 +27,21 @@ _kept: list[ModuleType] = []
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be run: where its code is, and what Python would have put around it."""
+    """What is to be run: where its code is, and what Python would have put around it.
 
-    name: str
+    Args:
+        argv0: `sys.argv[0]`.
+        path0: `sys.path[0]`.
+        file: with the code, as a full path.
+        spec: of the module; None for a plain script.
+        code: of a module; a script's is compiled when it runs.
+    """
+
     argv0: str
     path0: str
     file: str
-    code: CodeType | None
-    spec: ModuleSpec | None
-    package: str | None
+    spec: ModuleSpec | None = None
+    code: CodeType | None = None
 
 
 def locate(target: str, *, is_module: bool) -> Target:
@@ -44,20 +50,18 @@ def locate(target: str, *, is_module: bool) -> Target:
     Raises:
         UsageError: there is no such file, module or `__main__.py`, or it can't be read.
     """
-    return _module(target) if is_module else _script(target)
-
-
-def _script(target: str) -> Target:
+    if is_module:
+        return _module(target)
     if not target:
         raise UsageError("'': the script's name is empty. Give the path of a Python script.")
     path = Path(target)
     folder = os.path.isdir(path)
     file = path / "__main__.py" if folder else path
-    if folder and not os.path.exists(file):
-        raise UsageError(
-            f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
-        )
     if not os.path.exists(file):
+        if folder:
+            raise UsageError(
+                f"{target!r} is a directory without a __main__.py. Give the path of a Python script."
+            )
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if os.path.isdir(path.parent) else []
         there = f" Scripts there: {', '.join(near)}." if near else ""
         raise UsageError(f"no script {target!r} in {os.getcwd()}.{there} Give the path of a Python script.")
@@ -66,15 +70,15 @@ def _script(target: str) -> Target:
     full = os.path.abspath(file)
     if folder:
         path0 = os.path.abspath(path)
-        return Target(target, target, path0, full, None, PathFinder.find_spec("__main__", [path0]), "")
-    return Target(target, target, os.path.dirname(os.path.realpath(file)), full, None, None, None)
+        return Target(target, path0, full, PathFinder.find_spec("__main__", [path0]))
+    return Target(target, os.path.dirname(os.path.realpath(file)), full)
 
 
 def _module(target: str) -> Target:
     sys.path.insert(0, os.getcwd())
     try:
         details: Any = runpy._get_module_details  # type: ignore[attr-defined]
-        name, spec, code = details(target, _NoModuleError)
+        _, spec, code = details(target, _NoModuleError)
     except _NoModuleError as error:
         raise UsageError(
             f"-m {target}: {error}. Give the dotted name of a module that can be imported from {os.getcwd()}, as after "
@@ -82,7 +86,7 @@ def _module(target: str) -> Target:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    return Target(name, spec.origin, os.getcwd(), spec.origin, code, spec, spec.parent)
+    return Target(spec.origin, os.getcwd(), spec.origin, spec, code)
 
 
 class _NoModuleError(Exception):
@@ -92,15 +96,15 @@ class _NoModuleError(Exception):
 @contextmanager
 def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """`__main__`, `sys.argv` and `sys.path[0]` as Python makes them for this target; restored afterwards."""
-    module = ModuleType("__main__")
+    module, spec = ModuleType("__main__"), target.spec
     namespace: dict[str, Any] = module.__dict__
     namespace.update(
         __file__=target.file,
-        __package__=target.package,
-        __spec__=target.spec,
+        __package__=spec and spec.parent,
+        __spec__=spec,
         __builtins__=builtins,
-        __cached__=None if target.spec is None else target.spec.cached,
-        __loader__=SourceFileLoader("__main__", target.file) if target.spec is None else target.spec.loader,
+        __cached__=spec and spec.cached,
+        __loader__=spec.loader if spec else SourceFileLoader("__main__", target.file),
         __annotations__={},
     )
     _kept.append(module)

@@ -11,8 +11,10 @@ Each is a child process that runs the unmodified script and is ended after so ma
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,16 @@ import mezzo
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
+from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.formats import named
+from mezzo.core.patterns import is_pattern
 from mezzo.core.scale_numbers import power_text
 from mezzo.core.sensitivity import RANKED, rank
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.request import RunRequest
-from mezzo.scripts.script import locate
-from mezzo.verify.children import LAUNCH, attempt, run_child, terminated_like_an_interrupt
-from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import forget_run, locked
-from mezzo.verify.progress import Silent, Watcher
-from mezzo.verify.trial import Check, check_of
+from mezzo.verify.folder import forget_run, locked, writing
+from mezzo.verify.progress import Watcher
+from mezzo.verify.request import ScriptRequest
+from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 
 POLICY, RESULT = "policy.toml", "calibration.json"
 WATCHED, CHECKED = "fp32-0", "recommended-0"
@@ -41,12 +42,10 @@ TRIALS = 3
 
 
 @dataclass(frozen=True)
-class CalibrationRequest:
+class CalibrationRequest(ScriptRequest):
     """What is calibrated.
 
     Args:
-        target: the script's path, or a module's name where `is_module`.
-        argv: the script's own arguments.
         steps: updates of the first optimizer that are watched, and again that are run under the recommendation.
         format: one of `FORMATS` to recommend it whatever this machine has; None: what is native here.
         headroom_bits: see `mezzo.core.calibration.recommend`.
@@ -57,9 +56,6 @@ class CalibrationRequest:
         UnknownNameError: no such format.
     """
 
-    target: str
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
     steps: int = 20
     format: str | None = None
     headroom_bits: int = 1
@@ -71,8 +67,7 @@ class CalibrationRequest:
         check_headroom(self.headroom_bits, "--headroom ")
         if self.format is not None and self.format not in FORMATS:
             raise unknown_name("format", self.format, FORMATS, where="--precision: ")
-        if not self.is_module:
-            locate(self.target, is_module=False)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -119,35 +114,30 @@ def calibrate_script(
         UsageError: the folder can't be written.
     """
     runs = 2 if request.check else 1
-    try:
-        with locked(folder):
-            (folder / "runs").mkdir(parents=True, exist_ok=True)
-            for name in (WATCHED, CHECKED):
-                forget_run(folder, name)
-            for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
-                (folder / name).unlink(missing_ok=True)
-            with watcher or Silent() as told, terminated_like_an_interrupt():
-                run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
-                found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
-                policy = folder / POLICY
-                check = None
-                for attempt in range(TRIALS if request.check else 0):
-                    write_whole(policy, found.to_toml(_head(found, None)))
-                    forget_run(folder, CHECKED)
-                    count = (2 + attempt, max(2 + attempt, runs))
-                    tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
-                    check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
-                    mended = None if attempt == TRIALS - 1 else _mended(found, check)
-                    if mended is None:
-                        break
-                    found = mended
-                write_whole(policy, found.to_toml(_head(found, check)))
-                done = Calibrated(found, check)
-                write_whole(folder / RESULT, done.to_json(request))
-    except OSError as error:
-        raise UsageError(
-            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
-        ) from error
+    with writing(folder), locked(folder):
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        for name in (WATCHED, CHECKED):
+            forget_run(folder, name)
+        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+            (folder / name).unlink(missing_ok=True)
+        with watcher or Watcher() as told, terminated_like_an_interrupt():
+            run = _run(request, folder, WATCHED, "fp32", told, (1, runs), command, watch=1)
+            found = recommendation_of(request, run, records.read(folder / "runs" / f"{WATCHED}.jsonl"))
+            policy = folder / POLICY
+            check = None
+            for attempt in range(TRIALS if request.check else 0):
+                write_whole(policy, found.to_toml(_head(found, None)))
+                forget_run(folder, CHECKED)
+                count = (2 + attempt, max(2 + attempt, runs))
+                tried = _run(request, folder, CHECKED, str(policy.resolve()), told, count, command)
+                check = check_of(tried, records.read(folder / "runs" / f"{CHECKED}.jsonl"))
+                mended = None if attempt == TRIALS - 1 else _mended(found, check)
+                if mended is None:
+                    break
+                found = mended
+            write_whole(policy, found.to_toml(_head(found, check)))
+            done = Calibrated(found, check)
+            write_whole(folder / RESULT, done.to_json(request))
     return done
 
 
@@ -241,13 +231,10 @@ def _run(
     watch: int = 0,
 ) -> FinishedRun:
     """One child run to its end."""
-    child = RunRequest(
-        target=request.target,
-        argv=request.argv,
-        is_module=request.is_module,
-        policy=policy,
-        records=(folder / "runs" / f"{name}.jsonl").resolve(),
-        summary=False,
+    child = request.child(
+        folder,
+        name,
+        policy,
         watch=watch,
         watch_all=bool(watch),
         sensitivity=bool(watch),
@@ -255,17 +242,82 @@ def _run(
         stop_after=request.steps,
     )
     told.begin(name.removesuffix("-0"), *count, request.steps)
-    try:
-        with attempt(child) as here:
-            status = run_child(command, here, told.steps)
-    except BaseException:
-        told.end("stopped")
-        raise
-    run = read_run(folder / "runs", name)
-    told.end(f"{run.steps} steps" if run.succeeded else f"failed with exit status {status}")
+    run, status = run_to_end(command, child, told)
     if not run.succeeded:
         kind = "in FP32" if watch else f"under {policy}"
         raise ScriptError(
             f"{request.target} ended with exit status {status} {kind}. Its output ended:\n{run.failure()}"
         )
     return run
+
+
+BY_THE_FORMAT = {"overflow": "overflowed in the trial", "invalid": "made NaN or infinity in the trial"}
+"""Causes that a wider format can mend, for the same steps were finite in FP32; and what is told of their modules."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of the recommended policy in a run of its own.
+
+    Args:
+        steps: updates that were made or skipped.
+        skipped: those that were skipped.
+        loss_finite: whether every loss was.
+        scale: the loss scale after it.
+        alarms: whether a step was skipped for another reason than the loss scale.
+        findings: what was found out about the skips, a line for each that differs, with how many steps it was so.
+        remedies: what to try, without repeats, those that keep a module in FP32 first.
+        modules: those that a policy can name, in which a finite number became infinite or NaN; and which it was.
+    """
+
+    steps: int
+    skipped: int
+    loss_finite: bool
+    scale: float = 1.0
+    alarms: bool = False
+    findings: list[str] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether no step was skipped and no loss was NaN or infinite."""
+        return not self.skipped and self.loss_finite
+
+    def __str__(self) -> str:
+        skipped = f"{self.skipped} of {counted(self.steps)} skipped" if self.skipped else "no step skipped"
+        loss = "every loss finite" if self.loss_finite else "a loss that is not finite"
+        return f"{counted(self.steps)} under this policy: {skipped}, {loss}"
+
+
+def check_of(run: FinishedRun, written: Iterable[records.Record]) -> Check:
+    """The check from a run's updates and losses, and from all that it wrote."""
+    overflows = [record for record in written if isinstance(record, records.OverflowRecord)]
+    alarms = [record.finding for record in overflows if record.finding.alarms]
+    last = run.updates[-1] if run.updates else None
+    remedies = dict.fromkeys(remedy for finding in alarms for remedy in finding.remedies)
+    return Check(
+        steps=len(run.updates),
+        skipped=sum(update.skipped for update in run.updates),
+        loss_finite=all(math.isfinite(record.loss) for record in run.losses),
+        scale=1.0 if last is None else last.loss_scale * (0.5 if last.skipped else 1.0),
+        alarms=bool(alarms),
+        findings=_lines(overflows),
+        remedies=sorted(remedies, key=lambda remedy: "module." not in remedy),
+        modules={one.module: BY_THE_FORMAT[one.cause] for one in reversed(alarms) if _can_be_kept(one)},
+    )
+
+
+def _lines(overflows: list[records.OverflowRecord]) -> list[str]:
+    """A line for each finding that differs, in the order in which they came."""
+    first = {record.finding.place: record for record in reversed(overflows)}
+    counts = Counter(record.finding.place for record in overflows)
+    return [
+        f"{f'step {first[place].update}' if count == 1 else counted(count)}: {first[place].finding}"
+        for place, count in counts.items()
+    ]
+
+
+def _can_be_kept(finding: Finding) -> bool:
+    named = finding.module != OUTSIDE and is_pattern(finding.module)
+    return named and finding.cause in BY_THE_FORMAT

@@ -7,12 +7,10 @@ that a machine that grows slower or faster over the hour favours nobody.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,11 @@ import numpy as np
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.request import RunRequest
-from mezzo.verify.children import attempt, run_child, terminated_like_an_interrupt
-from mezzo.verify.finished import FinishedRun, read_run
-from mezzo.verify.folder import check_ours, forget_run, locked, prepare
-from mezzo.verify.frameworks import framework
+from mezzo.verify.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.verify.judgement import Runs, verdict
-from mezzo.verify.progress import Silent, Watcher
-from mezzo.verify.request import BASELINE, TWIN, Request, source_of
+from mezzo.verify.progress import Watcher
+from mezzo.verify.request import BASELINE, TWIN, Request, framework, source_of
+from mezzo.verify.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
 
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"
@@ -93,22 +88,16 @@ def compare(
         UnsupportedPrecisionError: a candidate that this machine can't run.
         KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
     """
-    with _writing(folder), terminated_like_an_interrupt():
+    with writing(folder), terminated_like_an_interrupt():
         check_ours(folder)
         with locked(folder):
             resumed = prepare(folder, request, fresh=fresh)
-            return _compare(request, folder, resumed, watcher or Silent(), command)
-
-
-def _compare(
-    request: Request, folder: Path, resumed: bool, watcher: Watcher, command: Sequence[str] | None
-) -> dict[str, Any]:
-    with watcher as told:
-        if resumed:
-            told.say(f"{folder}: finished runs are kept")
-        runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
-        found = verdict(request, runs)
-        write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+            with watcher or Watcher() as told:
+                if resumed:
+                    told.say(f"{folder}: finished runs are kept")
+                runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
+                found = verdict(request, runs)
+                write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
     return found
 
 
@@ -123,14 +112,20 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         run = _kept(folder, plan.name, told)
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
+            forget_run(folder, plan.name)
+            child = request.child(
+                folder,
+                plan.name,
+                plan.precision,
+                seed_offset=plan.seed,
+                nudge=plan.nudge,
+                observe=not plan.nudge,
+            )
             try:
-                status = _run_one(request, folder, plan, told, command)
+                run, status = run_to_end(command, child, told)
             except BaseException:
                 forget_run(folder, plan.name)
-                told.end("stopped")
                 raise
-            run = read_run(folder / "runs", plan.name)
-            told.end(_outcome(run, status))
             _check(request, folder, plan, run, status)
         if not run.succeeded:
             failed.add(plan.precision)
@@ -139,23 +134,6 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         steps = steps or run.steps
         runs.setdefault(TWIN if plan.nudge else plan.precision, {})[plan.seed] = run
     return runs
-
-
-def _run_one(request: Request, folder: Path, plan: Planned, told: Watcher, command: tuple[str, ...]) -> int:
-    forget_run(folder, plan.name)
-    child = RunRequest(
-        target=request.target,
-        argv=request.argv,
-        is_module=request.is_module,
-        policy=plan.precision,
-        records=(folder / "runs" / f"{plan.name}.jsonl").resolve(),
-        seed_offset=plan.seed,
-        nudge=plan.nudge,
-        observe=not plan.nudge,
-        summary=False,
-    )
-    with attempt(child) as here:
-        return run_child(command, here, told.steps)
 
 
 def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
@@ -168,19 +146,13 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
         return read_run(folder / "runs", name)
 
 
-def _outcome(run: FinishedRun, status: int) -> str:
-    if run.succeeded:
-        return f"{run.steps} steps"
-    return f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
-
-
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
     refused = _refused(run, status)
     if refused or not run.succeeded:
         try:
             if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
-                raise _full(folder)
+                raise full(folder)
             if -status in KILLED_FROM_OUTSIDE:
                 raise MezzoError(
                     f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
@@ -254,23 +226,3 @@ _USAGE = 40  # lines: a script that was asked for its --help trains nothing
 def _ending(run: FinishedRun, lines: int) -> str:
     """The last lines that a script printed, as an error goes on with them; empty where it printed nothing."""
     return "\n".join([" Its output ended:", *run.said[-lines:]]) if run.said else ""
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turn the errors of a folder that can't be written into one line."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _full(folder) from error
-        raise UsageError(
-            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
-        ) from error
-
-
-def _full(folder: Path) -> UsageError:
-    return UsageError(
-        f"{folder}: no space left on the disk. Free some and give the same command again: finished runs are "
-        "kept. Or name a folder elsewhere with --out."
-    )

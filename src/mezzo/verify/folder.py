@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from mezzo.core.errors import UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.verify.children import ATTEMPT
 from mezzo.verify.request import BASELINE, FILE, Request, differences, read_request
+from mezzo.verify.runs import ATTEMPT
 
 OURS = (FILE, "verdict.json", "report.html", "runs")
 LOCK = ".lock"
@@ -109,18 +110,43 @@ def forget_run(folder: Path, name: str) -> None:
         (folder / "runs" / f"{name}{suffix}").unlink(missing_ok=True)
 
 
-def check_ours(folder: Path) -> None:
-    """Check that the folder is new, empty, or a comparison's.
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn the errors of a folder that can't be written into one line.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: an OSError was raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise full(folder) from error
+        raise UsageError(
+            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
+        ) from error
+
+
+def full(folder: Path) -> UsageError:
+    """The error for a disk that has no space left."""
+    return UsageError(
+        f"{folder}: no space left on the disk. Free some and give the same command again (mezzo compare keeps finished "
+        "runs). Or name a folder elsewhere with --out."
+    )
+
+
+def check_ours(folder: Path, ours: Collection[str] = OURS, mark: str = FILE) -> None:
+    """Check that the folder is new, empty, or ours: it holds nothing but `ours`, or holds `mark`.
+
+    Raises:
+        UsageError: it holds something else, or is a file.
     """
     if not folder.exists():
         return
     if not folder.is_dir():
         raise UsageError(f"--out {folder}: is a file. Name a folder.")
-    strangers = sorted(p.name for p in folder.iterdir() if p.name not in OURS and not p.name.startswith("."))
-    if strangers and not (folder / FILE).exists():
+    strangers = sorted(p.name for p in folder.iterdir() if p.name not in ours and not p.name.startswith("."))
+    if strangers and not (folder / mark).exists():
         raise UsageError(
             f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
         )

@@ -10,11 +10,10 @@ from typing import Any
 from mezzo.core.comparison import Comparison, Parity
 from mezzo.core.policy import policy
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
-from mezzo.verify.finished import FinishedRun
 from mezzo.verify.folder import strict
-from mezzo.verify.frameworks import framework
 from mezzo.verify.measure import Speed, speed
-from mezzo.verify.request import BASELINE, TWIN, Request
+from mezzo.verify.request import BASELINE, TWIN, Request, framework
+from mezzo.verify.runs import FinishedRun
 
 SCHEMA = 1
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class Watcher(Protocol):
-    """Told of every run as it begins, goes on and ends."""
+class Watcher:
+    """Told of every run as it begins, goes on and ends. This one says nothing."""
 
-    def __enter__(self) -> Watcher: ...
+    def __enter__(self) -> Watcher:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        """Nothing to close."""
 
     def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
         """Run number `index` (from 1) of `runs` begins; `steps` is what it should take, if that is known."""
@@ -32,31 +34,7 @@ class Watcher(Protocol):
         """A line for the user."""
 
 
-class Silent:
-    """Says nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to close."""
-
-    def begin(self, name: str, index: int, runs: int, steps: int | None) -> None:
-        """See `Watcher`."""
-
-    def steps(self, done: int) -> None:
-        """See `Watcher`."""
-
-    def end(self, outcome: str) -> None:
-        """See `Watcher`."""
-
-    def say(self, text: str) -> None:
-        """See `Watcher`."""
-
-
-class Lines(Silent):
+class Lines(Watcher):
     """A line when a run ends: for pipes and log files."""
 
     def __init__(self, file: TextIO) -> None:
@@ -78,7 +56,7 @@ class Lines(Silent):
         print(text, file=self._file, flush=True)
 
 
-class Bar(Silent):
+class Bar(Watcher):
     """A progress bar for the run that goes on, and a line for each that is over."""
 
     def __init__(self, console: Console) -> None:
@@ -115,8 +93,7 @@ class Bar(Silent):
             done = self._progress.tasks[self._task].completed
             self._progress.update(self._task, total=max(done, 1))
             self._progress.stop_task(self._task)
-            if outcome != "done":
-                self.say(outcome)
+            self.say(outcome)
         self._task = None
 
     def say(self, text: str) -> None:
@@ -124,6 +101,8 @@ class Bar(Silent):
         self._progress.console.print(text, markup=False, highlight=False)
 
 
-def watcher(console: Console) -> Watcher:
-    """A bar on a terminal, lines elsewhere."""
-    return Bar(console) if console.is_terminal else Lines(console.file)  # type: ignore[arg-type]
+def watcher(console: Console, *, quiet: bool = False) -> Watcher:
+    """A bar on a terminal, lines elsewhere; there nothing where the output is to be `quiet`."""
+    if console.is_terminal:
+        return Bar(console)
+    return Watcher() if quiet else Lines(console.file)  # type: ignore[arg-type]

@@ -1,8 +1,11 @@
-"""What is compared, as a value that is written down before the first run: `comparison.json`.
+"""What is compared, as a value that is written down before the first run (`comparison.json`), and the frameworks whose
+scripts are compared: how a child of each is started, and how its precisions are read.
 
 A folder belongs to one comparison. What decides the runs (script, arguments, precisions, versions) and what
 decides the verdict (seeds, margin, metric) are declared together, and may not change once a candidate has
 been seen: a margin chosen after the result is no margin.
+
+All that differs between frameworks stands in one table; nothing else of `mezzo compare` asks which framework it is.
 """
 
 from __future__ import annotations
@@ -10,18 +13,160 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import mezzo
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.policy import policy
 from mezzo.core.records import file_name
-from mezzo.verify.frameworks import framework
-from mezzo.verify.metric import Metric
-from mezzo.verify.precisions import split_precisions
+from mezzo.keras.plan import plan
+from mezzo.pytorch.launch.storage import check
+from mezzo.scripts.runner import RunRequest
+from mezzo.scripts.script import locate
+from mezzo.verify.measure import Metric
+from mezzo.verify.runs import LAUNCH, FinishedRun
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a precision's name stands for: two of one fingerprint are the same; and whether it is FP32, the baseline."""
+
+    fingerprint: str
+    is_fp32: bool
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One framework.
+
+    Args:
+        name: the word of `--framework`.
+        launch: the command that runs a request's file.
+        read: a precision's name -> what it stands for. Raises UsageError for what no unmodified script can be run
+            with.
+        packages: those whose versions decide the runs.
+        untrained: what is told of a script that recorded no loss, after its name.
+        mistaken: why an FP32 run is not this framework's, and what to do; None where it is.
+        emulates: whether Mezzo itself computes in a format that the device lacks; else the framework does, in its way.
+        guessed: the same of a script's text, for a run that died without a record; None where nothing speaks for it.
+    """
+
+    name: str
+    launch: tuple[str, ...]
+    read: Callable[[str], Precision]
+    packages: tuple[str, ...]
+    untrained: str
+    mistaken: Callable[[FinishedRun], str | None]
+    emulates: bool
+    guessed: Callable[[str], str | None] = lambda text: None
+
+
+def framework(name: str) -> Framework:
+    """The framework of that name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in FRAMEWORKS:
+        raise unknown_name("framework", name, FRAMEWORKS, where="--framework: ")
+    return FRAMEWORKS[name]
+
+
+def _of_pytorch(name: str) -> Precision:
+    value = policy(name)
+    check(value)
+    return Precision(value.fingerprint(), value.is_fp32)
+
+
+def _of_keras(name: str) -> Precision:
+    value = plan(name)
+    return Precision(value.precision, value.is_fp32)
+
+
+def _is_keras(run: FinishedRun) -> str | None:
+    """A run as PyTorch's in which only Keras trained: on its torch backend it calls backward, and steps itself."""
+    if run.updates or "keras" not in run.machine:
+        return None
+    return "trains with Keras: give --framework keras"
+
+
+def _looks_like_keras(text: str) -> str | None:
+    imported = set(re.findall(r"^[ \t]*(?:import|from)[ \t]+(keras|tensorflow|torch)\b", text, re.MULTILINE))
+    if not imported or "torch" in imported:
+        return None
+    return f"imports {' and '.join(sorted(imported))} and not torch. If it trains with Keras, give --framework keras"
+
+
+def _is_not_keras(run: FinishedRun) -> str | None:
+    if run.losses or "keras" in run.machine:
+        return None
+    if "tf_keras" in run.machine:
+        return (
+            "trains with Keras 2 (tf_keras), which --framework keras does not run. Use Keras 3: import keras, or leave "
+            "TF_USE_LEGACY_KERAS unset"
+        )
+    if "torch" in run.machine:
+        return "makes no Keras model, and imports torch: leave --framework keras out"
+    if "tensorflow" in run.machine:
+        return "makes no Keras model: --framework keras compares scripts that train with Keras, not TensorFlow alone"
+    return "makes no Keras model. Compare a script that trains one, or leave --framework keras out"
+
+
+FRAMEWORKS = {
+    row.name: row
+    for row in (
+        Framework(
+            "pytorch",
+            LAUNCH,
+            _of_pytorch,
+            ("torch",),
+            "ended without a call of backward(), so it has no loss to compare. Compare a script that trains; one that "
+            "only evaluates, or trains in other processes, has none here.",
+            _is_keras,
+            True,
+            _looks_like_keras,
+        ),
+        Framework(
+            "keras",
+            (sys.executable, "-m", "mezzo.keras.run"),
+            _of_keras,
+            ("keras", "tensorflow", "jax", "torch"),
+            "ended without a training step that Mezzo sees (fit or train_on_batch), so it has no loss to compare. Put "
+            "the step of a loop of its own into train_step of its keras.Model and call model.fit; a script that only "
+            "evaluates, or trains in other processes, has no loss here.",
+            _is_not_keras,
+            False,
+        ),
+    )
+}
+
+
+def split_precisions(words: Sequence[str]) -> list[str]:
+    """The precisions in the values of `--precision`, in order.
+
+    A word is split at its commas, except that what holds an ``=`` belongs to the policy string before it.
+
+    >>> split_precisions(["fp32,bf16", "bf16,op.softmax=fp32,fp16", "params=fp32,compute=bf16"])
+    ['fp32', 'bf16', 'bf16,op.softmax=fp32', 'fp16', 'params=fp32,compute=bf16']
+    """
+    found: list[str] = []
+    for word in words:
+        parts: list[str] = []
+        for piece in (piece.strip() for piece in word.split(",")):
+            if not piece:
+                continue
+            if "=" in piece and parts and not parts[-1].endswith(".toml"):
+                parts[-1] += f",{piece}"
+            else:
+                parts.append(piece)
+        found += parts
+    return found
+
 
 FILE = "comparison.json"
 BASELINE = "fp32"
@@ -30,27 +175,56 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Request:
-    """A comparison, fully declared.
+class ScriptRequest:
+    """A script that is run several times.
 
     Args:
         target: the script's path, or a module's name where `is_module`.
         argv: the script's own arguments.
+        is_module: whether `target` is a module's name, as after `python -m`.
+
+    Raises:
+        UsageError: the script is missing.
+    """
+
+    target: str
+    argv: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.is_module:
+            script_file(self.target)
+
+    def child(self, folder: Path, name: str, policy: str, **options: Any) -> RunRequest:
+        """One of its runs, under a policy, with the records in the folder's `runs/NAME.jsonl`."""
+        return RunRequest(
+            self.target,
+            self.argv,
+            self.is_module,
+            policy,
+            (folder / "runs" / f"{name}.jsonl").resolve(),
+            summary=False,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class Request(ScriptRequest):
+    """A comparison, fully declared.
+
+    Args:
         precisions: the candidates: presets, policy strings or paths of `.toml` files; see `candidates`.
         seeds: how many pairs, >= 1.
         margin: of the loss, as a share of FP32's final loss.
         metric: where the final metric is found; None judges the loss alone.
         demo: the demo's name, if the script is one.
-        framework: what the script trains with, by its name in `mezzo.verify.frameworks`.
+        framework: what the script trains with, by its name in `mezzo.verify.request`.
 
     Raises:
         UsageError: the script is missing, or a value is out of range.
         UnknownNameError: no such framework.
     """
 
-    target: str
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp16")
     seeds: int = 3
     margin: float = 0.005
@@ -72,8 +246,7 @@ class Request:
             )
         if not self.precisions:
             raise UsageError("nothing to compare: give at least one precision, such as --precision bf16,fp16")
-        if not self.is_module:
-            _script(Path(self.target))
+        super().__post_init__()
         files = [BASELINE, TWIN, *map(file_name, self.precisions)]
         for name in self.precisions:
             if files.count(file_name(name)) > 1:
@@ -93,7 +266,7 @@ class Request:
         its = framework(self.framework)
         return {
             **json.loads(json.dumps(asdict(self))),
-            "script_sha256": "" if self.is_module else _digest(_script(Path(self.target))),
+            "script_sha256": "" if self.is_module else _digest(script_file(self.target)),
             "policies": {name: its.read(name).fingerprint for name in (BASELINE, *self.precisions)},
             "mezzo": mezzo.__version__,
             **{package: _version(package) for package in its.packages},
@@ -157,24 +330,23 @@ def read_request(path: Path) -> dict[str, Any]:
     return data
 
 
-def _script(path: Path) -> Path:
-    """The file that runs: the script itself, or the `__main__.py` of a directory."""
-    inner = path / "__main__.py" if os.path.isdir(path) else path
-    if not os.path.isfile(inner):
-        near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
-        hint = f" In {path.parent} there is: {', '.join(near[:8])}." if near else ""
-        why = "a directory without a __main__.py" if os.path.isdir(path) else "no such file"
-        raise UsageError(
-            f"script {str(path)!r}: {why}.{hint} Give the path of a Python script, or --demo NAME."
-        )
-    if not os.access(inner, os.R_OK):
-        raise UsageError(f"script {str(path)!r}: it can't be read. Check its permissions.")
-    return inner
-
-
 def source_of(target: str) -> str:
     """The text of a script, as far as it can be read."""
-    return _script(Path(target)).read_text(encoding="utf-8", errors="replace")
+    return script_file(target).read_text(encoding="utf-8", errors="replace")
+
+
+def script_file(target: str) -> Path:
+    """The file that runs: the script itself, or the `__main__.py` of a directory.
+
+    Raises:
+        UsageError: there is no such file, or it can't be read; or it is a pipe, which can't be run again.
+    """
+    file = Path(locate(target, is_module=False).file)
+    if not file.is_file():
+        raise UsageError(
+            f"script {target!r}: no file that can be run again. Give the path of a Python script."
+        )
+    return file
 
 
 def _digest(path: Path) -> str:

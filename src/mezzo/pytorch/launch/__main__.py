@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from mezzo.pytorch.launch.runner import run
-from mezzo.scripts import child
+from mezzo.scripts import runner
 
 
 def main(words: list[str]) -> int:
     """Read the request, run it, return its status; 2 for a request that can't be run."""
-    return child.main(words, run, "mezzo.pytorch.launch")
+    return runner.main(words, run, "mezzo.pytorch.launch")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mezzo.core.loss_scale import NoLossScale
-from mezzo.scripts.imports import ImportWatch
-from mezzo.scripts.patches import Patches
+from mezzo.scripts.patches import ImportWatch, Patches
 
 if TYPE_CHECKING:
     from mezzo.pytorch.launch.session import Session

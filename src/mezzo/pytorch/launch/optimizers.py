@@ -47,7 +47,6 @@ class Steps:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()  # the dictionary forgets those that are gone
         self._inside: set[int] = set()
-        self._first_updates = 0
         self._wrapped: list[tuple[Any, Any]] = []
         # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
         # what it starts from is remembered at the end of the step before.
@@ -269,16 +268,8 @@ class Steps:
             self._observe(optimizer, found_inf=not moved)
         if session.trial is not None and session.trial.decision is not None:
             session.decide(session.trial.decision)
-        self._stop(number)
-
-    def _stop(self, number: int) -> None:
-        wanted = self._session.request.stop_after
-        if wanted is None or number != 0:
-            return
-        self._first_updates += 1
-        if self._first_updates >= wanted:
-            self._session.journal.note(f"ended after {wanted} updates of the first optimizer, as asked")
-            raise SystemExit(0)
+        if number == 0:
+            session.journal.stop_after(session.request.stop_after)
 
     def _of_the_script(self, optimizer: Any) -> Any:
         stand_ins = self._session.stand_ins

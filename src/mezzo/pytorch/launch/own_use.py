@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from mezzo.pytorch.launch.session import Session
-    from mezzo.scripts.imports import ImportWatch
-    from mezzo.scripts.patches import Patches
+    from mezzo.scripts.patches import ImportWatch, Patches
 
 SEARCHES = {
     "calibrate": "mezzo.pytorch.calibrate",

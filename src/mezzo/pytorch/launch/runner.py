@@ -12,10 +12,10 @@ from mezzo.pytorch.launch.instrument import Instrument
 from mezzo.pytorch.launch.session import Session
 from mezzo.pytorch.launch.storage import check
 from mezzo.pytorch.launch.summary import summary
-from mezzo.scripts import event_folder, life_cycle, script
-from mezzo.scripts.imports import ImportWatch
-from mezzo.scripts.journal import Journal, Widen
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts import runner, script
+from mezzo.scripts.journal import Journal, Widen, check_events
+from mezzo.scripts.patches import ImportWatch
+from mezzo.scripts.runner import RunRequest
 from mezzo.scripts.seeds import Seeds
 
 
@@ -37,10 +37,10 @@ def run(request: RunRequest) -> int:
     session = Session(request, policy, journal)
     imports = ImportWatch()
     instrument = Instrument(session, imports)
-    parts: list[life_cycle.Part] = [imports, instrument]
+    parts: list[runner.Part] = [imports, instrument]
     if request.seed_offset is not None:
         parts.append(Seeds(request.seed_offset, imports))
-    return life_cycle.run(
+    return runner.run(
         session,
         target,
         parts,
@@ -60,7 +60,7 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
     check(policy)
     target = script.locate(request.target, is_module=request.is_module)
     if request.tensorboard is not None:
-        event_folder.check(request.tensorboard)
+        check_events(request.tensorboard)
     return policy, target
 
 
@@ -114,4 +114,4 @@ def _started(session: Session) -> RunStarted:
         machine = {}
     if "keras" in sys.modules:  # who reads the records can tell that it was Keras that trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
-    return life_cycle.started(session.request, str(session.policy), machine)
+    return runner.started(session.request, str(session.policy), machine)

@@ -14,7 +14,7 @@ from mezzo.core.policy import Policy
 from mezzo.pytorch.launch.companions import Companions
 from mezzo.pytorch.training.networks import Networks
 from mezzo.scripts.journal import Journal
-from mezzo.scripts.request import RunRequest
+from mezzo.scripts.runner import RunRequest
 
 if TYPE_CHECKING:
     from mezzo.core.trial import TrialDecision

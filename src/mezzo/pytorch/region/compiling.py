@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mezzo.pytorch.region import identity
-from mezzo.scripts.imports import ImportWatch
+from mezzo.scripts.patches import ImportWatch
 
 __all__ = ["begin", "end", "set_up"]
 

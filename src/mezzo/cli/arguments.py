@@ -1,0 +1,139 @@
+"""What the verbs' parsers share: their complaints, the script that a verb runs, and numbers as options take them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.demos import Demo
+
+_UNKNOWN = "unrecognized arguments: "
+_LACKS = "expected one argument"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which shows a docstring as it is and takes no option that is cut short.
+
+    Args:
+        prog: as it stands in the usage, such as ``mezzo run``.
+        description: what the verb is about.
+        passes_on: whether what follows ``--`` belongs to a script.
+    """
+
+    def __init__(self, prog: str, description: str | None, *, passes_on: bool = False) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._passes_on = passes_on
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2, and with the mend where one is known."""
+        super().error(message + self._mend(message))
+
+    def _mend(self, message: str) -> str:
+        if message.startswith(_UNKNOWN):
+            return self._mend_unknown(shlex.split(message.removeprefix(_UNKNOWN)))
+        if message.endswith(_LACKS):
+            option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
+            return f". Write {option}=VALUE, all in one word where the value begins with a dash"
+        return ""
+
+    def _mend_unknown(self, words: list[str]) -> str:
+        options = [option for action in self._actions for option in action.option_strings]
+        for word in words:
+            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7)
+            if word.startswith("-") and near:
+                return f". Did you mean {near[0]}?"
+        if self._passes_on:
+            return f". What belongs to the script goes after --: {self.prog} train.py -- {shlex.join(words)}"
+        return f". `{self.prog} --help` has what it takes"
+
+
+def add_target(parser: argparse.ArgumentParser, demos: Mapping[str, Demo]) -> None:
+    """The words SCRIPT, --demo and -m."""
+    parser.usage = parser.usage or (
+        f"{parser.prog} (SCRIPT | --demo NAME | -m MODULE) [options] [-- SCRIPT'S OWN ARGUMENTS]"
+    )
+    parser.add_argument(
+        "script", nargs="?", help="a training script: a path, or a directory with a __main__.py"
+    )
+    parser.add_argument(
+        "--demo", metavar="NAME", help=f"an embedded demo in place of a script: {', '.join(sorted(demos))}"
+    )
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="a module in place of a script, as in python -m"
+    )
+
+
+def target_of(arguments: argparse.Namespace, demos: Mapping[str, Demo], example: str) -> str:
+    """The script's path, or the module's name where `arguments.module` is given.
+
+    Args:
+        arguments: with the words of `add_target`.
+        demos: those that the verb can run.
+        example: a command that would be right, for the error.
+
+    Raises:
+        UsageError: none or several of the three. UnknownNameError: no such demo.
+    """
+    given = [word for word in (arguments.script, arguments.demo, arguments.module) if word]
+    if len(given) != 1:
+        received = f"received {', '.join(given)}" if given else "received none"
+        raise UsageError(
+            f"give one of SCRIPT, --demo NAME and -m MODULE; {received}. For instance: {example}"
+        )
+    if not arguments.demo:
+        return str(given[0])
+    if arguments.demo not in demos:
+        raise unknown_name("demo", arguments.demo, demos)
+    return str(demos[arguments.demo].path)
+
+
+def folder_of(arguments: argparse.Namespace, verb: str) -> Path:
+    """The folder that --out names, or mezzo-VERB-SCRIPT."""
+    stem = arguments.demo or arguments.module or Path(arguments.script).resolve().stem
+    return Path(arguments.out or f"mezzo-{verb}-{stem}")
+
+
+def whole(what: str, example: int) -> Callable[[str], int]:
+    """A reader of whole numbers, for `add_argument(type=...)`.
+
+    Args:
+        what: what is counted, in the plural; empty for a mere number.
+        example: a number that makes sense there.
+    """
+    return _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
+
+
+def number(example: float) -> Callable[[str], float]:
+    """A reader of numbers, for `add_argument(type=...)`; the example makes sense there."""
+    return _reader(float, f"number: write one such as {example:g}")
+
+
+def share() -> Callable[[str], float]:
+    """A reader of shares: 0.005, or 0.5%."""
+    return _reader(
+        lambda text: float(text[:-1]) / 100 if text.endswith("%") else float(text),
+        "number: write 0.005 or 0.5%",
+    )
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def _reader(read: Callable[[str], _Number], no: str) -> Callable[[str], _Number]:
+    def read_or_tell(text: str) -> _Number:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {no}") from None
+
+    return read_or_tell
