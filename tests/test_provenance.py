@@ -729,8 +729,8 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
 
     target = {
         "call_begins": "mezzo.pytorch.monitor.overflow_tracer.KeptCall",
-        "call_ended": "mezzo.pytorch.monitor.habits.Habits.after",
-        "backward_begins": "mezzo.pytorch.monitor.outside.OutsideBackward",
+        "call_ended": "mezzo.pytorch.monitor.saved_call.Habits.after",
+        "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.OutsideBackward",
         "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
         "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._note",
     }[broken]

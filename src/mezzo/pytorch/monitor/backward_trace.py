@@ -11,12 +11,161 @@ import torch
 from torch import Tensor
 
 from mezzo.core.finding import SUM, Maker, TensorFacts
-from mezzo.pytorch.monitor import op_names
-from mezzo.pytorch.monitor.events import Place
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.makers import BackwardMakers
-from mezzo.pytorch.monitor.node_values import cause_of_slope, saved
-from mezzo.pytorch.monitor.tensor_facts import facts, finite
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Large, Place, beyond
+from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, op_of_node
+
+_FORWARD = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward"}
+_RESULTS = ("_saved_result", "_saved_output", "_saved_result0")
+
+
+def saved(node: Any) -> list[TensorFacts]:
+    """Facts of the floating tensors that a node saved in forward, at most four."""
+    return [facts(value, f"saved {name}") for name, value in _saved_tensors(node).items()][:4]
+
+
+def _saved_tensors(node: Any) -> dict[str, Tensor]:
+    kept: dict[str, Tensor] = {}
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except Exception:  # freed, changed in place, or a checkpoint's that is gone
+                continue
+            if isinstance(value, Tensor) and value.is_floating_point():
+                kept[name.removeprefix("_saved_")] = value
+    return kept
+
+
+def result(node: Any) -> Tensor | None:
+    """What the operation returned."""
+    try:
+        for name in _RESULTS:
+            value = getattr(node, name, None)
+            if isinstance(value, Tensor):
+                return value
+        return _computed(node, wide=False)
+    except Exception:  # not an operation that can be repeated from what it saved
+        return None
+
+
+def has_pole(node: Any) -> bool | None:
+    """Whether the operation's slope isn't finite at what went in, even in FP64; None if it can't be computed."""
+    try:
+        with torch.enable_grad():
+            value = _computed(node, wide=True)
+    except Exception:
+        return None
+    if value is None or value.grad_fn is None:
+        return None
+    behind: list[Any] = [following for following, _ in value.grad_fn.next_functions]
+    leaves = [node.variable for node in behind if hasattr(node, "variable")]
+    slopes = torch.autograd.grad(value, leaves, torch.ones_like(value))
+    return not all(finite(slope) for slope in slopes)
+
+
+def _computed(node: Any, *, wide: bool) -> Tensor | None:
+    """The operation once more, from what was saved; in FP64 on fresh leaves if `wide`."""
+    name = op_of_node(node)
+    packet = getattr(torch.ops.aten, _FORWARD.get(name, name), None)
+    if packet is None:
+        return None
+    for variant in packet.overloads():
+        overload = getattr(packet, variant)
+        arguments: dict[str, Any] = {}
+        for argument in overload._schema.arguments:
+            if hasattr(node, f"_saved_{argument.name}"):
+                arguments[argument.name] = getattr(node, f"_saved_{argument.name}")
+            elif not argument.has_default_value():
+                break
+        else:
+            given = [value for value in arguments.values() if isinstance(value, Tensor)]
+            if "out" in arguments or not given:
+                continue
+            if wide:
+                arguments = {name: _leaf(value) for name, value in arguments.items()}
+            with torch.autocast(given[0].device.type, enabled=False):
+                value = overload(**{name: v if wide else _detached(v) for name, v in arguments.items()})
+            value = value[0] if isinstance(value, tuple) else value
+            return value if isinstance(value, Tensor) else None
+    return None
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_()
+    return value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def cause_of_slope(
+    node: Any, op: str, kept: list[TensorFacts], outputs: list[TensorFacts], zeros: bool
+) -> str:
+    """``invalid`` if an operation has no finite slope where it was, ``overflow`` if it is one beyond the format.
+
+    Args:
+        node: the operation's, which made gradients that aren't finite from ones that are.
+        op: its name.
+        kept: what it saved.
+        outputs: the gradients that it made.
+        zeros: whether there was a 0 in what went in or came out, for a node that doesn't say what it saved.
+    """
+    if op == HOOK:
+        return "invalid"
+    if op in POLES:
+        pole = has_pole(node)
+        if pole is not None:
+            return "invalid" if pole else "overflow"
+        blamed = [one for one in kept if op != "div" or one.name != "saved self"]
+        return "invalid" if any(one.zeros for one in blamed) or (not kept and zeros) else "overflow"
+    # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
+    if op in COMPOSED:
+        return "overflow"
+    return "invalid" if any(one.nans for one in outputs) else "overflow"
+
+
+class BackwardMakers:
+    """Of the nodes of a backward pass, each told once it has run.
+
+    Args:
+        scale: how many times the gradients are too large.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
+        self._sent: dict[Any, tuple[float, Large]] = {}
+        self._senders: Counter[Any] = Counter()
+
+    def ran(
+        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
+    ) -> None:
+        """A node has made `going`, all finite, of `coming`."""
+        for number, ((following, _), grad) in enumerate(zip(node.next_functions, going)):
+            if grad is None or following is None:
+                continue
+            self._senders[following] += 1
+            size = beyond(grad, self._scale)
+            if not size:
+                continue
+            given = any(one is not None and beyond(one, self._scale) for one in coming)
+            found = self.behind(node, place, coming) if given else None
+            if not given:
+                found = Large(place, facts(grad, f"gradient of input {number}"))
+            if found is not None and size > self._sent.get(following, (0.0, found))[0]:
+                self._sent[following] = size, found
+
+    def behind(self, node: Any, place: Place, coming: Sequence[Tensor | None]) -> Large | None:
+        """Who made the gradients that came to a node; None where fp16 holds them, or nobody saw them made."""
+        large = [one for one in coming if one is not None and beyond(one, self._scale)]
+        if not large:
+            return None
+        if node in self._sent:
+            return self._sent[node][1]
+        if self._senders[node] > 1:  # each fits, and not their sum
+            return Large(Place(place.module, SUM, place.line), facts(large[0], SUM))
+        return None
 
 
 @dataclass
@@ -42,7 +191,7 @@ class Backward:
     maker: Maker | None = None
 
 
-def run(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Backward:
+def run_backward(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Backward:
     """Backward from the outputs of a traced call to its leaves; no `.grad` changes.
 
     Args:
@@ -102,7 +251,7 @@ class _Watch:
             self._describe(node, going, coming)
         elif node not in self._sent:
             several = self._senders[node] > 1
-            self.found.produced = Place(place.module, SUM if several else op_names.HOOK, place.line)
+            self.found.produced = Place(place.module, SUM if several else HOOK, place.line)
             self.found.cause = "overflow" if several else "invalid"
             self.found.outputs = [facts(g, SUM) for g in coming if g is not None][:3]
 

@@ -10,12 +10,13 @@ for at the end is what reached a given tensor.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -30,11 +31,240 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from mezzo.core.finding import OUTSIDE, TensorFacts
-from mezzo.pytorch.monitor import op_names, user_line
-from mezzo.pytorch.monitor.events import Event, Place, cause_of, writes_infinity
-from mezzo.pytorch.monitor.makers import ForwardMakers
-from mezzo.pytorch.monitor.tensor_facts import bare, facts, finite, only_minus_infinity, tensors, values
+from mezzo.core.finding import OUTSIDE, Maker, TensorFacts, rounded_to_infinity
+from mezzo.pytorch.monitor.operations import (
+    HOOK,
+    POLES,
+    Line,
+    bare,
+    facts,
+    finite,
+    line_text,
+    only_minus_infinity,
+    op_of_function,
+    op_of_node,
+    tensors,
+    users_line,
+    values,
+    writes,
+)
+
+
+@dataclass
+class Place:
+    """An operation: where, by whom, on which of the user's lines; and the event that it was, if one."""
+
+    module: str
+    op: str
+    line: Line | None = None
+    event: Event | None = None
+    zeros: bool = False  # whether there was a 0 in what went in or came out of an operation with a pole
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.op}"
+
+
+@dataclass
+class Event:
+    """An operation that returned something that isn't finite, or a tensor that was there and is not.
+
+    Args:
+        place: of it.
+        number: in order.
+        kind: ``passed`` (something not finite went in), ``overflow`` or ``invalid`` (produced it), ``input``,
+            ``state``, ``meant`` (-inf that somebody wrote, and what comes of it).
+        parents: where what went in came from.
+        inputs, outputs: what went in and came out; of those that only passed it on, nothing.
+        unseen: of a tensor that is on the graph, by an operation that nobody watched.
+        maker: of an overflow, who made the finite number that did not fit, where that was before.
+    """
+
+    place: Place
+    number: int
+    kind: str
+    parents: list[Event] = field(default_factory=list)
+    inputs: list[TensorFacts] = field(default_factory=list)
+    outputs: list[TensorFacts] = field(default_factory=list)
+    unseen: bool = False
+    maker: Maker | None = None
+
+    @property
+    def meant(self) -> bool:
+        """Whether it is no more than a mask."""
+        return self.kind == "meant"
+
+
+def root(event: Event) -> tuple[Event, list[Event]]:
+    """The earliest event that produced what an event has, and those that passed it on, in order."""
+    seen: dict[int, Event] = {}
+    stack = [event]
+    while stack:
+        one = stack.pop()
+        if one.number in seen or one.meant:
+            continue
+        seen[one.number] = one
+        stack.extend(one.parents)
+    order = [seen[number] for number in sorted(seen)]
+    producers = [one for one in order if one.kind != "passed"]
+    first = producers[0] if producers else order[0]
+    return first, [one for one in order if one.number > first.number]
+
+
+def writes_infinity(args: Any, kwargs: Any) -> bool:
+    """Whether a number among the arguments is infinite: somebody means it."""
+    flat = [*args, *kwargs.values()]
+    flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
+    return any(isinstance(value, float) and math.isinf(value) for value in flat)
+
+
+def cause_of(op: str, func: Any, args: Any, kwargs: Any, bad: Sequence[Tensor], *, rerun: bool) -> str:
+    """``overflow`` if the result lies beyond its format's range, ``invalid`` if there is none."""
+    if rerun:
+        wide = _in_fp64(func, args, kwargs)
+        if wide is not None:
+            if all(bool(torch.isfinite(t).all()) for t in wide):
+                return "overflow"
+            if any(bool(torch.isnan(t).any()) for t in wide):
+                return "invalid"
+            return "invalid" if op in POLES else "overflow"
+    if op in POLES or any(bool(torch.isnan(t).any()) for t in bad):
+        return "invalid"
+    return "overflow"
+
+
+def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The operation once more, on FP64 copies; None where it can't be, or doesn't compute in FP64."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().double() if value.is_floating_point() else value
+        if isinstance(value, (list, tuple)):
+            items = [wide(item) for item in value]
+            return tuple(items) if type(value) is tuple else items
+        return value
+
+    device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            kept = {name: wide(value) for name, value in kwargs.items() if name not in ("dtype", "out")}
+            outs = [t for t in tensors(func(*wide(args), **kept)) if t.is_floating_point()]
+    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
+        return None
+    finally:
+        torch.set_rng_state(random)
+    return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
+
+
+_BEYOND = rounded_to_infinity("fp16")
+
+
+@dataclass(frozen=True)
+class Large:
+    """Numbers beyond fp16, where they were first.
+
+    Args:
+        place: who made them; without an op of a tensor that was there.
+        result: what was made.
+    """
+
+    place: Place
+    result: TensorFacts
+
+    def told(self) -> Maker:
+        """As a finding has it."""
+        return Maker(self.place.module, self.place.op, line_text(self.place.line), self.result)
+
+
+def beyond(tensor: Tensor, scale: float = 1.0) -> float:
+    """The largest magnitude of a finite tensor of a wider range than fp16's; 0.0 where fp16 holds it.
+
+    Args:
+        tensor: of any dtype.
+        scale: how many times its numbers are too large.
+    """
+    seen = None if tensor.dtype is torch.float16 or tensor.dtype.itemsize < 2 else values(tensor)
+    if seen is None or not seen.numel():
+        return 0.0
+    low, high = torch.aminmax(seen)
+    largest = float(torch.maximum(-low, high))
+    return largest if _BEYOND * scale <= largest < float("inf") else 0.0
+
+
+class ForwardMakers:
+    """Of the operations of a forward pass.
+
+    Args:
+        states: address -> the path, the name, and whether it is a parameter, of what modules have.
+        given: address -> the name of what the model is given.
+    """
+
+    def __init__(self, states: Mapping[int, tuple[str, str, bool]], given: Mapping[int, str]) -> None:
+        self._states, self._given = states, given
+        self._of: dict[int, tuple[weakref.ref[Tensor], Large]] = {}
+        self._by_storage: dict[int, tuple[weakref.ref[Tensor], Large]] = {}
+
+    def ran(
+        self, place: Callable[[], Place], ins: Sequence[Tensor], written: set[int], outs: Sequence[Tensor]
+    ) -> None:
+        """An operation has run.
+
+        Args:
+            place: makes its place.
+            ins: what it was given.
+            written: ids of those that it has written since.
+            outs: what is finite of what it made.
+        """
+        large = [tensor for tensor in outs if beyond(tensor)]
+        found: Large | None = None
+        if large:
+            given, found = self._largest(ins, written)
+            if not given:
+                found = Large(place(), facts(large[0], "output"))
+        for tensor in outs:
+            self._of.pop(id(tensor), None)
+            if found is not None and any(tensor is one for one in large):
+                held = weakref.ref(tensor), found
+                self._of[id(tensor)] = held
+                if tensor.layout is torch.strided:
+                    self._by_storage[tensor.untyped_storage().data_ptr()] = held
+
+    def behind(self, ins: Sequence[Tensor], written: set[int]) -> Large | None:
+        """Who made the largest of what an operation was given; None where fp16 holds that, or nobody saw it made."""
+        return self._largest(ins, written)[1]
+
+    def _largest(self, ins: Sequence[Tensor], written: set[int]) -> tuple[bool, Large | None]:
+        sizes: list[tuple[float, Tensor]] = []
+        for tensor in ins:
+            if id(tensor) in written:  # what it held before is told by who made that
+                held = self._known(tensor)
+                sizes.append((0.0 if held is None else held.result.largest, tensor))
+            else:
+                sizes.append((beyond(tensor), tensor))
+        size, most = max(sizes, key=lambda pair: pair[0], default=(0.0, None))
+        if most is None or not size:
+            return False, None
+        return True, self._known(most) or self._from_before(most)
+
+    def _known(self, tensor: Tensor) -> Large | None:
+        held = self._of.get(id(tensor))
+        if held is not None and held[0]() is tensor:
+            return held[1]
+        if tensor.layout is torch.strided:
+            held = self._by_storage.get(tensor.untyped_storage().data_ptr())
+            if held is not None and held[0]() is not None:  # a view of what was written through another
+                return held[1]
+        return None
+
+    def _from_before(self, tensor: Tensor) -> Large | None:
+        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        if pointer in self._states:
+            path, name, _ = self._states[pointer]
+            return Large(Place(path, ""), facts(tensor, name))
+        if pointer in self._given:
+            return Large(Place("", ""), facts(tensor, self._given[pointer]))
+        return None
+
 
 _UNDEFINED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
@@ -71,7 +301,7 @@ class ForwardTrace(TorchFunctionMode):
         inputs: Sequence[tuple[str, Tensor]] = (),
         *,
         stop: CodeType | None = None,
-        called: user_line.Line | None = None,
+        called: Line | None = None,
         outer: str = "",
         lenient: bool = False,
     ) -> None:
@@ -173,7 +403,7 @@ class ForwardTrace(TorchFunctionMode):
             self._guarded(self._claim_all, (args, kwargs), None)
             out = before.__func__(cls, *args, **kwargs)
             by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
-            place = self._place(op_names.HOOK if by_hook else cls.__name__)
+            place = self._place(HOOK if by_hook else cls.__name__)
             self._guarded(self._claim_all, out, place)
             return out
 
@@ -205,7 +435,7 @@ class ForwardTrace(TorchFunctionMode):
         return self._states.get(tensor.data_ptr(), ("", "", False))[0]
 
     def _place(self, op: str) -> Place:
-        return Place(self.module, op, user_line.find(self._stop) or self._called)
+        return Place(self.module, op, users_line(self._stop) or self._called)
 
     # ------------------------------------------------------------------------------------ operations
 
@@ -231,7 +461,7 @@ class ForwardTrace(TorchFunctionMode):
         for tensor in ins:
             self.claim(tensor, None)
         held = {}
-        if op_names.writes(func, kwargs):
+        if writes(func, kwargs):
             with torch._C.DisableTorchFunction(), _beneath_transforms():
                 held = {id(t): facts(t, "") for t in ins}
         return _Given(ins, [_version(tensor) for tensor in ins], held)
@@ -257,7 +487,7 @@ class ForwardTrace(TorchFunctionMode):
         outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
         if not outs:
             return
-        name = op_names.of_function(func)
+        name = op_of_function(func)
         place: Place | None = None
         bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
         if name in _STATISTICS and len(args) > 5 and args[5]:
@@ -276,7 +506,7 @@ class ForwardTrace(TorchFunctionMode):
             self._held += bad
         if any(tensor.requires_grad for tensor in outs):
             place = place or self._place(name)
-            if name in op_names.POLES:
+            if name in POLES:
                 place.zeros = any(_has_zero(tensor) for tensor in (*ins, *outs))
             for tensor in outs:
                 self.claim(tensor, place)
@@ -397,7 +627,7 @@ class ForwardTrace(TorchFunctionMode):
             if hasattr(node, "variable"):
                 self.leaves[node] = node.variable
                 continue
-            self.places[node] = place or Place(self.module, op_names.of_node(node), self._called)
+            self.places[node] = place or Place(self.module, op_of_node(node), self._called)
             stack.extend(following for following, _ in node.next_functions)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.finding import OUTSIDE, SUM, Finding
-from mezzo.pytorch.monitor import backward_trace, user_line
+from mezzo.core.policy import Policy
+from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.monitor.again import nothing_left
-from mezzo.pytorch.monitor.backward_trace import Backward
-from mezzo.pytorch.monitor.events import Event, Place, root
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.kept_call import KeptCall
-from mezzo.pytorch.monitor.outside import OutsideEvent
-from mezzo.pytorch.monitor.tensor_facts import facts, finite, tensors
+from mezzo.pytorch.monitor.backward_trace import Backward, run_backward
+from mezzo.pytorch.monitor.forward_trace import Event, ForwardTrace, Place, root
+from mezzo.pytorch.monitor.loss_graph import OutsideEvent
+from mezzo.pytorch.monitor.module_paths import path_of
+from mezzo.pytorch.monitor.operations import facts, finite, line_text, only_minus_infinity, tensors
+from mezzo.pytorch.monitor.saved_call import KeptCall
+from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.region.modules import apply_module_overrides, fitting
 
 _PASSED = 8  # propagators that are told
 
@@ -98,7 +102,7 @@ def _outside(event: OutsideEvent, direction: str) -> Finding:
         inputs=event.inputs,
         outputs=event.outputs,
         propagators=list(dict.fromkeys(event.passed))[:_PASSED],
-        line=user_line.text(event.line),
+        line=line_text(event.line),
         how="live",
         maker=event.maker,
         note="; ".join(
@@ -189,7 +193,7 @@ def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:
         event.inputs,
         event.outputs,
         _propagators([one.place for one in passed]),
-        user_line.text(event.place.line),
+        line_text(event.place.line),
         maker=event.maker,
     )
 
@@ -198,12 +202,12 @@ def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale
     if not pairs:
         return None
     outputs = [tensor for tensor, _ in pairs]
-    found = backward_trace.run(trace, outputs, [grad for _, grad in pairs])
+    found = run_backward(trace, outputs, [grad for _, grad in pairs])
     if found.finite:
         return None
     if scale > 1.0:
         smaller = [(grad.double() / scale).to(grad.dtype) for _, grad in pairs]
-        unscaled = backward_trace.run(trace, outputs, smaller)
+        unscaled = run_backward(trace, outputs, smaller)
         if unscaled.finite:
             return _backward_finding(found, "loss scale")
         found = unscaled
@@ -226,10 +230,137 @@ def _backward_finding(found: Backward, cause: str) -> Finding:
         found.inputs,
         found.outputs,
         _propagators(found.passed),
-        user_line.text(place.line),
+        line_text(place.line),
         maker=found.maker,
     )
 
 
 def _propagators(places: Sequence[Place]) -> list[str]:
     return list(dict.fromkeys(str(place) for place in places))[:_PASSED]
+
+
+_POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
+
+
+def that_mend(
+    remedies: Sequence[str], finding: Finding, call: KeptCall | None, scales: Mapping[int, float]
+) -> list[str]:
+    """The remedies without those whose policy was tried and does not mend, or is more than one that does.
+
+    They are tried with the loss scale taken out: where gradients may yet overflow with it, that is said.
+
+    Args:
+        remedies: sentences, some with a policy in backquotes.
+        finding: what they are for.
+        call: the one in which it happened; None: nothing can be tried, and no policy is told.
+        scales: number of a backward -> its scale.
+    """
+    if finding.cause == "loss scale":
+        return list(remedies)
+    kept: list[str] = []
+    mending: list[str] = []
+    for sentence in remedies:
+        found = _POLICY.search(sentence)
+        if found is None:
+            kept.append(sentence)
+            continue
+        text = found.group(1)
+        more_than_needed = any(_asks_more(text, less) for less in mending)
+        if call is None or more_than_needed:
+            continue
+        mends, scaled = _mends(text, call, scales)
+        if mends:
+            mending.append(text)
+            smaller = (
+                f", and a loss scale below {max(scales.values(), default=1.0):.6g} if it is a constant: `"
+            )
+            kept.append(sentence if scaled else sentence.replace(": `", smaller, 1))
+    return kept
+
+
+def policy_of_call(call: KeptCall | None) -> Policy | None:
+    """The policy in whose region a call was made."""
+    if call is None:
+        return None
+    with call.enter() as region:
+        return getattr(region, "policy", None)
+
+
+def _asks_more(text: str, less: str) -> bool:
+    """Whether a policy keeps in FP32 all that another one does, and more."""
+    one, other = policy_of(text), policy_of(less)
+    same = replace(one, modules=other.modules) == other
+    return same and set(one.modules) > set(other.modules)
+
+
+def _mends(text: str, call: KeptCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
+    """Whether all is finite under a policy, with the loss scale taken out and, in fp16, with it."""
+    device = next((p.device.type for p in call.inner.parameters()), "cpu")
+    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
+    try:
+        with nothing_left(call.inner), torch.enable_grad():
+            call.put_back()
+            args, kwargs = call.arguments()
+            overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
+            try:
+                with autocast(policy, device):
+                    outputs = list(tensors(call.inner(*args, **kwargs)))
+                # Before the overrides go: a checkpoint runs its modules again in backward.
+                mends = _all_finite(call, outputs, scales, scaled=False)
+                needs = mends and policy.compute == "fp16" and max(scales.values(), default=1.0) > 1.0
+                return mends, not needs or _all_finite(call, outputs, scales, scaled=True)
+            finally:
+                if overrides is not None:
+                    overrides.remove()
+    except Exception:  # a policy that this model can't have
+        return False, False
+
+
+def _all_finite(
+    call: KeptCall, outputs: Sequence[Tensor], scales: Mapping[int, float], *, scaled: bool
+) -> bool:
+    if not all(finite(tensor) or only_minus_infinity(tensor) for tensor in outputs):
+        return False
+    leaves = [param for param in call.inner.parameters() if param.requires_grad]
+    for number, grads in call.grads.items():
+        pairs = [
+            (outputs[place], _as_it_came(grad, outputs[place], scales.get(number, 1.0), scaled=scaled))
+            for place, grad in grads.items()
+            if place < len(outputs) and outputs[place].requires_grad
+        ]
+        given = torch.autograd.grad(
+            [tensor for tensor, _ in pairs],
+            leaves,
+            [grad for _, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if not all(grad is None or finite(grad) for grad in given):
+            return False
+    return True
+
+
+def _as_it_came(grad: Tensor, output: Tensor, scale: float, *, scaled: bool) -> Tensor:
+    """What came to an output, without the loss scale or with it; a mean's small number where that wasn't finite."""
+    if not finite(grad):
+        small = (scale if scaled else 1.0) / max(1, output.numel())
+        return torch.full_like(output, small, dtype=torch.float32).to(output.dtype)
+    return grad.to(output.dtype) if scaled else (grad.double() / scale).to(output.dtype)
+
+
+_NAMES_MODULES = re.compile(r"`[^`]*\bmodule\.[^`]*`")
+
+
+def with_model(remedies: Sequence[str], call: KeptCall | None, model: nn.Module | None) -> list[str]:
+    """The remedies; those whose policy names modules say of which model it is the policy, if that isn't `model`.
+
+    Args:
+        remedies: made of the policy in which the call was kept: that of its own model.
+        call: the one in which it happened; None if in none.
+        model: who is told of it has this one; None: one policy is for all models (`mezzo run`).
+    """
+    if call is None or model is None or path_of(call.inner, model) is not None:
+        return list(remedies)
+    name = type(call.inner).__name__
+    words = f", as the policy of the MixedPrecision of that module's own model ({name})"
+    return [f"{one}{words}" if _NAMES_MODULES.search(one) else one for one in remedies]

@@ -25,17 +25,12 @@ from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.core.remedies import remedies
 from mezzo.pytorch.distributed import is_distributed
-from mezzo.pytorch.monitor import outside, user_line
 from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
-from mezzo.pytorch.monitor.events import root
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.habits import Habits
-from mezzo.pytorch.monitor.investigation import investigate, told
-from mezzo.pytorch.monitor.kept_call import KeptCall
-from mezzo.pytorch.monitor.known_lines import KnownLines
-from mezzo.pytorch.monitor.tensor_facts import finite
-from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
-from mezzo.pytorch.monitor.whose import with_model
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
+from mezzo.pytorch.monitor.investigation import investigate, policy_of_call, that_mend, told, with_model
+from mezzo.pytorch.monitor.loss_graph import KnownLines, OutsideBackward, OutsideEvent, loss_event, of_forward
+from mezzo.pytorch.monitor.operations import Line, finite, users_line
+from mezzo.pytorch.monitor.saved_call import Habits, KeptCall
 from mezzo.pytorch.wrappers import unwrapped
 
 _FEW = 8  # kept calls that are looked at before each call
@@ -114,13 +109,13 @@ class OverflowTracer:
         self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
         self._open: KeptCall | None = None
         self._scales: dict[int, Tensor | float] = {}
-        self._outside: dict[int, outside.OutsideBackward] = {}
+        self._outside: dict[int, OutsideBackward] = {}
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
         self._trouble = ""
         self._group: Any = None
-        self._loss_event: outside.OutsideEvent | None = None
+        self._loss_event: OutsideEvent | None = None
         self._finding: Finding | None = None
         self._last: Finding | None = None
         self._records: list[Record] = []
@@ -161,7 +156,7 @@ class OverflowTracer:
             args,
             kwargs,
             enter=self._enter,
-            line=user_line.find(),
+            line=users_line(),
             copies=habits.writes_arguments,
             random=habits.random(),
             number=_Running.calls,
@@ -198,13 +193,13 @@ class OverflowTracer:
             reached = None if live is None else live.reached(loss)
             first = None if reached is None else root(reached)
             if first is None or first[0].unseen:
-                self._loss_event = outside.forward(loss)
+                self._loss_event = loss_event(loss)
             else:
                 places = None if live is None else live.places
-                self._loss_event = outside.of_forward(*first, places, loss.grad_fn)
+                self._loss_event = of_forward(*first, places, loss.grad_fn)
         if live is not None:
             places = live.places
-            self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn], scale, places)
+            self._outside[_Running.number] = OutsideBackward([loss.grad_fn], scale, places)
             return
         sources = [
             tensor.grad_fn
@@ -213,7 +208,7 @@ class OverflowTracer:
             for source in call.sources
             if (tensor := source()) is not None
         ]
-        self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn, *sources], scale)
+        self._outside[_Running.number] = OutsideBackward([loss.grad_fn, *sources], scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Nothing: what is looked at was kept before."""
@@ -359,9 +354,9 @@ class OverflowTracer:
         note = "; ".join(filter(None, (finding.note, self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
-    def _say_again(self, called: Sequence[user_line.Line | None]) -> None:
+    def _say_again(self, called: Sequence[Line | None]) -> None:
         """Lines outside of the models that were learnt in an earlier step, or are now."""
-        lines = [*called, user_line.find()]
+        lines = [*called, users_line()]
         if self._loss_event is not None:
             self._known.tell(self._loss_event, "forward", lines)
         for watch in self._outside.values():

@@ -9,17 +9,42 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.pytorch.monitor.again import RandomState
-from mezzo.pytorch.monitor.own_state import put_back
-from mezzo.pytorch.monitor.sent import Sent
-from mezzo.pytorch.monitor.tensor_facts import finite, mapped, tensors
-from mezzo.pytorch.monitor.user_line import Line
+from mezzo.pytorch.monitor.again import RandomState, changeable, copied, devices_of, put_back, same
+from mezzo.pytorch.monitor.operations import Line, finite, mapped, tensors
 from mezzo.pytorch.unseen import unseen
+
+
+@dataclass
+class Sent:
+    """The gradients of one output of a call, in order: each finite, with how many times it is too large."""
+
+    parts: list[tuple[Tensor, float]] = field(default_factory=list)
+
+    def total(self, like: Tensor, scale: float | None = None) -> Tensor | None:
+        """The sum as backward makes it, in the format and shape of `like`; None where it can't be made.
+
+        Args:
+            like: the gradient that came.
+            scale: how many times too large, none of the parts being otherwise; None: the loss scale taken out.
+        """
+        if not self.parts or any(scale not in (None, own) for _, own in self.parts):
+            return None
+        whole: Tensor | None = None
+        for part, own in self.parts:
+            one = part if scale is not None or own == 1.0 else part.double() / own
+            if one.shape != like.shape:
+                return None
+            one = one.to(like.dtype)
+            whole = one if whole is None else whole + one
+        return whole
+
 
 OF_CALL = "mezzo_call"
 """Key in the metadata of a node of the graph from which on towards the leaves it belongs to a call."""
@@ -186,3 +211,64 @@ def _off_graph(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+class Habits:
+    """Of one model.
+
+    A normalisation's running statistics are left out: in training nothing is computed from them, and else they rest.
+
+    Args:
+        model: not wrapped.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._buffers = [
+            buffer
+            for module in self._modules
+            if not isinstance(module, _NormBase)
+            for buffer in module.buffers(recurse=False)
+        ]
+        self._attributes: list[tuple[nn.Module, str]] = []
+        self._devices = devices_of(model)
+        self._draws_in_python = False
+        self._calls = 0
+        self.writes_arguments = False
+
+    def random(self) -> RandomState:
+        """What random numbers come next, of the generators that calls draw from."""
+        return RandomState.now(self._devices, pythons=self._draws_in_python or self._calls == 0)
+
+    def before(self, call: KeptCall) -> None:
+        """Keep with a call what it may change."""
+        call.buffers = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
+        if self._calls == 0:
+            self._attributes = [(module, name) for module in self._modules for name, _ in changeable(module)]
+        for module, name in self._attributes:
+            if name in module.__dict__:
+                value: Any = module.__dict__[name]
+                call.attributes.append((module, name, value, copied(value)))
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def after(self, call: KeptCall) -> None:
+        """Learn from what it did change."""
+        self.writes_arguments |= call.written
+        if self._calls == 0:
+            self._draws_in_python = call.random.pythons_moved()
+        if self._calls == 0:
+            moved = [b for b, version in zip(self._buffers, self._versions) if b._version != version]
+            self._buffers = moved
+            call.buffers = [
+                (buffer, copy) for buffer, copy in call.buffers if any(buffer is m for m in moved)
+            ]
+            before = {(id(module), name): (was, copy) for module, name, was, copy in call.attributes}
+            self._attributes = [
+                (module, name)
+                for module in self._modules
+                for name, value in changeable(module)
+                if not same(*before.get((id(module), name), (None, None)), value)
+            ]
+            changed = {(id(module), name) for module, name in self._attributes}
+            call.attributes = [one for one in call.attributes if (id(one[0]), one[1]) in changed]
+        self._calls += 1

@@ -8,7 +8,7 @@ before backward frees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from mezzo.core.finding import OUTSIDE, SUM, Maker, TensorFacts
-from mezzo.pytorch.monitor import op_names
-from mezzo.pytorch.monitor.events import Event, Place, root
-from mezzo.pytorch.monitor.kept_call import OF_CALL
-from mezzo.pytorch.monitor.makers import BackwardMakers
-from mezzo.pytorch.monitor.node_values import cause_of_slope, result, saved
-from mezzo.pytorch.monitor.sent import Sent
-from mezzo.pytorch.monitor.tensor_facts import facts, finite
-from mezzo.pytorch.monitor.user_line import Line
+from mezzo.pytorch.monitor.backward_trace import BackwardMakers, cause_of_slope, result, saved
+from mezzo.pytorch.monitor.forward_trace import Event, Place, root
+from mezzo.pytorch.monitor.operations import POLES, Line, facts, finite, op_of_node
+from mezzo.pytorch.monitor.saved_call import OF_CALL, Sent
 
 MOST = 300
 """Nodes that are watched; of a larger part, those nearest to the loss."""
@@ -122,7 +118,7 @@ class OutsideBackward:
 
     def _place(self, node: Any) -> Place:
         known = None if self._places is None else self._places.get(node)
-        return known or Place(OUTSIDE, op_names.of_node(node))
+        return known or Place(OUTSIDE, op_of_node(node))
 
     def look(
         self,
@@ -300,7 +296,7 @@ def _surely_finite(grad: Tensor) -> bool:
 # ---------------------------------------------------------------------------------------------- forward
 
 
-def forward(loss: Tensor) -> OutsideEvent:
+def loss_event(loss: Tensor) -> OutsideEvent:
     """Which operation outside made a loss that isn't finite: by what its nodes saved, so before backward.
 
     A node's value is known where it saved its result, or all that it was computed from. Blamed is the first, from the
@@ -317,8 +313,8 @@ def forward(loss: Tensor) -> OutsideEvent:
         culprit = _earliest_unknown(order, good, [loss.grad_fn])
     if culprit is None:
         return OutsideEvent("", "invalid", outputs=[facts(loss, "output")], sure=False)
-    op, kept, value = op_names.of_node(culprit), saved(culprit), known[culprit]
-    cause = "invalid" if op in op_names.POLES else "overflow"
+    op, kept, value = op_of_node(culprit), saved(culprit), known[culprit]
+    cause = "invalid" if op in POLES else "overflow"
     if bool(torch.isnan(loss.detach() if value is None else value).any()):
         cause = "invalid"
     if any(not one.finite for one in _inputs(culprit)):
@@ -330,7 +326,7 @@ def forward(loss: Tensor) -> OutsideEvent:
         cause,
         kept,
         [facts(loss if value is None else value, "output")],
-        [str(Place(OUTSIDE, op_names.of_node(node))) for node in after if good[node] is not True],
+        [str(Place(OUTSIDE, op_of_node(node))) for node in after if good[node] is not True],
         sure=value is not None and bool(_inputs(culprit)) and all(one.finite for one in _inputs(culprit)),
         node=culprit,
         start=loss.grad_fn,
@@ -357,7 +353,7 @@ def _earliest_unknown(order: Sequence[Any], good: Mapping[Any, bool | None], end
     """Of the operations of unknown value that lead to `ends`, the one nearest to the model that computes something."""
     reached = set(nodes(ends))
     unknown = [node for node in order if node in reached and good[node] is None]
-    computes = (node for node in unknown if op_names.of_node(node) not in _MOVES)
+    computes = (node for node in unknown if op_of_node(node) not in _MOVES)
     return next(computes, unknown[0] if unknown else None)
 
 
@@ -371,3 +367,81 @@ def _inputs(node: Any) -> list[TensorFacts]:
     return [
         one for one in saved(node) if not one.name.startswith(("saved result", "saved output", "saved total"))
     ]
+
+
+_MOST = 1000  # nodes of a graph that are compared; a larger one is not known again
+_SIZES = ("size", "numel", "stride", "shape")
+
+
+class KnownLines:
+    """Place in a graph -> line and module; None where two were seen."""
+
+    def __init__(self) -> None:
+        self._of: dict[Hashable, tuple[Line, str] | None] = {}
+
+    def tell(self, event: OutsideEvent, direction: str, lines: Sequence[Line | None]) -> None:
+        """Learn the line of an event that was watched live, or give one that was not the line that was learnt.
+
+        Args:
+            event: of an operation outside.
+            direction: forward or backward.
+            lines: from where the step's models were called, and the step.
+        """
+        if event.cause == "loss scale" or event.node is None:
+            return
+        graph = _graph(event.start, event.node)
+        if graph is None:
+            return
+        key = (direction, event.cause, tuple(lines), graph)
+        if event.line is None:
+            known = self._of.get(key)
+            if known is not None:
+                (event.line, event.module), event.recalled = known, True
+            return
+        new = event.line, event.module
+        self._of[key] = new if self._of.get(key, new) == new else None
+
+
+def _graph(start: Any, node: Any) -> Hashable | None:
+    """What a graph from a loss to the models' calls is made of, and where in it a node is; None if it is not in it."""
+    numbers: dict[Any, int] = {start: 0}
+    stack, made = [start], []
+    while stack:
+        one = stack.pop()
+        edges: list[Hashable] = []
+        for following, place in one.next_functions:
+            if following is None or hasattr(following, "variable") or OF_CALL in following.metadata:
+                edges.append(_end(following, place))
+                continue
+            if following not in numbers:
+                numbers[following] = len(numbers)
+                stack.append(following)
+            edges.append((numbers[following], place))
+        made.append((numbers[one], one.name(), _settings(one), tuple(edges)))
+        if len(numbers) > _MOST:
+            return None
+    return (numbers[node], tuple(made)) if node in numbers else None
+
+
+def _end(node: Any, place: int) -> Hashable:
+    """What a graph ends at: a constant, a leaf, an output of a model's call."""
+    if node is None:
+        return "constant"
+    return "leaf" if hasattr(node, "variable") else ("call", node.metadata.get((OF_CALL, place), place))
+
+
+def _settings(node: Any) -> Hashable:
+    """The numbers that an operation was given beside its tensors."""
+    found: list[Hashable] = []
+    for name in dir(node):
+        if not name.startswith("_saved_") or any(word in name for word in _SIZES):
+            continue
+        try:
+            value = getattr(node, name)
+        except Exception:  # a tensor that backward has let go
+            continue
+        if isinstance(value, (bool, int, float, str)):
+            found.append((name, value))
+        elif isinstance(value, (list, tuple)) and all(isinstance(one, (bool, int, float)) for one in value):
+            found.append((name, tuple(value)))
+    return op_of_node(node), tuple(found)
