@@ -12,13 +12,15 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+
+from mezzo.pytorch.unseen import unseen
 
 _VALUES = (int, float, bool, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque)
@@ -159,36 +161,41 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
 def nothing_left(model: nn.Module) -> Iterator[None]:
     """Run a model inside, and find everything as it was before afterwards."""
     state = RandomState.now(devices_of(model))
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    modules = list(model.modules())
-    held = [dict(module._buffers) for module in modules]
-    dicts = [dict(module.__dict__) for module in modules]
-    own = [{name: (value, copied(value)) for name, value in changeable(module)} for module in modules]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modules = [
+        (
+            module,
+            dict(module._buffers),
+            dict(module.__dict__),
+            [(name, value, copied(value)) for name, value in changeable(module)],
+        )
+        for module in model.modules()
+    ]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
     before = running_again()
     _now.again = True
     for leaf, _ in leaves:
         leaf._backward_hooks = None
     try:
-        with ExitStack() as stack:
-            stack.enter_context(eager())
-            stack.enter_context(_no_reentrant_checkpoint())
-            yield
+        with unseen(model.buffers()):
+            try:
+                with eager(), _no_reentrant_checkpoint():
+                    yield
+            finally:
+                for module, buffered, attributes, own in modules:
+                    module._buffers.update(buffered)
+                    for name in module.__dict__.keys() - attributes.keys():
+                        del module.__dict__[name]
+                    module.__dict__.update(attributes)
+                    for name, was, copy in own:
+                        put_back(module, name, was, copy)
+                with torch.no_grad():
+                    for buffer, copy in buffers:
+                        buffer.copy_(copy)
     finally:
         _now.again = before
         for leaf, hooks in leaves:
             leaf._backward_hooks = hooks
-        for module, buffered, there, kept in zip(modules, held, dicts, own):
-            module._buffers.update(buffered)
-            for name in [name for name in module.__dict__ if name not in there]:
-                del module.__dict__[name]
-            module.__dict__.update(there)
-            for name, (was, copy) in kept.items():
-                put_back(module, name, was, copy)
-        with torch.no_grad():
-            for buffer, version, copy in buffers:
-                buffer.copy_(copy)  # whether it moved is not told by its version: a BatchNorm's moves without
-                torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         state.put_back()
 
 

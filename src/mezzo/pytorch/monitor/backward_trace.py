@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import SUM, Maker, TensorFacts
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Large, Place, beyond
-from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, op_of_node
+from mezzo.core.finding import SUM, Finding, Maker, TensorFacts
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place, beyond, maker
+from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, line_text, op_of_node
+
+Gradients = Sequence[Tensor | None]
 
 _FORWARD = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward"}
 _RESULTS = ("_saved_result", "_saved_output", "_saved_result0")
@@ -127,7 +128,7 @@ def cause_of_slope(
 
 
 class BackwardMakers:
-    """Of the nodes of a backward pass, each told once it has run.
+    """Who made gradients beyond fp16 first, of the nodes of a backward pass: each is told once it has run.
 
     Args:
         scale: how many times the gradients are too large.
@@ -135,12 +136,10 @@ class BackwardMakers:
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
-        self._sent: dict[Any, tuple[float, Large]] = {}
+        self._sent: dict[Any, tuple[float, Maker]] = {}
         self._senders: Counter[Any] = Counter()
 
-    def ran(
-        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
-    ) -> None:
+    def ran(self, node: Any, place: Place, going: Gradients, coming: Gradients) -> None:
         """A node has made `going`, all finite, of `coming`."""
         for number, ((following, _), grad) in enumerate(zip(node.next_functions, going)):
             if grad is None or following is None:
@@ -150,13 +149,13 @@ class BackwardMakers:
             if not size:
                 continue
             given = any(one is not None and beyond(one, self._scale) for one in coming)
-            found = self.behind(node, place, coming) if given else None
+            made = self.behind(node, place, coming) if given else None
             if not given:
-                found = Large(place, facts(grad, f"gradient of input {number}"))
-            if found is not None and size > self._sent.get(following, (0.0, found))[0]:
-                self._sent[following] = size, found
+                made = maker(place, facts(grad, f"gradient of input {number}"))
+            if made is not None and (following not in self._sent or size > self._sent[following][0]):
+                self._sent[following] = size, made
 
-    def behind(self, node: Any, place: Place, coming: Sequence[Tensor | None]) -> Large | None:
+    def behind(self, node: Any, place: Place, coming: Gradients) -> Maker | None:
         """Who made the gradients that came to a node; None where fp16 holds them, or nobody saw them made."""
         large = [one for one in coming if one is not None and beyond(one, self._scale)]
         if not large:
@@ -164,35 +163,60 @@ class BackwardMakers:
         if node in self._sent:
             return self._sent[node][1]
         if self._senders[node] > 1:  # each fits, and not their sum
-            return Large(Place(place.module, SUM, place.line), facts(large[0], SUM))
+            return maker(Place(place.module, SUM, place.line), facts(large[0], SUM))
         return None
 
 
-@dataclass
-class Backward:
-    """What one run of backward showed.
+def slope_finding(
+    node: Any,
+    place: Place,
+    going: Gradients,
+    coming: Gradients,
+    makers: BackwardMakers | None,
+    *,
+    cause: str = "",
+    how: str = "replay",
+) -> Finding:
+    """Of a node that made gradients that aren't finite, `going`, of ones that are, `coming`.
 
     Args:
-        finite: whether every gradient of a leaf was.
-        produced: the first operation that made a gradient that isn't finite of ones that are.
-        node: its node.
-        cause: ``overflow`` or ``invalid``.
-        inputs, outputs: the gradients that came in and went out, and what the operation had saved.
-        passed: the operations that passed it on, in order.
-        maker: of an overflow, who made the finite gradient that did not fit.
+        node: which.
+        place: its operation.
+        going, coming: the gradients.
+        makers: of the nodes that ran before.
+        cause: of it; "" if that is to be found out.
+        how: as in `Finding`.
     """
-
-    finite: bool = True
-    produced: Place | None = None
-    cause: str = "overflow"
-    inputs: list[TensorFacts] = field(default_factory=list)
-    outputs: list[TensorFacts] = field(default_factory=list)
-    passed: list[Place] = field(default_factory=list)
-    maker: Maker | None = None
+    kept = saved(node)
+    outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
+    cause = cause or cause_of_slope(node, place.op, kept, outputs, place.zeros)
+    made = makers.behind(node, place, coming) if makers is not None and cause == "overflow" else None
+    inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
+    return at(place, cause, inputs, outputs[:3], how=how, maker=made)
 
 
-def run_backward(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Backward:
-    """Backward from the outputs of a traced call to its leaves; no `.grad` changes.
+def at(
+    place: Place,
+    cause: str,
+    inputs: Sequence[TensorFacts] = (),
+    outputs: Sequence[TensorFacts] = (),
+    *,
+    how: str = "replay",
+    maker: Maker | None = None,
+) -> Finding:
+    """A finding in backward."""
+    line = line_text(place.line)
+    return Finding(
+        cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line, how=how, maker=maker
+    )
+
+
+def replay_backward(
+    trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Place, Finding] | None:
+    """Backward from the outputs of a traced call to its leaves, whose `.grad` does not change.
+
+    Returns the first operation that made a gradient that isn't finite of ones that are; None where every leaf's is.
 
     Args:
         trace: of the call.
@@ -209,12 +233,11 @@ def run_backward(trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence
     finally:
         for handle in handles:
             handle.remove()
-    found = watch.found
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
-    found.finite = not bad
-    if bad and found.produced is None:  # each of several uses was finite, and not their sum
-        found.produced = Place(trace.module_of(bad[0]), SUM)
-    return found
+    if bad and watch.found is None:  # each of several uses was finite, and not their sum
+        place = Place(trace.module_of(bad[0]), SUM)
+        return place, at(place, "overflow")
+    return watch.found if bad else None
 
 
 class _Watch:
@@ -224,16 +247,16 @@ class _Watch:
         # What backward begins with is sent by nobody that is seen, and is added to what comes from within.
         self._senders: Counter[Any] = Counter(output.grad_fn for output in outputs)
         self._makers = BackwardMakers()
-        self.found = Backward()
+        self.found: tuple[Place, Finding] | None = None
 
     def hook(self, node: Any) -> Any:
-        def look(going: tuple[Tensor | None, ...], coming: tuple[Tensor | None, ...]) -> None:
+        def look(going: Gradients, coming: Gradients) -> None:
             with torch._C.DisableTorchFunction():
                 self._look(node, going, coming)
 
         return look
 
-    def _look(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
+    def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
         bad_going = [grad is not None and not finite(grad) for grad in going]
         for (following, _), grad, bad in zip(node.next_functions, going, bad_going):
             self._senders[following] += grad is not None
@@ -243,27 +266,12 @@ class _Watch:
         place = self._trace.places[node]
         if not any(bad_going) and not bad_coming:
             self._makers.ran(node, place, going, coming)
-            return
-        if self.found.produced is not None:
-            self.found.passed.append(place)
+        elif self.found is not None:
+            self.found[1].propagators.append(str(place))
         elif not bad_coming:
-            self.found.produced = place
-            self._describe(node, going, coming)
+            self.found = place, slope_finding(node, place, going, coming, self._makers)
         elif node not in self._sent:
             several = self._senders[node] > 1
-            self.found.produced = Place(place.module, SUM if several else HOOK, place.line)
-            self.found.cause = "overflow" if several else "invalid"
-            self.found.outputs = [facts(g, SUM) for g in coming if g is not None][:3]
-
-    def _describe(self, node: Any, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
-        found = self.found
-        kept = saved(node)
-        found.inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
-        found.outputs = [
-            facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None
-        ][:3]
-        place = self._trace.places[node]
-        found.cause = cause_of_slope(node, place.op, kept, found.outputs, place.zeros)
-        if found.cause == "overflow":
-            made = self._makers.behind(node, place, coming)
-            found.maker = None if made is None else made.told()
+            place = Place(place.module, SUM if several else HOOK, place.line)
+            outputs = [facts(grad, SUM) for grad in coming if grad is not None][:3]
+            self.found = place, at(place, "overflow" if several else "invalid", outputs=outputs)

@@ -2,58 +2,45 @@
 
 It is small as a rule, so every step's is watched while it runs: which node sent on a gradient that is not finite. What
 went forward there is over by then. Where the loss itself isn't finite its nodes are asked for what they saved,
-before backward frees it.
+before backward frees it. Neither tells a line of the user's; `KnownLines` keeps those that a live watch told.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import OUTSIDE, SUM, Maker, TensorFacts
-from mezzo.pytorch.monitor.backward_trace import BackwardMakers, cause_of_slope, result, saved
-from mezzo.pytorch.monitor.forward_trace import Event, Place, root
-from mezzo.pytorch.monitor.operations import POLES, Line, facts, finite, op_of_node
-from mezzo.pytorch.monitor.saved_call import OF_CALL, Sent
+from mezzo.core.finding import OUTSIDE, SUM, Finding, TensorFacts
+from mezzo.pytorch.monitor.backward_trace import BackwardMakers, Gradients, at, result, saved, slope_finding
+from mezzo.pytorch.monitor.forward_trace import Event, Place, absorbed, finding_of
+from mezzo.pytorch.monitor.operations import POLES, Line, facts, finite, op_of_node, over
+from mezzo.pytorch.monitor.saved_call import OF_CALL, Uses
 
 MOST = 300
 """Nodes that are watched; of a larger part, those nearest to the loss."""
 
 
 @dataclass
-class OutsideEvent:
+class LossEvent:
     """An operation that produced something not finite, seen as it happened.
 
     Args:
-        op: its name.
-        cause: a key of `mezzo.core.finding.CAUSES`.
-        inputs, outputs: as in `Finding`.
-        passed: the operations that passed it on, as in `Finding`.
-        sure: whether the values say it, and not only what is left over.
-        module, line: where it is, if it was seen to go forward.
-        maker: as in `Finding`, where operations were watched forward.
+        finding: what is told of it.
         node: of the graph that made it, where that is known.
         start: the loss's node, from which that graph goes down.
-        recalled: whether the line is that of an earlier step.
+        sure: whether the values say it, and not only what is left over.
     """
 
-    op: str
-    cause: str
-    inputs: list[TensorFacts] = field(default_factory=list)
-    outputs: list[TensorFacts] = field(default_factory=list)
-    passed: list[str] = field(default_factory=list)
-    sure: bool = True
-    module: str = OUTSIDE
-    line: Line | None = None
-    maker: Maker | None = None
+    finding: Finding
     node: Any = None
     start: Any = None
-    recalled: bool = False
+    sure: bool = True
 
 
 def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -> Iterator[Any]:
@@ -71,41 +58,31 @@ def nodes(start: Sequence[Any], *, most: int = MOST, into_calls: bool = False) -
         stack.extend(following for following, _ in node.next_functions)
 
 
-def _calls_beneath(node: Any) -> list[tuple[int, int, int]]:
-    """Of what a node makes: its number, the call whose output it goes to, and the place among that call's outputs."""
-    found: list[tuple[int, int, int]] = []
-    for made, (following, number) in enumerate(node.next_functions):
-        if following is None or OF_CALL not in following.metadata:
-            continue
-        if (OF_CALL, number) in following.metadata:
-            found.append((made, following.metadata[OF_CALL], following.metadata[OF_CALL, number]))
-    return found
-
-
-class OutsideBackward:
-    """Watches one backward in the nodes outside.
+class LossGraphWatch:
+    """Watches one backward in the loss's graph.
 
     Args:
-        start: where they begin: the loss's node, and those that led into later calls.
+        start: where its nodes begin: the loss's node, and those that led into later calls.
         scale: how many times the gradients are too large.
         places: node -> where it is, of those that were seen to go forward: these are watched within calls too.
+
+    Attributes:
+        event: the first that made a gradient that isn't finite.
+        uses: call -> place among its outputs -> what came to it.
     """
 
     def __init__(
         self, start: Sequence[Any], scale: Tensor | float, places: Mapping[Any, Place] | None = None
     ) -> None:
-        self._scale = scale
-        self._places = places
-        self._start = start[0]
+        self._scale, self._places, self._start = scale, places, start[0]
         self._unscaled: dict[tuple[Any, int], Tensor] = {}
-        self.event: OutsideEvent | None = None
-        self.trouble = ""
-        self.of_calls: dict[int, dict[int, Sent]] = {}  # call -> place among its outputs -> what came to it
+        self.event: LossEvent | None = None
+        self.uses: dict[int, dict[int, Uses]] = {}
         seen = places is not None
         # One more pass over each gradient, so only where the step is slow anyway.
         self._makers = BackwardMakers(float(scale)) if seen else None
         self._handles = [
-            node.register_hook(_Look(self, node, [] if seen else _calls_beneath(node)))
+            node.register_hook(self._hook(node))
             for node in nodes(start, most=100_000 if seen else MOST, into_calls=seen)
         ]
 
@@ -116,93 +93,74 @@ class OutsideBackward:
         self._handles.clear()
         self._unscaled.clear()
 
-    def _place(self, node: Any) -> Place:
-        known = None if self._places is None else self._places.get(node)
-        return known or Place(OUTSIDE, op_of_node(node))
+    def _hook(self, node: Any) -> Any:
+        beneath = self._calls_beneath(node)
 
-    def look(
-        self,
-        node: Any,
-        going: Sequence[Tensor | None],
-        coming: Sequence[Tensor | None],
-        beneath: Sequence[tuple[int, int, int]] = (),
+        def look(going: Gradients, coming: Gradients) -> None:
+            with suppress(Exception), torch._C.DisableTorchFunction():  # the script's backward must go on
+                self._look(node, going, coming, beneath)
+
+        return look
+
+    def _calls_beneath(self, node: Any) -> dict[int, tuple[int, int]]:
+        """The number of what a node makes -> the call whose output it goes to, and which of its outputs."""
+        return {
+            made: (following.metadata[OF_CALL], following.metadata[OF_CALL, number])
+            for made, (following, number) in enumerate(node.next_functions)
+            if self._places is None and following is not None and (OF_CALL, number) in following.metadata
+        }
+
+    def _look(
+        self, node: Any, going: Gradients, coming: Gradients, beneath: Mapping[int, tuple[int, int]]
     ) -> None:
-        """A node has run.
-
-        Args:
-            node: which.
-            going, coming: the gradients that it made, of those.
-            beneath: of what it made, the number, and the call and the place among its outputs that it goes to.
-        """
         is_finite = [grad is None or _surely_finite(grad) for grad in going]
-        for number, of_call, output in beneath:
+        for number, output in beneath.items():
             grad = going[number]
             if grad is not None and grad.layout is torch.strided and is_finite[number]:
-                self._send(of_call, output, grad, float(self._scale))
+                self._used(output, grad, float(self._scale))
+        if all(is_finite) and (self._makers is None or self.event is not None):
+            return
+        place = (self._places or {}).get(node) or Place(OUTSIDE, op_of_node(node))
         if all(is_finite):
-            if self._makers is not None and self.event is None:
-                self._makers.ran(node, self._place(node), going, coming)
-            return
-        place = self._place(node)
-        if self.event is not None:
-            if self.event.cause == "loss scale":
-                alarm = self._look_deeper(node, place, going, coming)
-                if alarm is not None:
-                    self.event = replace(alarm, start=self._start)
-                    return
-            self.event.passed.append(str(place))
-            return
-        self.event = replace(self._event(node, place, going, coming), start=self._start)
+            if self._makers is not None:
+                self._makers.ran(node, place, going, coming)
+        elif self.event is None:
+            self.event = replace(self._event(node, place, going, coming), start=self._start)
+        else:
+            deeper = None
+            if self.event.finding.cause == "loss scale":
+                deeper = self._look_deeper(node, place, going, coming)
+            if deeper is None:
+                self.event.finding.propagators.append(str(place))
+            else:
+                self.event = LossEvent(deeper, node, self._start)
 
-    def _send(self, of_call: int, output: int, grad: Tensor, scale: float) -> None:
-        sent = self.of_calls.setdefault(of_call, {}).setdefault(output, Sent())
-        sent.parts.append((grad.detach(), scale))
+    def _used(self, output: tuple[int, int], grad: Tensor, scale: float) -> None:
+        call, number = output
+        self.uses.setdefault(call, {}).setdefault(number, []).append((grad.detach(), scale))
 
-    def _event(
-        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
-    ) -> OutsideEvent:
-        inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
-        if not all(one.finite for one in inputs):
-            cause = "loss scale" if float(self._scale) > 1.0 else "overflow"
-            return OutsideEvent(SUM, cause, outputs=inputs, module=place.module, line=place.line)
-        kept = saved(node)
-        outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
-        cause = "loss scale"
+    def _event(self, node: Any, place: Place, going: Gradients, coming: Gradients) -> LossEvent:
         scale = float(self._scale)
-        if scale <= 1.0 or not self._goes_on(node, [_over(grad, scale) for grad in coming], going):
-            cause = cause_of_slope(node, place.op, kept, outputs, place.zeros)
-        if place.event is not None and cause != "loss scale" and not place.event.meant:
-            first, passed = root(place.event)
-            if first.place is not place or first.kind != "invalid":
-                return of_forward(first, passed, self._places)
-        made = None if self._makers is None else self._makers.behind(node, place, coming)
-        maker = made.told() if made is not None and cause == "overflow" else None
-        return OutsideEvent(
-            place.op,
-            cause,
-            inputs + kept,
-            outputs[:3],
-            module=place.module,
-            line=place.line,
-            maker=maker,
-            node=node,
+        if not all(grad is None or finite(grad) for grad in coming):
+            cause = "loss scale" if scale > 1.0 else "overflow"
+            made = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3]
+            return LossEvent(at(Place(place.module, SUM, place.line), cause, outputs=made, how="live"))
+        by_scale = scale > 1.0 and self._goes_on(
+            node, [grad if grad is None else over(grad, scale) for grad in coming], going
         )
+        cause = "loss scale" if by_scale else ""
+        finding = slope_finding(node, place, going, coming, self._makers, cause=cause, how="live")
+        before = None if by_scale else absorbed(place)
+        return LossEvent(finding, node) if before is None else of_forward(*before, self._places)
 
-    def _look_deeper(
-        self, node: Any, place: Place, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]
-    ) -> OutsideEvent | None:
+    def _look_deeper(self, node: Any, place: Place, going: Gradients, coming: Gradients) -> Finding | None:
         """With the loss scale out of the way: whether this node has another fault."""
         unscaled = [self._unscaled.pop((node, number), None) for number in range(len(coming))]
-        if all(grad is None for grad in unscaled):
+        if all(grad is None for grad in unscaled) or self._goes_on(node, unscaled, going):
             return None
-        if self._goes_on(node, unscaled, going):
-            return None
-        kept = saved(node)
-        cause = cause_of_slope(node, place.op, kept, [], place.zeros)
-        inputs = [facts(grad, "gradient of output") for grad in unscaled if grad is not None] + kept
-        return OutsideEvent(place.op, cause, inputs, module=place.module, line=place.line, node=node)
+        return slope_finding(node, place, (), unscaled, None, how="live")
 
-    def _goes_on(self, node: Any, grads: Sequence[Tensor | None], going: Sequence[Tensor | None]) -> bool:
+    def _goes_on(self, node: Any, grads: Gradients, going: Gradients) -> bool:
         """Run a node by hand on unscaled gradients, and hand on what it makes of them; False if that isn't finite.
 
         Args:
@@ -215,47 +173,26 @@ class OutsideBackward:
         run = node.apply if hasattr(node, "saved_tensors") else node
         try:
             with torch.no_grad():
-                again = run(*grads)
+                made = run(*grads)
         except Exception:  # a node that can't be run by hand
             return False
-        given = again if isinstance(again, tuple) else (again,)
+        given = made if isinstance(made, tuple) else (made,)
         if not all(grad is None or finite(grad) for grad in given):
             return False
-        beneath = (
-            {}
-            if self._places is not None
-            else {made: (call, output) for made, call, output in _calls_beneath(node)}
-        )
+        beneath = self._calls_beneath(node)
         for place, (grad, (following, number)) in enumerate(zip(given, node.next_functions)):
             if grad is None or following is None:
                 continue
             if place not in beneath:
                 self._unscaled[following, number] = grad
-            elif (made := going[place]) is None or not _surely_finite(made):
-                of_call, output = beneath[place]
-                self._send(of_call, output, grad, 1.0)
+            elif (came := going[place]) is None or not _surely_finite(came):
+                self._used(beneath[place], grad, 1.0)
         return True
-
-
-class _Look:
-    """The hook on a node."""
-
-    def __init__(self, watch: OutsideBackward, node: Any, beneath: Sequence[tuple[int, int, int]]) -> None:
-        self._watch = watch
-        self._node = node
-        self._beneath = beneath
-
-    def __call__(self, going: Sequence[Tensor | None], coming: Sequence[Tensor | None]) -> None:
-        try:
-            with torch._C.DisableTorchFunction():
-                self._watch.look(self._node, going, coming, self._beneath)
-        except Exception as error:  # the backward is the script's: it must go on
-            self._watch.trouble = f"{type(error).__name__}: {error}"
 
 
 def of_forward(
     first: Event, passed: Sequence[Event], places: Mapping[Any, Place] | None = None, start: Any = None
-) -> OutsideEvent:
+) -> LossEvent:
     """As an event of what was seen to go forward.
 
     Args:
@@ -264,23 +201,9 @@ def of_forward(
         places: node -> where it is.
         start: the loss's node.
     """
-    return OutsideEvent(
-        first.place.op,
-        "overflow" if first.kind == "passed" else first.kind,
-        first.inputs,
-        first.outputs,
-        [str(one.place) for one in passed],
-        module=first.place.module,
-        line=first.place.line,
-        maker=first.maker,
-        # An operation's own result comes before the casts of what it was given.
-        node=next((node for node, place in (places or {}).items() if place is first.place), None),
-        start=start,
-    )
-
-
-def _over(grad: Tensor | None, scale: float) -> Tensor | None:
-    return None if grad is None else (grad.detach().double() / scale).to(grad.dtype)
+    # An operation's own result comes before the casts of what it was given.
+    node = next((node for node, place in (places or {}).items() if place is first.place), None)
+    return LossEvent(finding_of(first, passed, "live"), node, start)
 
 
 def _surely_finite(grad: Tensor) -> bool:
@@ -293,11 +216,8 @@ def _surely_finite(grad: Tensor) -> bool:
     return finite(grad)
 
 
-# ---------------------------------------------------------------------------------------------- forward
-
-
-def loss_event(loss: Tensor) -> OutsideEvent:
-    """Which operation outside made a loss that isn't finite: by what its nodes saved, so before backward.
+def loss_event(loss: Tensor) -> LossEvent:
+    """Which operation made a loss that isn't finite: by what its graph's nodes saved, so before backward.
 
     A node's value is known where it saved its result, or all that it was computed from. Blamed is the first, from the
     model on, whose value isn't finite; if it was given one that wasn't, or if none is known, the first unknown.
@@ -311,26 +231,30 @@ def loss_event(loss: Tensor) -> OutsideEvent:
         culprit = _earliest_unknown(order, good, behind) or culprit
     if culprit is None:
         culprit = _earliest_unknown(order, good, [loss.grad_fn])
+    left_over = "the operation is what is left over, not what was seen"
     if culprit is None:
-        return OutsideEvent("", "invalid", outputs=[facts(loss, "output")], sure=False)
-    op, kept, value = op_of_node(culprit), saved(culprit), known[culprit]
+        told = Finding("invalid", OUTSIDE, outputs=[facts(loss, "output")], how="live", note=left_over)
+        return LossEvent(told, sure=False)
+    op, value, given = op_of_node(culprit), known[culprit], _inputs(culprit)
     cause = "invalid" if op in POLES else "overflow"
     if bool(torch.isnan(loss.detach() if value is None else value).any()):
         cause = "invalid"
-    if any(not one.finite for one in _inputs(culprit)):
+    if any(not one.finite for one in given):
         leaves = [getattr(following, "variable", None) for following, _ in culprit.next_functions]
         cause = "state" if any(leaf is not None and not finite(leaf) for leaf in leaves) else "input"
     after = order[order.index(culprit) + 1 :]
-    return OutsideEvent(
-        op,
+    sure = value is not None and bool(given) and all(one.finite for one in given)
+    finding = Finding(
         cause,
-        kept,
-        [facts(loss if value is None else value, "output")],
-        [str(Place(OUTSIDE, op_of_node(node))) for node in after if good[node] is not True],
-        sure=value is not None and bool(_inputs(culprit)) and all(one.finite for one in _inputs(culprit)),
-        node=culprit,
-        start=loss.grad_fn,
+        OUTSIDE,
+        op,
+        inputs=saved(culprit),
+        outputs=[facts(loss if value is None else value, "output")],
+        propagators=[str(Place(OUTSIDE, op_of_node(node))) for node in after if good[node] is not True],
+        how="live",
+        note="" if sure else left_over,
     )
+    return LossEvent(finding, culprit, loss.grad_fn, sure)
 
 
 def _towards_the_loss(loss: Tensor) -> list[Any]:
@@ -370,36 +294,38 @@ def _inputs(node: Any) -> list[TensorFacts]:
 
 
 _MOST = 1000  # nodes of a graph that are compared; a larger one is not known again
-_SIZES = ("size", "numel", "stride", "shape")
 
 
 class KnownLines:
-    """Place in a graph -> line and module; None where two were seen."""
+    """The user's lines of operations in the loss's graph, kept from steps that were watched live.
+
+    Where the node at the same place of the same graph was watched before, its line is said again, and nobody has to
+    watch for it again. The same graph is: the same operations, wired in the same way, between calls of models and a
+    step on the same lines. All else is another fault.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[Hashable, tuple[Line, str] | None] = {}
+        self._of: dict[Hashable, tuple[str, str] | None] = {}  # None: two lines were seen
 
-    def tell(self, event: OutsideEvent, direction: str, lines: Sequence[Line | None]) -> None:
+    def tell(self, event: LossEvent, lines: Sequence[Line | None]) -> None:
         """Learn the line of an event that was watched live, or give one that was not the line that was learnt.
 
         Args:
-            event: of an operation outside.
-            direction: forward or backward.
+            event: of an operation.
             lines: from where the step's models were called, and the step.
         """
-        if event.cause == "loss scale" or event.node is None:
+        told = event.finding
+        graph = None if event.node is None else _graph(event.start, event.node)
+        if told.cause == "loss scale" or graph is None:
             return
-        graph = _graph(event.start, event.node)
-        if graph is None:
-            return
-        key = (direction, event.cause, tuple(lines), graph)
-        if event.line is None:
-            known = self._of.get(key)
-            if known is not None:
-                (event.line, event.module), event.recalled = known, True
-            return
-        new = event.line, event.module
-        self._of[key] = new if self._of.get(key, new) == new else None
+        key = (told.direction, told.cause, tuple(lines), graph)
+        new = told.line, told.module
+        if told.line:
+            self._of[key] = new if self._of.get(key, new) == new else None
+        elif (known := self._of.get(key)) is not None:
+            note = "the line is that of an earlier overflow at the same place of the same graph"
+            note = "; ".join(filter(None, (told.note, note)))
+            event.finding = replace(told, line=known[0], module=known[1], note=note)
 
 
 def _graph(start: Any, node: Any) -> Hashable | None:
@@ -410,38 +336,18 @@ def _graph(start: Any, node: Any) -> Hashable | None:
         one = stack.pop()
         edges: list[Hashable] = []
         for following, place in one.next_functions:
-            if following is None or hasattr(following, "variable") or OF_CALL in following.metadata:
-                edges.append(_end(following, place))
-                continue
-            if following not in numbers:
-                numbers[following] = len(numbers)
-                stack.append(following)
-            edges.append((numbers[following], place))
-        made.append((numbers[one], one.name(), _settings(one), tuple(edges)))
+            if following is None:
+                edges.append("constant")
+            elif hasattr(following, "variable"):
+                edges.append("leaf")
+            elif OF_CALL in following.metadata:
+                edges.append(("call", following.metadata.get((OF_CALL, place), place)))
+            else:
+                if following not in numbers:
+                    numbers[following] = len(numbers)
+                    stack.append(following)
+                edges.append((numbers[following], place))
+        made.append((numbers[one], one.name(), tuple(edges)))
         if len(numbers) > _MOST:
             return None
     return (numbers[node], tuple(made)) if node in numbers else None
-
-
-def _end(node: Any, place: int) -> Hashable:
-    """What a graph ends at: a constant, a leaf, an output of a model's call."""
-    if node is None:
-        return "constant"
-    return "leaf" if hasattr(node, "variable") else ("call", node.metadata.get((OF_CALL, place), place))
-
-
-def _settings(node: Any) -> Hashable:
-    """The numbers that an operation was given beside its tensors."""
-    found: list[Hashable] = []
-    for name in dir(node):
-        if not name.startswith("_saved_") or any(word in name for word in _SIZES):
-            continue
-        try:
-            value = getattr(node, name)
-        except Exception:  # a tensor that backward has let go
-            continue
-        if isinstance(value, (bool, int, float, str)):
-            found.append((name, value))
-        elif isinstance(value, (list, tuple)) and all(isinstance(one, (bool, int, float)) for one in value):
-            found.append((name, tuple(value)))
-    return op_of_node(node), tuple(found)

@@ -20,23 +20,9 @@ from mezzo.core.finding import TensorFacts
 from mezzo.core.rules import RULES as OP_TABLE
 from mezzo.pytorch.dtypes import name_of
 
-_DUNDERS = {
-    "truediv": "div",
-    "rtruediv": "div",
-    "rdiv": "div",
-    "itruediv": "div",
-    "idiv": "div",
-    "radd": "add",
-    "iadd": "add",
-    "rmul": "mul",
-    "imul": "mul",
-    "isub": "sub",
-    "rsub": "sub",
-    "rpow": "pow",
-    "ipow": "pow",
-    "rmatmul": "matmul",
-}
-
+_DUNDERS = {"truediv": "div", "rdiv": "div", "idiv": "div", "rsub": "sub"}
+_DUNDERS |= {f"{how}{op}": op for how in "ri" for op in ("add", "sub", "mul", "pow", "matmul")}
+_DUNDERS |= {"rtruediv": "div", "itruediv": "div"}
 _IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod", "pow")
 
 HOOK = "gradient hook"
@@ -45,14 +31,13 @@ HOOK = "gradient hook"
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
 linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
 nll_loss lgamma digamma erfinv tan linalg_inv inverse cholesky linalg_solve"""
+POLES = frozenset(_POLES.split())
+"""Operations that have no finite result, or no finite slope, for some finite numbers."""
 
 _DECOMPOSED = r"_?linalg_(eig|svd|qr|lu|chol|inv|solve|lstsq|pinv|matrix_exp|ldl)"
 
-COMPOSED = frozenset(op for op in OP_TABLE if op not in _POLES.split() and not re.match(_DECOMPOSED, op))
+COMPOSED = frozenset(op for op in OP_TABLE if op not in POLES and not re.match(_DECOMPOSED, op))
 """Operations of many steps, or of one, that have a finite slope everywhere."""
-
-POLES = frozenset(_POLES.split())
-"""Operations that have no finite result, or no finite slope, for some finite numbers."""
 
 
 def op_of_function(function: Any) -> str:
@@ -163,6 +148,16 @@ def only_minus_infinity(tensor: Tensor) -> bool:
     """Whether what isn't finite in it is -inf, as in a mask that is added to scores."""
     seen = values(tensor)
     return seen is not None and not bool((torch.isnan(seen) | torch.isposinf(seen)).any())
+
+
+def over(tensor: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tensor:
+    """A gradient without the loss scale, in a format, its own by default."""
+    return (tensor.detach().double() / scale).to(dtype or tensor.dtype)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place; -1 where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def facts(tensor: Tensor, name: str) -> TensorFacts:

@@ -23,14 +23,13 @@ from torch.optim import Optimizer
 
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
-from mezzo.core.remedies import remedies
 from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
-from mezzo.pytorch.monitor.investigation import investigate, policy_of_call, that_mend, told, with_model
-from mezzo.pytorch.monitor.loss_graph import KnownLines, OutsideBackward, OutsideEvent, loss_event, of_forward
-from mezzo.pytorch.monitor.operations import Line, finite, users_line
-from mezzo.pytorch.monitor.saved_call import Habits, KeptCall
+from mezzo.pytorch.monitor.investigation import investigate, remedies_for, told
+from mezzo.pytorch.monitor.loss_graph import KnownLines, LossEvent, LossGraphWatch, loss_event, of_forward
+from mezzo.pytorch.monitor.operations import finite, users_line
+from mezzo.pytorch.monitor.saved_call import SavedCall, SideEffects
 from mezzo.pytorch.wrappers import unwrapped
 
 _FEW = 8  # kept calls that are looked at before each call
@@ -67,9 +66,9 @@ class _Running:
         return cls.number, cls.owner
 
 
-def _sources(calls: Sequence[KeptCall]) -> list[KeptCall]:
+def _sources(calls: Sequence[SavedCall]) -> list[SavedCall]:
     """Calls that no gradient came to, whose results, not finite, these ones were given: a generator's, detached."""
-    found: list[KeptCall] = []
+    found: list[SavedCall] = []
     kept = [call for tracer in _ALL for call in tracer.calls]
     looked = list(calls)
     for call in looked:  # those that are found are looked at as well
@@ -103,19 +102,19 @@ class OverflowTracer:
         model: nn.Module | None = None,
     ) -> None:
         self._enter, self._model = enter, model
-        self.calls: list[KeptCall] = []
+        self.calls: list[SavedCall] = []
         self._pruned = 0  # how many of them there were when it was last seen which may still matter
         self._clock, self._waits, self._left = clock, waits, limit
-        self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
-        self._open: KeptCall | None = None
+        self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
+        self._open: SavedCall | None = None
         self._scales: dict[int, Tensor | float] = {}
-        self._outside: dict[int, OutsideBackward] = {}
+        self._outside: dict[int, LossGraphWatch] = {}
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
         self._trouble = ""
         self._group: Any = None
-        self._loss_event: OutsideEvent | None = None
+        self._loss_event: LossEvent | None = None
         self._finding: Finding | None = None
         self._last: Finding | None = None
         self._records: list[Record] = []
@@ -146,23 +145,19 @@ class OverflowTracer:
         if len(self.calls) <= _FEW or len(self.calls) >= 2 * self._pruned:
             self._prune()
         inner = unwrapped(model)
-        habits = self._habits.get(inner)
-        if habits is None:
-            habits = self._habits[inner] = Habits(inner)
+        effects = self._effects.get(inner)
+        if effects is None:
+            effects = self._effects[inner] = SideEffects(inner)
         _Running.calls += 1
-        call = KeptCall(
+        self._open = SavedCall(
             model,
-            inner,
             args,
             kwargs,
+            effects=effects,
             enter=self._enter,
             line=users_line(),
-            copies=habits.writes_arguments,
-            random=habits.random(),
             number=_Running.calls,
         )
-        habits.before(call)
-        self._open = call
 
     @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:
@@ -170,7 +165,7 @@ class OverflowTracer:
         call, self._open = self._open, None
         if call is None or call.model is not model:
             return
-        self._habits[call.inner].after(call)
+        self._effects[call.inner].after(call)
         if call.ended(output, _Running.now):
             self.calls.append(call)
 
@@ -199,7 +194,7 @@ class OverflowTracer:
                 self._loss_event = of_forward(*first, places, loss.grad_fn)
         if live is not None:
             places = live.places
-            self._outside[_Running.number] = OutsideBackward([loss.grad_fn], scale, places)
+            self._outside[_Running.number] = LossGraphWatch([loss.grad_fn], scale, places)
             return
         sources = [
             tensor.grad_fn
@@ -208,7 +203,7 @@ class OverflowTracer:
             for source in call.sources
             if (tensor := source()) is not None
         ]
-        self._outside[_Running.number] = OutsideBackward([loss.grad_fn, *sources], scale)
+        self._outside[_Running.number] = LossGraphWatch([loss.grad_fn, *sources], scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Nothing: what is looked at was kept before."""
@@ -318,7 +313,7 @@ class OverflowTracer:
         if self._live is None:
             self._to_watch -= 1
             models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
-            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
+            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
             self._live = ForwardTrace(models, outer=OUTSIDE, lenient=True)
         return self._live
 
@@ -331,20 +326,21 @@ class OverflowTracer:
             self._learn(calls)
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
-            self._say_again([call.line for call in calls])
+            lines = [*(call.line for call in calls), users_line()]
+            graph_events = [watch.event for watch in self._outside.values() if watch.event is not None]
+            for event in (*filter(None, [self._loss_event]), *graph_events):
+                self._known.tell(event, lines)
             sources = _sources(calls)
             finding, call = investigate(
                 sorted([*calls, *sources], key=lambda call: call.number),
                 scales,
                 self._loss_event,
-                [watch.event for watch in self._outside.values() if watch.event is not None],
+                graph_events,
             )
-            tries = remedies(finding, policy_of_call(call))
-            finding = replace(finding, remedies=that_mend(tries, finding, call, scales))
+            finding = replace(finding, remedies=remedies_for(finding, call, scales, self._model))
             if call is not None and any(call is one for one in sources):
                 whose = f"it is in an earlier call of {type(call.inner).__name__}, which gave a later one its input"
                 finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
-            finding = replace(finding, remedies=with_model(finding.remedies, call, self._model))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
@@ -354,23 +350,14 @@ class OverflowTracer:
         note = "; ".join(filter(None, (finding.note, self._trouble)))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
-    def _say_again(self, called: Sequence[Line | None]) -> None:
-        """Lines outside of the models that were learnt in an earlier step, or are now."""
-        lines = [*called, users_line()]
-        if self._loss_event is not None:
-            self._known.tell(self._loss_event, "forward", lines)
-        for watch in self._outside.values():
-            if watch.event is not None:
-                self._known.tell(watch.event, "backward", lines)
-
-    def _learn(self, calls: Sequence[KeptCall]) -> None:
+    def _learn(self, calls: Sequence[SavedCall]) -> None:
         """What backward showed of the calls, and what was written of their arguments since."""
         for call in calls:
             for number, watch in self._outside.items():
-                call.sent[number] = watch.of_calls.get(call.number, {})
+                call.uses[number] = watch.uses.get(call.number, {})
             for tracer in _ALL:
-                if call.written and call.inner in tracer._habits:
-                    tracer._habits[call.inner].writes_arguments = True
+                if call.written and call.inner in tracer._effects:
+                    tracer._effects[call.inner].writes_arguments = True
 
     def _why_unknown(self) -> str:
         if self._group is None and is_distributed():
