@@ -228,6 +228,7 @@ def test_no_hook_is_left_and_none_is_there_where_nobody_looks() -> None:
 
 @pytest.mark.parametrize("method", [False, True])
 def test_a_compiled_model_is_seen_from_outside_and_not_compiled_again(method: bool) -> None:
+    torch._dynamo.reset()  # of what other tests compiled
     truth = by_hand(network(), 0)
     net = network()
     model: Any = net

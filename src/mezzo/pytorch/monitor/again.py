@@ -37,10 +37,9 @@ def changeable(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *of_numpy))
 
 
 def copied(value: Any) -> Any:
@@ -49,26 +48,23 @@ def copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, Tensor):
         return value.detach() if value.grad_fn is not None else value
-    if isinstance(value, (torch.Generator,)) or hasattr(value, "get_state"):
-        return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
+    if hasattr(value, "get_state"):  # torch's, and NumPy's older ones
+        return value.get_state()
     return value.bit_generator.state if hasattr(value, "bit_generator") else value
 
 
 def put_back(module: nn.Module, name: str, was: Any, copy: Any) -> None:
     """Let an attribute be what it was, the same object with the same content."""
     module.__dict__[name] = was
-    if type(was) in (list, deque):
+    if type(was) in _CONTAINERS:
         was.clear()
-        was.extend(copy)
-    elif type(was) in (dict, set):
-        was.clear()
-        was.update(copy)
-    elif isinstance(was, torch.Generator) or hasattr(was, "set_state"):
-        was.set_state(copy)
+        (was.extend if type(was) in (list, deque) else was.update)(copy)
     elif isinstance(was, random.Random):
         was.setstate(copy)
+    elif hasattr(was, "set_state"):
+        was.set_state(copy)
     elif hasattr(was, "bit_generator"):
         was.bit_generator.state = copy
 
@@ -77,15 +73,15 @@ def same(was: Any, copy: Any, now: Any) -> bool:
     """Whether an attribute still is, and holds, what it was."""
     if isinstance(now, Tensor):
         return isinstance(was, Tensor) and was.data_ptr() == now.data_ptr()
-    if was is not now and (type(now) in _CONTAINERS or _is_generator(now)):
-        return False
-    if type(now) in (list, deque):
-        return len(copy) == len(now) and all(one is other for one, other in zip(copy, now))
-    if type(now) in (dict, set):
-        return len(copy) == len(now) and all(one in now for one in copy)
     if _is_generator(now):
         return False  # drawn from or not: its state is small
-    return bool(was == now)
+    if type(now) not in _CONTAINERS:
+        return bool(was == now)
+    if was is not now or len(copy) != len(now):
+        return False
+    if type(now) in (list, deque):
+        return all(one is other for one, other in zip(copy, now))
+    return all(one in now for one in copy)
 
 
 _now = threading.local()

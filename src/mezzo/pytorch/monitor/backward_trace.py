@@ -82,23 +82,18 @@ def _computed(node: Any, *, wide: bool) -> Tensor | None:
             given = [value for value in arguments.values() if isinstance(value, Tensor)]
             if "out" in arguments or not given:
                 continue
-            if wide:
-                arguments = {name: _leaf(value) for name, value in arguments.items()}
             with torch.autocast(given[0].device.type, enabled=False):
-                value = overload(**{name: v if wide else _detached(v) for name, v in arguments.items()})
+                value = overload(**{name: _off_graph(v, wide) for name, v in arguments.items()})
             value = value[0] if isinstance(value, tuple) else value
             return value if isinstance(value, Tensor) else None
     return None
 
 
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().double().requires_grad_()
-    return value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _off_graph(value: Any, wide: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    return value.double().requires_grad_() if wide and value.is_floating_point() else value
 
 
 def cause_of_slope(
@@ -223,9 +218,34 @@ def replay_backward(
         outputs: tensors on the graph, each with its gradient in `grads`, of its shape.
         grads: finite.
     """
-    watch = _Watch(trace, outputs)
+    found: list[tuple[Place, Finding]] = []  # the one
+    makers = BackwardMakers()
+    sent: set[Any] = set()
+    # What backward begins with is sent by nobody that is seen, and is added to what comes from within.
+    senders = Counter(output.grad_fn for output in outputs)
+
+    def look(node: Any, going: Gradients, coming: Gradients) -> None:
+        bad_going = [grad is not None and not finite(grad) for grad in going]
+        for (following, _), grad, bad in zip(node.next_functions, going, bad_going):
+            senders[following] += grad is not None
+            if bad:
+                sent.add(following)
+        bad_coming = any(grad is not None and not finite(grad) for grad in coming)
+        place = trace.places[node]
+        if not any(bad_going) and not bad_coming:
+            makers.ran(node, place, going, coming)
+        elif found:
+            found[0][1].propagators.append(str(place))
+        elif not bad_coming:
+            found.append((place, slope_finding(node, place, going, coming, makers)))
+        elif node not in sent:
+            several = senders[node] > 1
+            place = Place(place.module, SUM if several else HOOK, place.line)
+            made = [facts(grad, SUM) for grad in coming if grad is not None][:3]
+            found.append((place, at(place, "overflow" if several else "invalid", outputs=made)))
+
     leaves = list(trace.leaves.values())
-    handles = [node.register_hook(watch.hook(node)) for node in trace.places]
+    handles = [node.register_hook(_untraced(look, node)) for node in trace.places]
     try:
         given = torch.autograd.grad(
             list(outputs), leaves, list(grads), retain_graph=True, allow_unused=True, materialize_grads=False
@@ -234,44 +254,15 @@ def replay_backward(
         for handle in handles:
             handle.remove()
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
-    if bad and watch.found is None:  # each of several uses was finite, and not their sum
+    if bad and not found:  # each of several uses was finite, and not their sum
         place = Place(trace.module_of(bad[0]), SUM)
         return place, at(place, "overflow")
-    return watch.found if bad else None
+    return found[0] if bad else None
 
 
-class _Watch:
-    def __init__(self, trace: ForwardTrace, outputs: Sequence[Tensor]) -> None:
-        self._trace = trace
-        self._sent: set[Any] = set()
-        # What backward begins with is sent by nobody that is seen, and is added to what comes from within.
-        self._senders: Counter[Any] = Counter(output.grad_fn for output in outputs)
-        self._makers = BackwardMakers()
-        self.found: tuple[Place, Finding] | None = None
+def _untraced(look: Any, node: Any) -> Any:
+    def hook(going: Gradients, coming: Gradients) -> None:
+        with torch._C.DisableTorchFunction():
+            look(node, going, coming)
 
-    def hook(self, node: Any) -> Any:
-        def look(going: Gradients, coming: Gradients) -> None:
-            with torch._C.DisableTorchFunction():
-                self._look(node, going, coming)
-
-        return look
-
-    def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
-        bad_going = [grad is not None and not finite(grad) for grad in going]
-        for (following, _), grad, bad in zip(node.next_functions, going, bad_going):
-            self._senders[following] += grad is not None
-            if bad:
-                self._sent.add(following)
-        bad_coming = any(grad is not None and not finite(grad) for grad in coming)
-        place = self._trace.places[node]
-        if not any(bad_going) and not bad_coming:
-            self._makers.ran(node, place, going, coming)
-        elif self.found is not None:
-            self.found[1].propagators.append(str(place))
-        elif not bad_coming:
-            self.found = place, slope_finding(node, place, going, coming, self._makers)
-        elif node not in self._sent:
-            several = self._senders[node] > 1
-            place = Place(place.module, SUM if several else HOOK, place.line)
-            outputs = [facts(grad, SUM) for grad in coming if grad is not None][:3]
-            self.found = place, at(place, "overflow" if several else "invalid", outputs=outputs)
+    return hook

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from mezzo.core.finding import OUTSIDE, Finding, Maker, TensorFacts, rounded_to_infinity
+from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.monitor.operations import (
     HOOK,
     POLES,
@@ -40,6 +41,7 @@ from mezzo.pytorch.monitor.operations import (
     facts,
     finite,
     line_text,
+    mapped,
     only_minus_infinity,
     op_of_function,
     op_of_node,
@@ -49,6 +51,7 @@ from mezzo.pytorch.monitor.operations import (
     version_of,
     writes,
 )
+from mezzo.scripts.patches import Patches
 
 
 @dataclass
@@ -161,20 +164,16 @@ def cause_of(op: str, func: Any, args: Any, kwargs: Any, bad: Sequence[Tensor], 
 def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     """The operation once more, on FP64 copies; None where it can't be, or doesn't compute in FP64."""
 
-    def wide(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach().double() if value.is_floating_point() else value
-        if isinstance(value, (list, tuple)):
-            items = [wide(item) for item in value]
-            return tuple(items) if type(value) is tuple else items
-        return value
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.detach().double() if tensor.is_floating_point() else tensor
 
     device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
     random = torch.get_rng_state()
     try:
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            kept = {name: wide(value) for name, value in kwargs.items() if name not in ("dtype", "out")}
-            outs = [t for t in tensors(func(*wide(args), **kept)) if t.is_floating_point()]
+            kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
+            args, kept = mapped((args, kept), wide)
+            outs = [t for t in tensors(func(*args, **kept)) if t.is_floating_point()]
     except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
         return None
     finally:
@@ -240,7 +239,6 @@ _UNDEFINED = frozenset(
 )
 _KEEPS_MASKS = ("neg", "mul", "div", "sub", "rsub", "abs", "square", "__getitem__")
 _STATISTICS = ("batch_norm", "instance_norm")  # in training they write their buffers, and don't read them
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -270,7 +268,6 @@ class ForwardTrace(TorchFunctionMode):
         stop: code of the function that calls the model: the user's lines are looked for inside of it.
         called: the line from where the model was called, for operations in modules that are all PyTorch's.
         outer: the module of operations that no module holds.
-        lenient: where watching an operation fails, stop watching (`trouble` says why) and let the operation be.
     """
 
     def __init__(
@@ -281,19 +278,18 @@ class ForwardTrace(TorchFunctionMode):
         stop: CodeType | None = None,
         called: Line | None = None,
         outer: str = "",
-        lenient: bool = False,
     ) -> None:
         super().__init__()
         self._paths: dict[int, str] = {}
         self._stack: list[str] = [outer]
         self._stop, self._called = stop, called
         self._states: dict[int, tuple[str, str, bool]] = {}
-        for path, module in (pair for model in models for pair in model.named_modules()):
-            self._paths.setdefault(id(module), _unwrapped(path))
+        for path, module in (pair for model in models for pair in walk(model, "", set(), inside=True)):
+            self._paths.setdefault(id(module), path)
             for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name, tensor in own.items():
                     if tensor is not None and tensor.numel():
-                        self._states[tensor.data_ptr()] = (_unwrapped(path), name, is_parameter)
+                        self._states[tensor.data_ptr()] = (path, name, is_parameter)
         self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
         self._events: _OfTensors[Event] = _OfTensors()
         self._makers: _OfTensors[Maker] = _OfTensors()
@@ -302,7 +298,7 @@ class ForwardTrace(TorchFunctionMode):
         self._running = False
         self._thread = threading.get_ident()
         self.paused = False
-        self.lenient, self.trouble = lenient, ""
+        self.trouble = ""
         self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
         self.leaves: dict[Any, Tensor] = {}  # node that accumulates -> its leaf
 
@@ -320,10 +316,18 @@ class ForwardTrace(TorchFunctionMode):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        patches = Patches()
+        # Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does.
+        for module in (torch.nn.functional, torch.functional, torch._tensor):
+            for name in _ASKERS:
+                if hasattr(module, name):
+                    patches.set(module, name, lambda *_: False)
+        patches.set(torch.autograd.Function, "apply", classmethod(self._apply()))
         try:
-            with _python_functions_open(), self._functions_seen(), _hooks_not_warned_of(), self._beneath():
+            with _hooks_not_warned_of(), self._beneath():
                 yield self
         finally:
+            patches.undo()
             for handle in handles:
                 handle.remove()
 
@@ -354,12 +358,10 @@ class ForwardTrace(TorchFunctionMode):
         return self.paused or threading.get_ident() != self._thread
 
     def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
-        """What fails in looking does not fail what is looked at, if `lenient`."""
+        """What fails in looking does not fail what is looked at: it ends the looking, and `trouble` says why."""
         try:
             return look(*args)
         except Exception as error:
-            if not self.lenient:
-                raise
             self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
             return None
 
@@ -368,27 +370,20 @@ class ForwardTrace(TorchFunctionMode):
             for tensor in tensors(held):
                 self.claim(tensor, place)
 
-    @contextmanager
-    def _functions_seen(self) -> Iterator[None]:
-        """Autograd Functions of the user's are operations with a name and a line."""
-        function: Any = torch.autograd.Function
-        before = function.__dict__["apply"]
+    def _apply(self) -> Callable[..., Any]:
+        """In place of `Function.apply`: autograd Functions of the user's are operations with a name and a line."""
+        before = torch.autograd.Function.__dict__["apply"].__func__
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if self._running or self._looks_away():
-                return before.__func__(cls, *args, **kwargs)
+                return before(cls, *args, **kwargs)
             self._guarded(self._claim_all, (args, kwargs), None)
-            out = before.__func__(cls, *args, **kwargs)
+            out = before(cls, *args, **kwargs)
             by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
-            place = self._place(HOOK if by_hook else cls.__name__)
-            self._guarded(self._claim_all, out, place)
+            self._guarded(self._claim_all, out, self._place(HOOK if by_hook else cls.__name__))
             return out
 
-        function.apply = classmethod(apply)
-        try:
-            yield
-        finally:
-            function.apply = before
+        return apply
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -597,10 +592,6 @@ class ForwardTrace(TorchFunctionMode):
             stack.extend(following for following, _ in node.next_functions)
 
 
-def _unwrapped(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-
-
 @contextmanager
 def _beneath_transforms() -> Iterator[bool]:
     """Outside of the transforms of `torch.func` that are in force; whether there are any."""
@@ -617,25 +608,6 @@ def _has_zero(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _python_functions_open() -> Iterator[None]:
-    """Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does."""
-    modules: list[Any] = [torch.nn.functional, torch.functional, torch._tensor]
-    before = [
-        (module, name, getattr(module, name))
-        for module in modules
-        for name in _ASKERS
-        if hasattr(module, name)
-    ]
-    for module, name, _ in before:
-        setattr(module, name, _no)
-    try:
-        yield
-    finally:
-        for module, name, asker in before:
-            setattr(module, name, asker)
-
-
-@contextmanager
 def _hooks_not_warned_of() -> Iterator[None]:
     """A compiled part, which runs eagerly here, warns of the hooks. All other filters stay whose they are."""
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
@@ -645,7 +617,3 @@ def _hooks_not_warned_of() -> Iterator[None]:
     finally:
         with suppress(ValueError):
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
-
-
-def _no(*_: Any) -> bool:
-    return False

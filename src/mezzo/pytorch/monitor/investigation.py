@@ -103,6 +103,8 @@ def _replayed(call: SavedCall, scales: Mapping[int, float]) -> tuple[Finding | N
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
         outputs = list(tensors(_forward(call, trace, args, kwargs)))
+        if trace.trouble:
+            raise RuntimeError(trace.trouble)
         reached = [event for tensor in outputs if (event := trace.reached(tensor)) is not None]
         if reached:
             return finding_of(*min((root(event) for event in reached), key=lambda pair: pair[0].number)), True

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.finding import Finding
-from mezzo.core.records import Record
 from mezzo.pytorch import distributed
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
 from mezzo.pytorch.monitor.module_paths import paths
+from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.watched_outputs import GRADIENT, WatchedOutputs
 
 EVERY = 16
@@ -31,7 +30,7 @@ DENSE = 20
 """So many updates at the start are all looked at, so that a statistic has its first numbers soon."""
 
 
-class LargestGradient:
+class LargestGradient(StepObserver):
     """Takes the largest magnitude over the gradients of all module outputs and parameters; a `StepObserver`.
 
     What is compiled into one graph is seen at its outputs and its parameters.
@@ -125,15 +124,6 @@ class LargestGradient:
         self._handles.clear()
         self._models.clear()
         self._seen, self._of_weights, self._unscaled = _LargestMagnitude(), _LargestMagnitude(), False
-
-    @property
-    def finding(self) -> Finding | None:
-        """None: nobody looks for causes here."""
-        return None
-
-    def drain(self) -> list[Record]:
-        """None: what is seen goes to the loss scale."""
-        return []
 
     def _looks(self) -> bool:
         return self._updates < self._dense or self._updates % self._every == 0

@@ -8,9 +8,10 @@ before backward frees it. Neither tells a line of the user's; `KnownLines` keeps
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -222,7 +223,9 @@ def loss_event(loss: Tensor) -> LossEvent:
     A node's value is known where it saved its result, or all that it was computed from. Blamed is the first, from the
     model on, whose value isn't finite; if it was given one that wasn't, or if none is known, the first unknown.
     """
-    order = _towards_the_loss(loss)
+    within = dict.fromkeys(nodes([loss.grad_fn]))
+    # Each after those that its operation was given results of.
+    order = [*TopologicalSorter({node: _given(node, within) for node in within}).static_order()]
     known = {node: result(node) for node in order}
     good = {node: None if value is None else finite(value) for node, value in known.items()}
     culprit = next((node for node in order if good[node] is False), None)
@@ -257,20 +260,8 @@ def loss_event(loss: Tensor) -> LossEvent:
     return LossEvent(finding, culprit, loss.grad_fn, sure)
 
 
-def _towards_the_loss(loss: Tensor) -> list[Any]:
-    """The nodes outside, each after those that its operation was given results of."""
-    inside = set(nodes([loss.grad_fn]))
-    order: dict[Any, None] = {}
-    stack: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order[node] = None
-        elif node in inside:
-            inside.discard(node)
-            stack.append((node, True))
-            stack.extend((following, False) for following, _ in node.next_functions)
-    return list(order)
+def _given(node: Any, within: Collection[Any]) -> list[Any]:
+    return [following for following, _ in node.next_functions if following in within]
 
 
 def _earliest_unknown(order: Sequence[Any], good: Mapping[Any, bool | None], ends: Sequence[Any]) -> Any:

@@ -207,7 +207,7 @@ def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Te
     elif depth and isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors(item, depth - 1, objects=objects)
-    elif depth and isinstance(value, dict):
+    elif depth and isinstance(value, Mapping):
         for item in value.values():
             yield from tensors(item, depth - 1, objects=objects)
     elif depth and _looked_into(value, objects):

@@ -28,6 +28,7 @@ from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for, told
 from mezzo.pytorch.monitor.loss_graph import KnownLines, LossEvent, LossGraphWatch, loss_event, of_forward
+from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.operations import finite, users_line
 from mezzo.pytorch.monitor.saved_call import SavedCall, SideEffects
 from mezzo.pytorch.wrappers import unwrapped
@@ -48,7 +49,7 @@ def _never_raises(method: _Method) -> _Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self._trouble = f"watching failed: {told(error)}"
+            self._trouble.append(f"watching failed: {told(error)}")
             return None
 
     return cast("_Method", guarded)
@@ -79,7 +80,7 @@ def _sources(calls: Sequence[SavedCall]) -> list[SavedCall]:
     return found
 
 
-class OverflowTracer:
+class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps.
 
     Several know of each other: the loss of one model may come through another's call.
@@ -112,7 +113,7 @@ class OverflowTracer:
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
-        self._trouble = ""
+        self._trouble: list[str] = []
         self._group: Any = None
         self._loss_event: LossEvent | None = None
         self._finding: Finding | None = None
@@ -180,33 +181,22 @@ class OverflowTracer:
         self._scales[_Running.number] = scale
         if not self._waits and loss.device.type != "cpu":
             return
-        live = self._live
+        live, start, places = self._live, [loss.grad_fn], None
         if live is not None:
             live.paused = True
             live.claim(loss, None)
+            places = live.places
+        else:
+            sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
+            start += [tensor.grad_fn for tensor in sources if tensor is not None]
         if self._loss_event is None and not finite(loss):
             reached = None if live is None else live.reached(loss)
             first = None if reached is None else root(reached)
-            if first is None or first[0].unseen:
-                self._loss_event = loss_event(loss)
-            else:
-                places = None if live is None else live.places
-                self._loss_event = of_forward(*first, places, loss.grad_fn)
-        if live is not None:
-            places = live.places
-            self._outside[_Running.number] = LossGraphWatch([loss.grad_fn], scale, places)
-            return
-        sources = [
-            tensor.grad_fn
-            for tracer in _ALL
-            for call in tracer.calls
-            for source in call.sources
-            if (tensor := source()) is not None
-        ]
-        self._outside[_Running.number] = LossGraphWatch([loss.grad_fn, *sources], scale)
-
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """Nothing: what is looked at was kept before."""
+            seen = first is not None and not first[0].unseen
+            self._loss_event = (
+                of_forward(*first, places, loss.grad_fn) if first and seen else loss_event(loss)
+            )
+        self._outside[_Running.number] = LossGraphWatch(start, scale, places)
 
     def update_ended(
         self,
@@ -257,7 +247,7 @@ class OverflowTracer:
         self._outside.clear()
         self._live = None
         self._loss_event = None
-        self._trouble = ""
+        self._trouble.clear()
         for tracer in _ALL:
             for call in tracer.calls:
                 if me in call.told:
@@ -298,7 +288,7 @@ class OverflowTracer:
                 trace.paused = False
             except Exception as error:
                 self._to_watch, self._live = 0, None
-                self._trouble = f"watching failed: {told(error)}"
+                self._trouble.append(f"watching failed: {told(error)}")
             self._watching = True
             try:
                 yield
@@ -314,7 +304,7 @@ class OverflowTracer:
             self._to_watch -= 1
             models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
             models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
-            self._live = ForwardTrace(models, outer=OUTSIDE, lenient=True)
+            self._live = ForwardTrace(models, outer=OUTSIDE)
         return self._live
 
     # ------------------------------------------------------------------------------------------ looking
@@ -344,10 +334,10 @@ class OverflowTracer:
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
-            self._trouble += "; " * bool(self._trouble) + self._why_unknown()
+            self._trouble.append(self._why_unknown())
         if self._live is not None and self._live.trouble:
-            self._trouble += "; " * bool(self._trouble) + f"watching failed: {self._live.trouble}"
-        note = "; ".join(filter(None, (finding.note, self._trouble)))
+            self._trouble.append(f"watching failed: {self._live.trouble}")
+        note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
     def _learn(self, calls: Sequence[SavedCall]) -> None:
