@@ -1,4 +1,8 @@
-"""BackwardTrace: runs backward over a graph that was traced forward, and notes where gradients cease to be finite."""
+"""Backward over a graph that was traced forward: where gradients cease to be finite, and who made large ones first.
+
+A node of autograd's graph tells of its operation what it saved, its result, its slope, while the graph has not been
+freed. Where a node doesn't tell, the answer is None.
+"""
 
 from __future__ import annotations
 
@@ -96,18 +100,16 @@ def _off_graph(value: Any, wide: bool) -> Any:
     return value.double().requires_grad_() if wide and value.is_floating_point() else value
 
 
-def cause_of_slope(
-    node: Any, op: str, kept: list[TensorFacts], outputs: list[TensorFacts], zeros: bool
-) -> str:
+def cause_of_slope(node: Any, place: Place, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
     """``invalid`` if an operation has no finite slope where it was, ``overflow`` if it is one beyond the format.
 
     Args:
         node: the operation's, which made gradients that aren't finite from ones that are.
-        op: its name.
+        place: the operation.
         kept: what it saved.
         outputs: the gradients that it made.
-        zeros: whether there was a 0 in what went in or came out, for a node that doesn't say what it saved.
     """
+    op = place.op
     if op == HOOK:
         return "invalid"
     if op in POLES:
@@ -115,7 +117,7 @@ def cause_of_slope(
         if pole is not None:
             return "invalid" if pole else "overflow"
         blamed = [one for one in kept if op != "div" or one.name != "saved self"]
-        return "invalid" if any(one.zeros for one in blamed) or (not kept and zeros) else "overflow"
+        return "invalid" if any(one.zeros for one in blamed) or (not kept and place.zeros) else "overflow"
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
     if op in COMPOSED:
         return "overflow"
@@ -172,19 +174,10 @@ def slope_finding(
     cause: str = "",
     how: str = "replay",
 ) -> Finding:
-    """Of a node that made gradients that aren't finite, `going`, of ones that are, `coming`.
-
-    Args:
-        node: which.
-        place: its operation.
-        going, coming: the gradients.
-        makers: of the nodes that ran before.
-        cause: of it; "" if that is to be found out.
-        how: as in `Finding`.
-    """
+    """Of a node that made gradients that aren't finite, `going`, of ones that are, `coming`; `cause` if it is known."""
     kept = saved(node)
     outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
-    cause = cause or cause_of_slope(node, place.op, kept, outputs, place.zeros)
+    cause = cause or cause_of_slope(node, place, kept, outputs)
     made = makers.behind(node, place, coming) if makers is not None and cause == "overflow" else None
     inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
     return at(place, cause, inputs, outputs[:3], how=how, maker=made)

@@ -148,17 +148,11 @@ def writes_infinity(args: Any, kwargs: Any) -> bool:
 
 def cause_of(op: str, func: Any, args: Any, kwargs: Any, bad: Sequence[Tensor], *, rerun: bool) -> str:
     """``overflow`` if the result lies beyond its format's range, ``invalid`` if there is none."""
-    if rerun:
-        wide = _in_fp64(func, args, kwargs)
-        if wide is not None:
-            if all(bool(torch.isfinite(t).all()) for t in wide):
-                return "overflow"
-            if any(bool(torch.isnan(t).any()) for t in wide):
-                return "invalid"
-            return "invalid" if op in POLES else "overflow"
-    if op in POLES or any(bool(torch.isnan(t).any()) for t in bad):
-        return "invalid"
-    return "overflow"
+    wide = _in_fp64(func, args, kwargs) if rerun else None
+    if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
+        return "overflow"
+    no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
+    return "invalid" if no_number or op in POLES else "overflow"
 
 
 def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
@@ -190,12 +184,7 @@ def maker(place: Place, result: TensorFacts) -> Maker:
 
 
 def beyond(tensor: Tensor, scale: float = 1.0) -> float:
-    """The largest magnitude of a finite tensor of a wider range than fp16's; 0.0 where fp16 holds it.
-
-    Args:
-        tensor: of any dtype.
-        scale: how many times its numbers are too large.
-    """
+    """The largest magnitude of a finite tensor, `scale` times too large, that fp16 can't hold; 0.0 where it can."""
     seen = None if tensor.dtype is torch.float16 or tensor.dtype.itemsize < 2 else values(tensor)
     if seen is None or not seen.numel():
         return 0.0
@@ -317,13 +306,13 @@ class ForwardTrace(TorchFunctionMode):
             register_module_forward_hook(self._leave, always_call=True),
         ]
         patches = Patches()
-        # Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does.
-        for module in (torch.nn.functional, torch.functional, torch._tensor):
-            for name in _ASKERS:
-                if hasattr(module, name):
-                    patches.set(module, name, lambda *_: False)
-        patches.set(torch.autograd.Function, "apply", classmethod(self._apply()))
         try:
+            # Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does.
+            for module in (torch.nn.functional, torch.functional, torch._tensor):
+                for name in _ASKERS:
+                    if hasattr(module, name):
+                        patches.set(module, name, lambda *_: False)
+            patches.set(torch.autograd.Function, "apply", classmethod(self._apply()))
             with _hooks_not_warned_of(), self._beneath():
                 yield self
         finally:
@@ -490,11 +479,11 @@ class ForwardTrace(TorchFunctionMode):
         event = self._event(place, kind, parents)
         place.event = event
         if kind in ("overflow", "invalid"):
+            names = [self._states.get(t.data_ptr(), ("", f"input {n}"))[1] for n, t in enumerate(run.ins)]
             event.inputs = [
                 # What an operation has written over is told as it was; where nobody looked before, not at all.
                 replace(run.held[id(t)], name=name) if id(t) in run.held else facts(t, name)
-                for n, t in enumerate(run.ins)
-                for _, name, _ in [self._states.get(t.data_ptr(), ("", f"input {n}", False))]
+                for name, t in zip(names, run.ins)
                 if id(t) in run.held or id(t) not in run.written
             ][:6]
             event.outputs = [facts(t, "output") for t in bad][:3]

@@ -194,14 +194,7 @@ class LossGraphWatch:
 def of_forward(
     first: Event, passed: Sequence[Event], places: Mapping[Any, Place] | None = None, start: Any = None
 ) -> LossEvent:
-    """As an event of what was seen to go forward.
-
-    Args:
-        first: what produced it.
-        passed: what passed it on.
-        places: node -> where it is.
-        start: the loss's node.
-    """
+    """As an event of what was seen to go forward: the root of an event, by the nodes' places."""
     # An operation's own result comes before the casts of what it was given.
     node = next((node for node, place in (places or {}).items() if place is first.place), None)
     return LossEvent(finding_of(first, passed, "live"), node, start)
