@@ -728,9 +728,9 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
         raise ValueError("broken on purpose")
 
     target = {
-        "call_begins": "mezzo.pytorch.monitor.overflow_tracer.KeptCall",
-        "call_ended": "mezzo.pytorch.monitor.habits.Habits.after",
-        "backward_begins": "mezzo.pytorch.monitor.outside.OutsideBackward",
+        "call_begins": "mezzo.pytorch.monitor.overflow_tracer.SavedCall",
+        "call_ended": "mezzo.pytorch.monitor.saved_call.SideEffects.after",
+        "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.LossGraphWatch",
         "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
         "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._note",
     }[broken]

@@ -34,7 +34,7 @@ _NOT_TRACED = {
         *("backward", "companions", "foreign", "journal", "losses", "optimizers", "prepare", "quiet"),
         *("session", "storage", "veto", "watch"),
     ),
-    "monitor": ("kept_call", "outside", "overflow_tracer", "tensor_facts"),
+    "monitor": ("loss_graph", "operations", "overflow_tracer", "saved_call"),
 }
 
 

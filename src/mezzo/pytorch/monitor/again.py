@@ -1,7 +1,7 @@
 """Running a model's call again with nothing left behind: random numbers, buffers, attributes, hooks on leaves.
 
 What is put back: the random state of PyTorch (of the CPU and the model's devices), of `random` and of NumPy; every
-buffer, with its version; what modules keep in attributes (`own_state`). Compiled parts run eagerly, and reentrant
+buffer, with its version; what modules keep in attributes. Compiled parts run eagerly, and reentrant
 checkpoints as plain calls, because their backward can't be asked for single gradients.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,69 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from mezzo.pytorch.monitor.own_state import changeable, copied, put_back
+from mezzo.pytorch.unseen import unseen
+
+_VALUES = (int, float, bool, type(None), Tensor)
+_CONTAINERS = (list, dict, set, deque)
+
+
+def changeable(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a call may change; nothing of `nn.Module`'s own, and no private containers."""
+    for name, value in module.__dict__.items():
+        if isinstance(value, _VALUES) and not isinstance(value, nn.Parameter):
+            if name != "training":
+                yield name, value
+        elif (type(value) in _CONTAINERS and not name.startswith("_")) or _is_generator(value):
+            yield name, value
+
+
+def _is_generator(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *of_numpy))
+
+
+def copied(value: Any) -> Any:
+    """What `put_back` needs to make a value what it is now."""
+    if type(value) in _CONTAINERS:
+        return value.copy()
+    if isinstance(value, Tensor):
+        return value.detach() if value.grad_fn is not None else value
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if hasattr(value, "get_state"):  # torch's, and NumPy's older ones
+        return value.get_state()
+    return value.bit_generator.state if hasattr(value, "bit_generator") else value
+
+
+def put_back(module: nn.Module, name: str, was: Any, copy: Any) -> None:
+    """Let an attribute be what it was, the same object with the same content."""
+    module.__dict__[name] = was
+    if type(was) in _CONTAINERS:
+        was.clear()
+        (was.extend if type(was) in (list, deque) else was.update)(copy)
+    elif isinstance(was, random.Random):
+        was.setstate(copy)
+    elif hasattr(was, "set_state"):
+        was.set_state(copy)
+    elif hasattr(was, "bit_generator"):
+        was.bit_generator.state = copy
+
+
+def same(was: Any, copy: Any, now: Any) -> bool:
+    """Whether an attribute still is, and holds, what it was."""
+    if isinstance(now, Tensor):
+        return isinstance(was, Tensor) and was.data_ptr() == now.data_ptr()
+    if _is_generator(now):
+        return False  # drawn from or not: its state is small
+    if type(now) not in _CONTAINERS:
+        return bool(was == now)
+    if was is not now or len(copy) != len(now):
+        return False
+    if type(now) in (list, deque):
+        return all(one is other for one, other in zip(copy, now))
+    return all(one in now for one in copy)
+
 
 _now = threading.local()
 
@@ -94,36 +157,41 @@ def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
 def nothing_left(model: nn.Module) -> Iterator[None]:
     """Run a model inside, and find everything as it was before afterwards."""
     state = RandomState.now(devices_of(model))
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
-    modules = list(model.modules())
-    held = [dict(module._buffers) for module in modules]
-    dicts = [dict(module.__dict__) for module in modules]
-    own = [{name: (value, copied(value)) for name, value in changeable(module)} for module in modules]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modules = [
+        (
+            module,
+            dict(module._buffers),
+            dict(module.__dict__),
+            [(name, value, copied(value)) for name, value in changeable(module)],
+        )
+        for module in model.modules()
+    ]
     leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
     before = running_again()
     _now.again = True
     for leaf, _ in leaves:
         leaf._backward_hooks = None
     try:
-        with ExitStack() as stack:
-            stack.enter_context(eager())
-            stack.enter_context(_no_reentrant_checkpoint())
-            yield
+        with unseen(model.buffers()):
+            try:
+                with eager(), _no_reentrant_checkpoint():
+                    yield
+            finally:
+                for module, buffered, attributes, own in modules:
+                    module._buffers.update(buffered)
+                    for name in module.__dict__.keys() - attributes.keys():
+                        del module.__dict__[name]
+                    module.__dict__.update(attributes)
+                    for name, was, copy in own:
+                        put_back(module, name, was, copy)
+                with torch.no_grad():
+                    for buffer, copy in buffers:
+                        buffer.copy_(copy)
     finally:
         _now.again = before
         for leaf, hooks in leaves:
             leaf._backward_hooks = hooks
-        for module, buffered, there, kept in zip(modules, held, dicts, own):
-            module._buffers.update(buffered)
-            for name in [name for name in module.__dict__ if name not in there]:
-                del module.__dict__[name]
-            module.__dict__.update(there)
-            for name, (was, copy) in kept.items():
-                put_back(module, name, was, copy)
-        with torch.no_grad():
-            for buffer, version, copy in buffers:
-                buffer.copy_(copy)  # whether it moved is not told by its version: a BatchNorm's moves without
-                torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
         state.put_back()
 
 

@@ -10,14 +10,15 @@ for at the end is what reached a given tensor.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch._tensor
@@ -30,27 +31,221 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from mezzo.core.finding import OUTSIDE, TensorFacts
-from mezzo.pytorch.monitor import op_names, user_line
-from mezzo.pytorch.monitor.events import Event, Place, cause_of, writes_infinity
-from mezzo.pytorch.monitor.makers import ForwardMakers
-from mezzo.pytorch.monitor.tensor_facts import bare, facts, finite, only_minus_infinity, tensors, values
+from mezzo.core.finding import OUTSIDE, Finding, Maker, TensorFacts, rounded_to_infinity
+from mezzo.pytorch.monitor.module_paths import walk
+from mezzo.pytorch.monitor.operations import (
+    HOOK,
+    POLES,
+    Line,
+    bare,
+    facts,
+    finite,
+    line_text,
+    mapped,
+    only_minus_infinity,
+    op_of_function,
+    op_of_node,
+    tensors,
+    users_line,
+    values,
+    version_of,
+    writes,
+)
+from mezzo.scripts.patches import Patches
+
+
+@dataclass
+class Place:
+    """An operation: where, by whom, on which of the user's lines; and the event that it was, if one."""
+
+    module: str
+    op: str
+    line: Line | None = None
+    event: Event | None = None
+    zeros: bool = False  # whether there was a 0 in what went in or came out of an operation with a pole
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.op}"
+
+
+@dataclass
+class Event:
+    """An operation that returned something that isn't finite, or a tensor that was there and is not.
+
+    Args:
+        place: of it.
+        number: in order.
+        kind: ``passed`` (something not finite went in), ``overflow`` or ``invalid`` (produced it), ``input``,
+            ``state``, ``meant`` (-inf that somebody wrote, and what comes of it).
+        parents: where what went in came from.
+        inputs, outputs: what went in and came out; of those that only passed it on, nothing.
+        unseen: of a tensor that is on the graph, by an operation that nobody watched.
+        maker: of an overflow, who made the finite number that did not fit, where that was before.
+    """
+
+    place: Place
+    number: int
+    kind: str
+    parents: list[Event] = field(default_factory=list)
+    inputs: list[TensorFacts] = field(default_factory=list)
+    outputs: list[TensorFacts] = field(default_factory=list)
+    unseen: bool = False
+    maker: Maker | None = None
+
+    @property
+    def meant(self) -> bool:
+        """Whether it is no more than a mask."""
+        return self.kind == "meant"
+
+
+def finding_of(first: Event, passed: Sequence[Event], how: str = "replay") -> Finding:
+    """As a finding, what `root` gives."""
+    place = first.place
+    return Finding(
+        "overflow" if first.kind == "passed" else first.kind,
+        place.module,
+        place.op,
+        "forward",
+        first.inputs,
+        first.outputs,
+        [str(one.place) for one in passed],
+        line_text(place.line),
+        how,
+        maker=first.maker,
+    )
+
+
+def root(event: Event) -> tuple[Event, list[Event]]:
+    """The earliest event that produced what an event has, and those that passed it on, in order."""
+    seen: dict[int, Event] = {}
+    stack = [event]
+    while stack:
+        one = stack.pop()
+        if one.number in seen or one.meant:
+            continue
+        seen[one.number] = one
+        stack.extend(one.parents)
+    order = [seen[number] for number in sorted(seen)]
+    producers = [one for one in order if one.kind != "passed"]
+    first = producers[0] if producers else order[0]
+    return first, [one for one in order if one.number > first.number]
+
+
+def absorbed(place: Place) -> tuple[Event, list[Event]] | None:
+    """The root of an infinity that forward absorbed, and backward did not; a pole is one in both directions."""
+    if place.event is None or place.event.meant:
+        return None
+    first, passed = root(place.event)
+    return (first, passed) if first.place is not place or first.kind != "invalid" else None
+
+
+def writes_infinity(args: Any, kwargs: Any) -> bool:
+    """Whether a number among the arguments is infinite: somebody means it."""
+    flat = [*args, *kwargs.values()]
+    flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
+    return any(isinstance(value, float) and math.isinf(value) for value in flat)
+
+
+def cause_of(op: str, func: Any, args: Any, kwargs: Any, bad: Sequence[Tensor], *, rerun: bool) -> str:
+    """``overflow`` if the result lies beyond its format's range, ``invalid`` if there is none."""
+    wide = _in_fp64(func, args, kwargs) if rerun else None
+    if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
+        return "overflow"
+    no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
+    return "invalid" if no_number or op in POLES else "overflow"
+
+
+def _in_fp64(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The operation once more, on FP64 copies; None where it can't be, or doesn't compute in FP64."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.detach().double() if tensor.is_floating_point() else tensor
+
+    device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "out")}
+            args, kept = mapped((args, kept), wide)
+            outs = [t for t in tensors(func(*args, **kept)) if t.is_floating_point()]
+    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
+        return None
+    finally:
+        torch.set_rng_state(random)
+    return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
+
+
+_BEYOND = rounded_to_infinity("fp16")
+
+
+def maker(place: Place, result: TensorFacts) -> Maker:
+    """Who made numbers beyond fp16 first; without an op, a tensor that was there."""
+    return Maker(place.module, place.op, line_text(place.line), result)
+
+
+def beyond(tensor: Tensor, scale: float = 1.0) -> float:
+    """The largest magnitude of a finite tensor, `scale` times too large, that fp16 can't hold; 0.0 where it can."""
+    seen = None if tensor.dtype is torch.float16 or tensor.dtype.itemsize < 2 else values(tensor)
+    if seen is None or not seen.numel():
+        return 0.0
+    low, high = torch.aminmax(seen)
+    largest = float(torch.maximum(-low, high))
+    return largest if _BEYOND * scale <= largest < float("inf") else 0.0
+
+
+_T = TypeVar("_T")
+
+
+class _OfTensors(Generic[_T]):
+    """What is known of tensors that are alive: of each itself, or of the memory that it shares with another."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, tuple[weakref.ref[Tensor], _T]] = {}
+        self._memory: dict[int, tuple[weakref.ref[Tensor], _T]] = {}
+
+    def __setitem__(self, tensor: Tensor, value: _T) -> None:
+        self._own[id(tensor)] = held = weakref.ref(tensor), value
+        if tensor.layout is torch.strided:
+            self._memory[tensor.untyped_storage().data_ptr()] = held
+
+    def drop(self, tensor: Tensor) -> None:
+        self._own.pop(id(tensor), None)
+
+    def own(self, tensor: Tensor) -> _T | None:
+        held = self._own.get(id(tensor))
+        return held[1] if held is not None and held[0]() is tensor else None
+
+    def shared(self, tensor: Tensor) -> _T | None:
+        """Of a view of what was written through another."""
+        if tensor.layout is not torch.strided:
+            return None
+        held = self._memory.get(tensor.untyped_storage().data_ptr())
+        return held[1] if held is not None and held[0]() is not None else None
+
 
 _UNDEFINED = frozenset(
     ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 )
+_KEEPS_MASKS = ("neg", "mul", "div", "sub", "rsub", "abs", "square", "__getitem__")
 _STATISTICS = ("batch_norm", "instance_norm")  # in training they write their buffers, and don't read them
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What an operation was given: tensors, their versions then, and, by id, what those held that it writes."""
+@dataclass
+class _Operation:
+    """One that runs: what it was given, with versions and, by id, facts of what it writes; later what it made."""
 
-    tensors: list[Tensor]
+    func: Any
+    args: Any
+    kwargs: Any
+    ins: list[Tensor]
     versions: list[int]
     held: dict[int, TensorFacts]
+    written: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return op_of_function(self.func)
 
 
 class ForwardTrace(TorchFunctionMode):
@@ -62,7 +257,6 @@ class ForwardTrace(TorchFunctionMode):
         stop: code of the function that calls the model: the user's lines are looked for inside of it.
         called: the line from where the model was called, for operations in modules that are all PyTorch's.
         outer: the module of operations that no module holds.
-        lenient: where watching an operation fails, stop watching (`trouble` says why) and let the operation be.
     """
 
     def __init__(
@@ -71,31 +265,29 @@ class ForwardTrace(TorchFunctionMode):
         inputs: Sequence[tuple[str, Tensor]] = (),
         *,
         stop: CodeType | None = None,
-        called: user_line.Line | None = None,
+        called: Line | None = None,
         outer: str = "",
-        lenient: bool = False,
     ) -> None:
         super().__init__()
         self._paths: dict[int, str] = {}
         self._stack: list[str] = [outer]
         self._stop, self._called = stop, called
         self._states: dict[int, tuple[str, str, bool]] = {}
-        for path, module in (pair for model in models for pair in model.named_modules()):
-            self._paths.setdefault(id(module), _unwrapped(path))
+        for path, module in (pair for model in models for pair in walk(model, "", set(), inside=True)):
+            self._paths.setdefault(id(module), path)
             for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name, tensor in own.items():
                     if tensor is not None and tensor.numel():
-                        self._states[tensor.data_ptr()] = (_unwrapped(path), name, is_parameter)
+                        self._states[tensor.data_ptr()] = (path, name, is_parameter)
         self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
-        self._events: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
-        self._by_storage: dict[int, tuple[weakref.ref[Tensor], Event]] = {}
-        self._makers = ForwardMakers(self._states, self._given)
+        self._events: _OfTensors[Event] = _OfTensors()
+        self._makers: _OfTensors[Maker] = _OfTensors()
         self._held: list[Tensor] = []
         self._count = 0
         self._running = False
         self._thread = threading.get_ident()
         self.paused = False
-        self.lenient, self.trouble = lenient, ""
+        self.trouble = ""
         self.places: dict[Any, Place] = {}  # node of the graph -> the operation that made it
         self.leaves: dict[Any, Tensor] = {}  # node that accumulates -> its leaf
 
@@ -113,10 +305,18 @@ class ForwardTrace(TorchFunctionMode):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        patches = Patches()
         try:
-            with _python_functions_open(), self._functions_seen(), _hooks_not_warned_of(), self._beneath():
+            # Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does.
+            for module in (torch.nn.functional, torch.functional, torch._tensor):
+                for name in _ASKERS:
+                    if hasattr(module, name):
+                        patches.set(module, name, lambda *_: False)
+            patches.set(torch.autograd.Function, "apply", classmethod(self._apply()))
+            with _hooks_not_warned_of(), self._beneath():
                 yield self
         finally:
+            patches.undo()
             for handle in handles:
                 handle.remove()
 
@@ -147,12 +347,10 @@ class ForwardTrace(TorchFunctionMode):
         return self.paused or threading.get_ident() != self._thread
 
     def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
-        """What fails in looking does not fail what is looked at, if `lenient`."""
+        """What fails in looking does not fail what is looked at: it ends the looking, and `trouble` says why."""
         try:
             return look(*args)
         except Exception as error:
-            if not self.lenient:
-                raise
             self.paused, self.trouble = True, f"{type(error).__name__}: {error}"
             return None
 
@@ -161,27 +359,20 @@ class ForwardTrace(TorchFunctionMode):
             for tensor in tensors(held):
                 self.claim(tensor, place)
 
-    @contextmanager
-    def _functions_seen(self) -> Iterator[None]:
-        """Autograd Functions of the user's are operations with a name and a line."""
-        function: Any = torch.autograd.Function
-        before = function.__dict__["apply"]
+    def _apply(self) -> Callable[..., Any]:
+        """In place of `Function.apply`: autograd Functions of the user's are operations with a name and a line."""
+        before = torch.autograd.Function.__dict__["apply"].__func__
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if self._running or self._looks_away():
-                return before.__func__(cls, *args, **kwargs)
+                return before(cls, *args, **kwargs)
             self._guarded(self._claim_all, (args, kwargs), None)
-            out = before.__func__(cls, *args, **kwargs)
+            out = before(cls, *args, **kwargs)
             by_hook = cls is torch.nn.modules._functions.BackwardHookFunction
-            place = self._place(op_names.HOOK if by_hook else cls.__name__)
-            self._guarded(self._claim_all, out, place)
+            self._guarded(self._claim_all, out, self._place(HOOK if by_hook else cls.__name__))
             return out
 
-        function.apply = classmethod(apply)
-        try:
-            yield
-        finally:
-            function.apply = before
+        return apply
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -205,7 +396,7 @@ class ForwardTrace(TorchFunctionMode):
         return self._states.get(tensor.data_ptr(), ("", "", False))[0]
 
     def _place(self, op: str) -> Place:
-        return Place(self.module, op, user_line.find(self._stop) or self._called)
+        return Place(self.module, op, users_line(self._stop) or self._called)
 
     # ------------------------------------------------------------------------------------ operations
 
@@ -216,174 +407,163 @@ class ForwardTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        before = self._guarded(self._before, func, args, kwargs)
+        operation = self._guarded(self._before, func, args, kwargs)
         self._running = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._running = False
-        if before is not None:
-            self._guarded(self._after, func, args, kwargs, before, out)
+        if operation is not None:
+            self._guarded(self._ran, operation, out)
         return out
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> _Given:
+    def _before(self, func: Any, args: Any, kwargs: Any) -> _Operation:
         ins = [bare(tensor) for tensor in tensors((args, kwargs))]
         for tensor in ins:
             self.claim(tensor, None)
         held = {}
-        if op_names.writes(func, kwargs):
+        if writes(func, kwargs):
             with torch._C.DisableTorchFunction(), _beneath_transforms():
                 held = {id(t): facts(t, "") for t in ins}
-        return _Given(ins, [_version(tensor) for tensor in ins], held)
+        return _Operation(func, args, kwargs, ins, [version_of(tensor) for tensor in ins], held)
 
-    def _after(self, func: Any, args: Any, kwargs: Any, given: _Given, out: Any) -> None:
+    def _ran(self, run: _Operation, out: Any) -> None:
+        """An operation has run: note what isn't finite of it, and the nodes that it made."""
         with _beneath_transforms() as transformed:
             outs = [bare(tensor) for tensor in tensors(out)]
-            self._ran(func, args, kwargs, given, outs, transformed=transformed)
-
-    def _ran(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        given: _Given,
-        outs: list[Tensor],
-        *,
-        transformed: bool,
-    ) -> None:
-        """An operation has run: note what isn't finite of it, and the nodes that it made."""
-        ins, held = given.tensors, given.held
-        written = [tensor for tensor, version in zip(ins, given.versions) if _version(tensor) != version]
-        outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
-        if not outs:
-            return
-        name = op_names.of_function(func)
-        place: Place | None = None
-        bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
-        if name in _STATISTICS and len(args) > 5 and args[5]:
-            ins, bad = self._without_statistics(ins, bad)
-        for tensor in outs:
-            self._events.pop(id(tensor), None)
-        ids = {id(tensor) for tensor in written}
-        if bad:
-            place = self._place(name)
-            rerun = not written and not transformed
-            self._note(place, func, args, kwargs, ins, ids, held, bad, rerun=rerun)
-        if name not in _UNDEFINED:
-            good = [tensor for tensor in outs if not any(tensor is one for one in bad)]
-            self._makers.ran(lambda: place or self._place(name), ins, ids, good)
-        if transformed:  # nobody else holds what is under a transform's wrappers
-            self._held += bad
-        if any(tensor.requires_grad for tensor in outs):
-            place = place or self._place(name)
-            if name in op_names.POLES:
-                place.zeros = any(_has_zero(tensor) for tensor in (*ins, *outs))
+            written = [t for t, version in zip(run.ins, run.versions) if version_of(t) != version]
+            outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
+            if not outs:
+                return
+            name, run.written = run.name, {id(tensor) for tensor in written}
+            bad = [] if name in _UNDEFINED else [tensor for tensor in outs if not finite(tensor)]
+            if name in _STATISTICS and len(run.args) > 5 and run.args[5]:
+                run.ins, bad = self._without_statistics(run.ins), self._without_statistics(bad)
             for tensor in outs:
-                self.claim(tensor, place)
+                self._events.drop(tensor)
+            place: Place | None = None
+            if bad:
+                place = self._place(name)
+                self._note(place, run, bad, rerun=not written and not transformed)
+            if name not in _UNDEFINED:
+                good = [tensor for tensor in outs if not any(tensor is one for one in bad)]
+                place = self._note_large(place, run, good)
+            if transformed:  # nobody else holds what is under a transform's wrappers
+                self._held += bad
+            if any(tensor.requires_grad for tensor in outs):
+                place = place or self._place(name)
+                if name in POLES:
+                    place.zeros = any(_has_zero(tensor) for tensor in (*run.ins, *outs))
+                for tensor in outs:
+                    self.claim(tensor, place)
 
-    def _without_statistics(self, ins: list[Tensor], bad: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        def is_one(tensor: Tensor) -> bool:
-            known = self._states.get(tensor.data_ptr())
-            return known is not None and not known[2]
+    def _without_statistics(self, some: list[Tensor]) -> list[Tensor]:
+        return [t for t in some if self._states.get(t.data_ptr(), ("", "", True))[2]]
 
-        return [t for t in ins if not is_one(t)], [t for t in bad if not is_one(t)]
-
-    def _note(
-        self,
-        place: Place,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        ins: list[Tensor],
-        written: set[int],
-        held: dict[int, TensorFacts],
-        bad: list[Tensor],
-        *,
-        rerun: bool,
-    ) -> None:
+    def _note(self, place: Place, run: _Operation, bad: list[Tensor], *, rerun: bool) -> None:
         parents: list[Event] = []
-        for tensor in ins:
-            known = self._event_of(tensor)
-            if known is None and id(tensor) not in written and not finite(tensor):
+        for tensor in run.ins:
+            known = self._events.own(tensor)
+            if known is None and id(tensor) not in run.written and not finite(tensor):
                 known = self._origin(tensor)
             if known is not None:
                 parents.append(known)
-        masks = all(only_minus_infinity(tensor) for tensor in bad)
         kind = "passed"
         if all(parent.meant for parent in parents):
-            if (parents or writes_infinity(args, kwargs)) and (
-                masks
-                or (
-                    parents
-                    and place.op in ("neg", "mul", "div", "sub", "rsub", "abs", "square", "__getitem__")
-                )
-            ):
+            asked = parents or writes_infinity(run.args, run.kwargs)
+            masks = all(only_minus_infinity(tensor) for tensor in bad)
+            if asked and (masks or (parents and place.op in _KEEPS_MASKS)):
                 kind = "meant"
             else:
-                kind = cause_of(place.op, func, args, kwargs, bad, rerun=rerun)
-        event = Event(place, self._count, kind, parents)
-        self._count += 1
+                kind = cause_of(place.op, run.func, run.args, run.kwargs, bad, rerun=rerun)
+        event = self._event(place, kind, parents)
         place.event = event
         if kind in ("overflow", "invalid"):
-            names = [_input_name(self._states.get(t.data_ptr()), n) for n, t in enumerate(ins)]
+            names = [self._states.get(t.data_ptr(), ("", f"input {n}"))[1] for n, t in enumerate(run.ins)]
             event.inputs = [
                 # What an operation has written over is told as it was; where nobody looked before, not at all.
-                replace(held[id(t)], name=name) if id(t) in held else facts(t, name)
-                for name, t in zip(names, ins)
-                if id(t) in held or id(t) not in written
+                replace(run.held[id(t)], name=name) if id(t) in run.held else facts(t, name)
+                for name, t in zip(names, run.ins)
+                if id(t) in run.held or id(t) not in run.written
             ][:6]
             event.outputs = [facts(t, "output") for t in bad][:3]
         if kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):
-            made = self._makers.behind(ins, written)
-            event.maker = None if made is None else made.told()
+            event.maker = self._largest(run)[1]
         for tensor in bad:
-            self._set(tensor, event)
+            self._events[tensor] = event
 
-    def _set(self, tensor: Tensor, event: Event) -> None:
-        alive = weakref.ref(tensor)
-        self._events[id(tensor)] = (alive, event)
-        if tensor.layout is torch.strided:
-            self._by_storage[tensor.untyped_storage().data_ptr()] = (alive, event)
-
-    def _event_of(self, tensor: Tensor) -> Event | None:
-        held = self._events.get(id(tensor))
-        if held is not None and held[0]() is tensor:
-            return held[1]
-        return None
-
-    def _origin(self, tensor: Tensor) -> Event | None:
-        """Of a tensor that isn't finite though no operation that was seen made it so."""
-        if tensor.layout is torch.strided:
-            held = self._by_storage.get(tensor.untyped_storage().data_ptr())
-            if held is not None and held[0]() is not None:  # a view of what was written through another
-                return held[1]
-        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        state = self._states.get(pointer)
-        mask = only_minus_infinity(tensor)
-        if state is not None:
-            path, name, is_parameter = state
-            kind = "meant" if mask and not is_parameter else "state"
-            event = Event(Place(path, name), self._count, kind, inputs=[facts(tensor, name)])
-        elif pointer in self._given:
-            name = self._given[pointer]
-            event = Event(
-                Place("", ""), self._count, "meant" if mask else "input", inputs=[facts(tensor, name)]
-            )
-        else:
-            kind = "meant" if mask else "input" if self.module == OUTSIDE else "state"
-            given = [facts(tensor, "constant")]
-            unseen = tensor.grad_fn is not None
-            event = Event(Place(self.module, ""), self._count, kind, inputs=given, unseen=unseen)
+    def _event(
+        self, place: Place, kind: str, parents: list[Event], inputs: list[TensorFacts] | None = None
+    ) -> Event:
         self._count += 1
-        self._set(tensor, event)
+        return Event(place, self._count, kind, parents, inputs or [])
+
+    def _there(self, tensor: Tensor) -> tuple[str, str, bool | None] | None:
+        """Of a tensor that was there before: the path of its module, its name, whether it is a parameter."""
+        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        given = self._given.get(pointer)
+        return self._states.get(pointer) or (None if given is None else ("", given, None))
+
+    def _origin(self, tensor: Tensor) -> Event:
+        """Of a tensor that isn't finite though no operation that was seen made it so."""
+        known = self._events.shared(tensor)
+        if known is not None:
+            return known
+        path, name, is_parameter = self._there(tensor) or (self.module, "", None)
+        there = bool(name)
+        if only_minus_infinity(tensor) and not is_parameter:
+            kind = "meant"
+        elif is_parameter is None and (there or self.module == OUTSIDE):
+            kind = "input"
+        else:
+            kind = "state"
+        op = "" if is_parameter is None else name
+        event = self._event(Place(path, op), kind, [], [facts(tensor, name or "constant")])
+        event.unseen = not there and tensor.grad_fn is not None
+        self._events[tensor] = event
         return event
+
+    # ------------------------------------------------------------------------------------ beyond fp16
+
+    def _note_large(self, place: Place | None, run: _Operation, outs: Sequence[Tensor]) -> Place | None:
+        """Who made what is finite of an operation's results and beyond fp16: it, or who made what it was given."""
+        large = [tensor for tensor in outs if beyond(tensor)]
+        made: Maker | None = None
+        if large:
+            given, made = self._largest(run)
+            if not given:
+                place = place or self._place(run.name)
+                made = maker(place, facts(large[0], "output"))
+        for tensor in outs:
+            self._makers.drop(tensor)
+            if made is not None and any(tensor is one for one in large):
+                self._makers[tensor] = made
+        return place
+
+    def _largest(self, run: _Operation) -> tuple[bool, Maker | None]:
+        """Whether an operation was given a number beyond fp16, and who made the largest, where that was seen."""
+        largest, most = 0.0, None
+        for tensor in run.ins:
+            size = 0.0 if id(tensor) in run.written else beyond(tensor)
+            if id(tensor) in run.written and (made := self._maker_of(tensor)) is not None:
+                size = made.result.largest  # what it held before is told by who made that
+            if size > largest:
+                largest, most = size, tensor
+        if most is None:
+            return False, None
+        there = self._there(most)
+        before = None if there is None else maker(Place(there[0], ""), facts(most, there[1]))
+        return True, self._maker_of(most) or before
+
+    def _maker_of(self, tensor: Tensor) -> Maker | None:
+        return self._makers.own(tensor) or self._makers.shared(tensor)
 
     def reached(self, tensor: Tensor) -> Event | None:
         """Behind a tensor that isn't finite; None if it is, or if it holds no more than a mask."""
         if finite(tensor):
             return None
-        event = self._event_of(tensor) or self._origin(tensor)
-        return None if event is None or event.meant else event
+        event = self._events.own(tensor) or self._origin(tensor)
+        return None if event.meant else event
 
     # ------------------------------------------------------------------------------------ the graph
 
@@ -397,12 +577,8 @@ class ForwardTrace(TorchFunctionMode):
             if hasattr(node, "variable"):
                 self.leaves[node] = node.variable
                 continue
-            self.places[node] = place or Place(self.module, op_names.of_node(node), self._called)
+            self.places[node] = place or Place(self.module, op_of_node(node), self._called)
             stack.extend(following for following, _ in node.next_functions)
-
-
-def _unwrapped(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 @contextmanager
@@ -415,36 +591,9 @@ def _beneath_transforms() -> Iterator[bool]:
         yield True
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _has_zero(tensor: Tensor) -> bool:
     seen = values(tensor)
     return seen is not None and bool((seen == 0).any())
-
-
-def _input_name(state: tuple[str, str, bool] | None, number: int) -> str:
-    return f"input {number}" if state is None else state[1]
-
-
-@contextmanager
-def _python_functions_open() -> Iterator[None]:
-    """Functions that PyTorch writes in Python don't show themselves to a mode, but what they call does."""
-    modules: list[Any] = [torch.nn.functional, torch.functional, torch._tensor]
-    before = [
-        (module, name, getattr(module, name))
-        for module in modules
-        for name in _ASKERS
-        if hasattr(module, name)
-    ]
-    for module, name, _ in before:
-        setattr(module, name, _no)
-    try:
-        yield
-    finally:
-        for module, name, asker in before:
-            setattr(module, name, asker)
 
 
 @contextmanager
@@ -457,7 +606,3 @@ def _hooks_not_warned_of() -> Iterator[None]:
     finally:
         with suppress(ValueError):
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
-
-
-def _no(*_: Any) -> bool:
-    return False

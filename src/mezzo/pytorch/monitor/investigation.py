@@ -1,7 +1,11 @@
-"""An investigation: the calls of a step that was skipped are run again, and what went wrong first is told."""
+"""An investigation: the calls of a step that was skipped are replayed, what went wrong first is told, and what mends.
+
+A remedy that names a policy is tried: the call that went wrong is replayed once more under it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,24 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.core.finding import OUTSIDE, SUM, Finding
-from mezzo.pytorch.monitor import backward_trace, user_line
+from mezzo.core.policy import Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.remedies import remedies
 from mezzo.pytorch.monitor.again import nothing_left
-from mezzo.pytorch.monitor.backward_trace import Backward
-from mezzo.pytorch.monitor.events import Event, Place, root
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.kept_call import KeptCall
-from mezzo.pytorch.monitor.outside import OutsideEvent
-from mezzo.pytorch.monitor.tensor_facts import facts, finite, tensors
+from mezzo.pytorch.monitor.backward_trace import at, replay_backward
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place, absorbed, finding_of, root
+from mezzo.pytorch.monitor.loss_graph import LossEvent
+from mezzo.pytorch.monitor.module_paths import path_of
+from mezzo.pytorch.monitor.operations import facts, finite, only_minus_infinity, over, tensors
+from mezzo.pytorch.monitor.saved_call import SavedCall, summed
+from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.region.modules import apply_module_overrides, fitting
 
 _PASSED = 8  # propagators that are told
 
 
 def investigate(
-    calls: Sequence[KeptCall],
+    calls: Sequence[SavedCall],
     scales: Mapping[int, float],
-    loss_event: OutsideEvent | None,
-    gradient_events: Sequence[OutsideEvent],
-) -> tuple[Finding, KeptCall | None]:
+    loss_event: LossEvent | None,
+    gradient_events: Sequence[LossEvent],
+) -> tuple[Finding, SavedCall | None]:
     """Where the first value that isn't finite came from, and the call in which it was, if in one.
 
     Args:
@@ -37,37 +45,34 @@ def investigate(
         gradient_events: of gradients that ceased to be finite outside of the calls.
     """
     notes: list[str] = []
-    backwards: list[tuple[Finding, KeptCall | None]] = []
+    backwards: list[tuple[Finding, SavedCall | None]] = []
     missed = False
     for call in calls:
         why_not = _cannot(call)
-        missed |= bool(why_not)
+        if not why_not:
+            if call.inner is not call.model and hasattr(call.model, "_orig_mod"):
+                notes.append("a compiled model: run again as it was written, not as it was compiled")
+            try:
+                found, forward = _replayed(call, scales)
+            except Exception as error:  # the user's code runs again here, and may not expect that
+                why_not = f"a call could not be run again: {told(error)}"
+            else:
+                if found is not None and forward:
+                    return _noted(found, notes), call
+                if found is not None:
+                    backwards.append((found, call))
         if why_not:
-            notes.append(why_not)
-            continue
-        if call.inner is not call.model and hasattr(call.model, "_orig_mod"):
-            notes.append("a compiled model: run again as it was written, not as it was compiled")
-        try:
-            forward, backward = _run_again(call, scales)
-        except Exception as error:  # the user's code runs again here, and may not expect that
             missed = True
-            notes.append(f"a call could not be run again: {told(error)}")
-            continue
-        if forward is not None:
-            return _noted(forward, notes), call
-        if backward is not None:
-            backwards.append((backward, call))
+            notes.append(why_not)
     if loss_event is not None and missed and not loss_event.sure:
         return Finding("unknown", note="; ".join(notes)), None
     if loss_event is not None:
-        return _noted(_outside(loss_event, "forward"), notes), None
+        return _noted(loss_event.finding, notes), None
     # What alarms is told first: a loss scale that is too large does not explain it.
-    outside: list[tuple[Finding, KeptCall | None]] = [
-        (_outside(event, "backward"), None) for event in gradient_events
-    ]
-    found = outside + backwards[::-1]
-    if found:
-        finding, place = next((pair for pair in found if pair[0].alarms), found[0])
+    all_found: list[tuple[Finding, SavedCall | None]] = [(event.finding, None) for event in gradient_events]
+    all_found += backwards[::-1]
+    if all_found:
+        finding, place = next((pair for pair in all_found if pair[0].alarms), all_found[0])
         return _noted(finding, notes), place
     return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite"), None
 
@@ -78,10 +83,11 @@ def told(error: Exception) -> str:
 
 
 def _noted(finding: Finding, notes: Sequence[str]) -> Finding:
-    return replace(finding, note="; ".join(dict.fromkeys((*notes, *filter(None, [finding.note])))))
+    note = "; ".join(dict.fromkeys((*notes, *filter(None, [finding.note]))))
+    return replace(finding, note=note, propagators=list(dict.fromkeys(finding.propagators))[:_PASSED])
 
 
-def _cannot(call: KeptCall) -> str:
+def _cannot(call: SavedCall) -> str:
     if call.written and not call.copies:
         return "the model's inputs were changed in place after they were used"
     if any(isinstance(module, nn.SyncBatchNorm) for module in call.inner.modules()):
@@ -89,61 +95,34 @@ def _cannot(call: KeptCall) -> str:
     return ""
 
 
-def _outside(event: OutsideEvent, direction: str) -> Finding:
-    return Finding(
-        event.cause,
-        event.module,
-        event.op,
-        direction,
-        inputs=event.inputs,
-        outputs=event.outputs,
-        propagators=list(dict.fromkeys(event.passed))[:_PASSED],
-        line=user_line.text(event.line),
-        how="live",
-        maker=event.maker,
-        note="; ".join(
-            text
-            for text, is_so in (
-                ("the operation is what is left over, not what was seen", not event.sure),
-                (
-                    "the line is that of an earlier overflow at the same place of the same graph",
-                    event.recalled,
-                ),
-            )
-            if is_so
-        ),
-    )
-
-
-def _run_again(call: KeptCall, scales: Mapping[int, float]) -> tuple[Finding | None, Finding | None]:
-    """What its forward produced, or else what its backward did."""
-    with nothing_left(call.inner):
+def _replayed(call: SavedCall, scales: Mapping[int, float]) -> tuple[Finding | None, bool]:
+    """What its forward produced, or else what its backward did; and whether it was forward that showed it."""
+    with nothing_left(call.inner), torch.enable_grad():
         call.put_back()
         args, kwargs = call.arguments()
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
-        with torch.enable_grad():
-            output = _forward(call, trace, args, kwargs)
-        places = {place: tensor for place, tensor in enumerate(tensors(output))}
-        reached = [event for tensor in places.values() if (event := trace.reached(tensor)) is not None]
+        outputs = list(tensors(_forward(call, trace, args, kwargs)))
+        if trace.trouble:
+            raise RuntimeError(trace.trouble)
+        reached = [event for tensor in outputs if (event := trace.reached(tensor)) is not None]
         if reached:
-            first = min((root(event) for event in reached), key=lambda pair: pair[0].number)
-            return _forward_finding(*first), None
+            return finding_of(*min((root(event) for event in reached), key=lambda pair: pair[0].number)), True
         for number, grads in call.grads.items():
             scale = scales.get(number)
             if scale is None:
                 continue
             if all(finite(grad) for grad in grads.values()):
-                found = _backward(trace, _on_graph(places, grads), scale)
+                found = _backward(trace, _on_graph(outputs, grads), scale)
             else:
-                found = _came_so(call, number, scale, trace, places)
+                found = _came_so(call, number, scale, trace, outputs)
             if found is not None:
-                return None, found
-    return None, None
+                return found, False
+    return None, False
 
 
 def _came_so(
-    call: KeptCall, number: int, scale: float, trace: ForwardTrace, places: Mapping[int, Tensor]
+    call: SavedCall, number: int, scale: float, trace: ForwardTrace, outputs: Sequence[Tensor]
 ) -> Finding | None:
     """Of gradients at a call's outputs that aren't finite.
 
@@ -151,85 +130,160 @@ def _came_so(
     scale shows whether the model has a fault as well. Or each of several uses sent a finite one, and not their sum.
     """
     grads = call.grads[number]
-    sent = {place: one for place, one in call.sent.get(number, {}).items() if place in grads}
-    unscaled = {place: one.total(grads[place]) for place, one in sent.items()}
-    found = _backward(trace, _on_graph(places, unscaled), 1.0)
+    sent = {place: uses for place, uses in call.uses.get(number, {}).items() if place in grads}
+    unscaled = {place: summed(uses, grads[place]) for place, uses in sent.items()}
+    found = _backward(trace, _on_graph(outputs, unscaled), 1.0)
     if found is not None:
         return found
-    as_sent = {place: one.total(grads[place], scale) for place, one in sent.items()}
+    as_sent = {place: summed(uses, grads[place], scale) for place, uses in sent.items()}
     for place, total in as_sent.items():
         if total is not None and not finite(total):
             alone = unscaled[place]
             cause = "loss scale" if scale > 1.0 and alone is not None and finite(alone) else "overflow"
-            parts = [facts(part, "gradient of a use") for part, _ in sent[place].parts]
-            made = [facts(total, SUM)]
-            return Finding(cause, OUTSIDE, SUM, "backward", parts[:3], made, how="live")
-    return _backward(trace, _on_graph(places, as_sent), scale)  # one of the uses is within the model
+            parts = [facts(part, "gradient of a use") for part, _ in sent[place]][:3]
+            return at(Place(OUTSIDE, SUM), cause, parts, [facts(total, SUM)], how="live")
+    return _backward(trace, _on_graph(outputs, as_sent), scale)  # one of the uses is within the model
 
 
-def _on_graph(
-    places: Mapping[int, Tensor], grads: Mapping[int, Tensor | None]
-) -> list[tuple[Tensor, Tensor]]:
+def _on_graph(outputs: Sequence[Tensor], grads: Mapping[int, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """The outputs that are on the graph, each with its gradient where that is finite."""
-    pairs = [(places[place], grad) for place, grad in grads.items() if place in places and grad is not None]
+    pairs = [
+        (outputs[place], grad) for place, grad in grads.items() if place < len(outputs) and grad is not None
+    ]
     return [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad and finite(grad)]
 
 
-def _forward(call: KeptCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with call.enter(), trace.watching():
         return call.inner(*args, **kwargs)
-
-
-def _forward_finding(event: Event, passed: Sequence[Event]) -> Finding:
-    return Finding(
-        "overflow" if event.kind == "passed" else event.kind,
-        event.place.module,
-        event.place.op,
-        "forward",
-        event.inputs,
-        event.outputs,
-        _propagators([one.place for one in passed]),
-        user_line.text(event.place.line),
-        maker=event.maker,
-    )
 
 
 def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Finding | None:
     if not pairs:
         return None
     outputs = [tensor for tensor, _ in pairs]
-    found = backward_trace.run(trace, outputs, [grad for _, grad in pairs])
-    if found.finite:
-        return None
-    if scale > 1.0:
-        smaller = [(grad.double() / scale).to(grad.dtype) for _, grad in pairs]
-        unscaled = backward_trace.run(trace, outputs, smaller)
-        if unscaled.finite:
-            return _backward_finding(found, "loss scale")
+    found = replay_backward(trace, outputs, [grad for _, grad in pairs])
+    if found is not None and scale > 1.0:
+        unscaled = replay_backward(trace, outputs, [over(grad, scale) for _, grad in pairs])
+        if unscaled is None:
+            return replace(found[1], cause="loss scale")
         found = unscaled
-    place = found.produced
-    if place is not None and place.event is not None and not place.event.meant:
-        first, passed = root(place.event)
-        # An infinity that forward absorbed, and backward did not; a pole is one in both directions.
-        if first.place is not place or first.kind != "invalid":
-            return _forward_finding(first, passed)
-    return _backward_finding(found, found.cause)
+    if found is None:
+        return None
+    place, finding = found
+    before = absorbed(place)
+    return finding if before is None else finding_of(*before)
 
 
-def _backward_finding(found: Backward, cause: str) -> Finding:
-    place = found.produced or Place("", "")
-    return Finding(
-        cause,
-        place.module,
-        place.op,
-        "backward",
-        found.inputs,
-        found.outputs,
-        _propagators(found.passed),
-        user_line.text(place.line),
-        maker=found.maker,
-    )
+# ---------------------------------------------------------------------------------------------- remedies
+
+_POLICY = re.compile(r"`((?:fp16|bf16|fp32)[^`]*)`")
+_NAMES_MODULES = re.compile(r"`[^`]*\bmodule\.[^`]*`")
 
 
-def _propagators(places: Sequence[Place]) -> list[str]:
-    return list(dict.fromkeys(str(place) for place in places))[:_PASSED]
+def remedies_for(
+    finding: Finding, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
+) -> list[str]:
+    """What to try, without policies that were tried and do not mend, or ask for more than one that does.
+
+    They are tried with the loss scale taken out: where gradients may yet overflow with it, that is said. A policy is
+    that of the call's own model, which is said if it names modules and that model isn't `model`.
+
+    Args:
+        finding: what they are for.
+        call: the one in which it happened; None: nothing can be tried, and no policy is told.
+        scales: number of a backward -> its scale.
+        model: who is told of it has this one; None: one policy is for all models (`mezzo run`).
+    """
+    kept: list[str] = []
+    mending: list[str] = []
+    whose = ""
+    if call is not None and model is not None and path_of(call.inner, model) is None:
+        whose = (
+            f", as the policy of the MixedPrecision of that module's own model ({type(call.inner).__name__})"
+        )
+    smaller = f", and a loss scale below {max(scales.values(), default=1.0):.6g} if it is a constant: `"
+    for sentence in remedies(finding, _policy_of(call)):
+        found = None if finding.cause == "loss scale" else _POLICY.search(sentence)
+        if found is not None:
+            text = found.group(1)
+            if call is None or any(_asks_more(text, less) for less in mending):
+                continue
+            mends, scaled = _mends(text, call, scales)
+            if not mends:
+                continue
+            mending.append(text)
+            if not scaled:
+                sentence = sentence.replace(": `", smaller, 1)
+        kept.append(f"{sentence}{whose}" if whose and _NAMES_MODULES.search(sentence) else sentence)
+    return kept
+
+
+def _policy_of(call: SavedCall | None) -> Policy | None:
+    """The policy in whose region a call was made."""
+    if call is None:
+        return None
+    with call.enter() as region:
+        return getattr(region, "policy", None)
+
+
+def _asks_more(text: str, less: str) -> bool:
+    """Whether a policy keeps in FP32 all that another one does, and more."""
+    one, other = policy_of(text), policy_of(less)
+    same = replace(one, modules=other.modules) == other
+    return same and set(one.modules) > set(other.modules)
+
+
+def _mends(text: str, call: SavedCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
+    """Whether all is finite under a policy, with the loss scale taken out and, in fp16, with it."""
+    device = next((p.device.type for p in call.inner.parameters()), "cpu")
+    policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
+    try:
+        with nothing_left(call.inner), torch.enable_grad():
+            call.put_back()
+            args, kwargs = call.arguments()
+            overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
+            try:
+                with autocast(policy, device):
+                    outputs = list(tensors(call.inner(*args, **kwargs)))
+                # Before the overrides go: a checkpoint runs its modules again in backward.
+                mends = _all_finite(call, outputs, scales, scaled=False)
+                needs = mends and policy.compute == "fp16" and max(scales.values(), default=1.0) > 1.0
+                return mends, not needs or _all_finite(call, outputs, scales, scaled=True)
+            finally:
+                if overrides is not None:
+                    overrides.remove()
+    except Exception:  # a policy that this model can't have
+        return False, False
+
+
+def _all_finite(
+    call: SavedCall, outputs: Sequence[Tensor], scales: Mapping[int, float], *, scaled: bool
+) -> bool:
+    if not all(finite(tensor) or only_minus_infinity(tensor) for tensor in outputs):
+        return False
+    leaves = [param for param in call.inner.parameters() if param.requires_grad]
+    for number, grads in call.grads.items():
+        pairs = [
+            (outputs[place], _as_it_came(grad, outputs[place], scales.get(number, 1.0), scaled=scaled))
+            for place, grad in grads.items()
+            if place < len(outputs) and outputs[place].requires_grad
+        ]
+        given = torch.autograd.grad(
+            [tensor for tensor, _ in pairs],
+            leaves,
+            [grad for _, grad in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if not all(grad is None or finite(grad) for grad in given):
+            return False
+    return True
+
+
+def _as_it_came(grad: Tensor, output: Tensor, scale: float, *, scaled: bool) -> Tensor:
+    """What came to an output, without the loss scale or with it; a mean's small number where that wasn't finite."""
+    if not finite(grad):
+        small = (scale if scaled else 1.0) / max(1, output.numel())
+        return torch.full_like(output, small, dtype=torch.float32).to(output.dtype)
+    return grad.to(output.dtype) if scaled else over(grad, scale, output.dtype)

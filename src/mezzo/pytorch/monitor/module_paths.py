@@ -36,7 +36,7 @@ def paths(model: nn.Module, *, every: bool = False) -> Paths:
         every: those too that have children and no parameters of their own: they may compute all the same.
     """
     found = Paths()
-    for path, module in _walk(model, "", set()):
+    for path, module in walk(model, "", set()):
         # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
         if module._compiled_call_impl is not None:
             found.compiled.append(path)
@@ -55,7 +55,7 @@ def paths(model: nn.Module, *, every: bool = False) -> Paths:
 def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
     """id of a parameter -> path of its first module, and its name there."""
     found: dict[int, tuple[str, str]] = {}
-    for path, module in _walk(model, "", set(), inside=True):
+    for path, module in walk(model, "", set(), inside=True):
         for name, param in module._parameters.items():
             if param is not None:
                 found.setdefault(id(param), (path, name))
@@ -64,7 +64,7 @@ def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
 
 def path_of(part: nn.Module, model: nn.Module) -> str | None:
     """The path of a module in a model; None if it is not in it."""
-    return next((path for path, module in _walk(model, "", set(), inside=True) if module is part), None)
+    return next((path for path, module in walk(model, "", set(), inside=True) if module is part), None)
 
 
 def joined(path: str, name: str) -> str:
@@ -81,7 +81,7 @@ def is_opaque(module: nn.Module) -> bool:
     )
 
 
-def _walk(
+def walk(
     module: nn.Module, path: str, visited: set[int], *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules with their paths, each once, parents first; a wrapper and what it wraps have the same path.
@@ -101,4 +101,4 @@ def _walk(
         if child is not None:
             wraps = name in _WRAPPED or (name == "module" and isinstance(module, _PARALLEL))
             below = path if wraps else joined(path, name)
-            yield from _walk(child, below, visited, inside=inside)
+            yield from walk(child, below, visited, inside=inside)

@@ -14,7 +14,7 @@ step computes: no gradient, no buffer, no random number.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,8 +23,8 @@ from mezzo.core.finding import Finding
 from mezzo.core.records import Record
 
 
-class StepObserver(Protocol):
-    """Someone who looks at training steps."""
+class StepObserver:
+    """Someone who looks at training steps; this one looks at nothing."""
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model that trains is about to run forward, with gradients, outside of any other call and of backward.
@@ -33,11 +33,9 @@ class StepObserver(Protocol):
             model: as the loop calls it: perhaps a wrapper of `torch.compile` or of data parallelism.
             args, kwargs: what it is called with.
         """
-        ...
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
         """That call has returned; `output` is on the graph."""
-        ...
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
         """Backward is about to run from a loss.
@@ -46,11 +44,9 @@ class StepObserver(Protocol):
             loss: not scaled, its graph whole.
             scale: what the seed is multiplied with, 0-dim FP32 or a number: loss scale, over `accumulate`.
         """
-        ...
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """An optimizer's turn begins: `.grad` of its parameters is complete, and `scale` times too large."""
-        ...
 
     def update_ended(
         self,
@@ -70,17 +66,15 @@ class StepObserver(Protocol):
             skipped: whether it was passed over; a tensor where only the device knows.
             loss_scale: that the step used; 1.0 without one.
         """
-        ...
 
     def step_dropped(self) -> None:
         """Backward raised: what was begun will not end."""
-        ...
 
     @property
     def finding(self) -> Finding | None:
         """What was found out about the update that ended last; None where it was not skipped or nobody asked."""
-        ...
+        return None
 
     def drain(self) -> list[Record]:
         """The records since the last call, in order. May wait for the device."""
-        ...
+        return []

@@ -23,19 +23,14 @@ from torch.optim import Optimizer
 
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
-from mezzo.core.remedies import remedies
 from mezzo.pytorch.distributed import is_distributed
-from mezzo.pytorch.monitor import outside, user_line
 from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
-from mezzo.pytorch.monitor.events import root
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace
-from mezzo.pytorch.monitor.habits import Habits
-from mezzo.pytorch.monitor.investigation import investigate, told
-from mezzo.pytorch.monitor.kept_call import KeptCall
-from mezzo.pytorch.monitor.known_lines import KnownLines
-from mezzo.pytorch.monitor.tensor_facts import finite
-from mezzo.pytorch.monitor.trial import policy_of_call, that_mend
-from mezzo.pytorch.monitor.whose import with_model
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
+from mezzo.pytorch.monitor.investigation import investigate, remedies_for, told
+from mezzo.pytorch.monitor.loss_graph import KnownLines, LossEvent, LossGraphWatch, loss_event, of_forward
+from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.operations import finite, users_line
+from mezzo.pytorch.monitor.saved_call import SavedCall, SideEffects
 from mezzo.pytorch.wrappers import unwrapped
 
 _FEW = 8  # kept calls that are looked at before each call
@@ -54,7 +49,7 @@ def _never_raises(method: _Method) -> _Method:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self._trouble = f"watching failed: {told(error)}"
+            self._trouble.append(f"watching failed: {told(error)}")
             return None
 
     return cast("_Method", guarded)
@@ -72,9 +67,9 @@ class _Running:
         return cls.number, cls.owner
 
 
-def _sources(calls: Sequence[KeptCall]) -> list[KeptCall]:
+def _sources(calls: Sequence[SavedCall]) -> list[SavedCall]:
     """Calls that no gradient came to, whose results, not finite, these ones were given: a generator's, detached."""
-    found: list[KeptCall] = []
+    found: list[SavedCall] = []
     kept = [call for tracer in _ALL for call in tracer.calls]
     looked = list(calls)
     for call in looked:  # those that are found are looked at as well
@@ -85,7 +80,7 @@ def _sources(calls: Sequence[KeptCall]) -> list[KeptCall]:
     return found
 
 
-class OverflowTracer:
+class OverflowTracer(StepObserver):
     """A `StepObserver` that looks into skipped steps.
 
     Several know of each other: the loss of one model may come through another's call.
@@ -108,19 +103,19 @@ class OverflowTracer:
         model: nn.Module | None = None,
     ) -> None:
         self._enter, self._model = enter, model
-        self.calls: list[KeptCall] = []
+        self.calls: list[SavedCall] = []
         self._pruned = 0  # how many of them there were when it was last seen which may still matter
         self._clock, self._waits, self._left = clock, waits, limit
-        self._habits: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
-        self._open: KeptCall | None = None
+        self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
+        self._open: SavedCall | None = None
         self._scales: dict[int, Tensor | float] = {}
-        self._outside: dict[int, outside.OutsideBackward] = {}
+        self._outside: dict[int, LossGraphWatch] = {}
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
-        self._trouble = ""
+        self._trouble: list[str] = []
         self._group: Any = None
-        self._loss_event: outside.OutsideEvent | None = None
+        self._loss_event: LossEvent | None = None
         self._finding: Finding | None = None
         self._last: Finding | None = None
         self._records: list[Record] = []
@@ -151,23 +146,19 @@ class OverflowTracer:
         if len(self.calls) <= _FEW or len(self.calls) >= 2 * self._pruned:
             self._prune()
         inner = unwrapped(model)
-        habits = self._habits.get(inner)
-        if habits is None:
-            habits = self._habits[inner] = Habits(inner)
+        effects = self._effects.get(inner)
+        if effects is None:
+            effects = self._effects[inner] = SideEffects(inner)
         _Running.calls += 1
-        call = KeptCall(
+        self._open = SavedCall(
             model,
-            inner,
             args,
             kwargs,
+            effects=effects,
             enter=self._enter,
-            line=user_line.find(),
-            copies=habits.writes_arguments,
-            random=habits.random(),
+            line=users_line(),
             number=_Running.calls,
         )
-        habits.before(call)
-        self._open = call
 
     @_never_raises
     def call_ended(self, model: nn.Module, output: Any) -> None:
@@ -175,7 +166,7 @@ class OverflowTracer:
         call, self._open = self._open, None
         if call is None or call.model is not model:
             return
-        self._habits[call.inner].after(call)
+        self._effects[call.inner].after(call)
         if call.ended(output, _Running.now):
             self.calls.append(call)
 
@@ -190,33 +181,22 @@ class OverflowTracer:
         self._scales[_Running.number] = scale
         if not self._waits and loss.device.type != "cpu":
             return
-        live = self._live
+        live, start, places = self._live, [loss.grad_fn], None
         if live is not None:
             live.paused = True
             live.claim(loss, None)
+            places = live.places
+        else:
+            sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
+            start += [tensor.grad_fn for tensor in sources if tensor is not None]
         if self._loss_event is None and not finite(loss):
             reached = None if live is None else live.reached(loss)
             first = None if reached is None else root(reached)
-            if first is None or first[0].unseen:
-                self._loss_event = outside.forward(loss)
-            else:
-                places = None if live is None else live.places
-                self._loss_event = outside.of_forward(*first, places, loss.grad_fn)
-        if live is not None:
-            places = live.places
-            self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn], scale, places)
-            return
-        sources = [
-            tensor.grad_fn
-            for tracer in _ALL
-            for call in tracer.calls
-            for source in call.sources
-            if (tensor := source()) is not None
-        ]
-        self._outside[_Running.number] = outside.OutsideBackward([loss.grad_fn, *sources], scale)
-
-    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """Nothing: what is looked at was kept before."""
+            seen = first is not None and not first[0].unseen
+            self._loss_event = (
+                of_forward(*first, places, loss.grad_fn) if first and seen else loss_event(loss)
+            )
+        self._outside[_Running.number] = LossGraphWatch(start, scale, places)
 
     def update_ended(
         self,
@@ -267,7 +247,7 @@ class OverflowTracer:
         self._outside.clear()
         self._live = None
         self._loss_event = None
-        self._trouble = ""
+        self._trouble.clear()
         for tracer in _ALL:
             for call in tracer.calls:
                 if me in call.told:
@@ -308,7 +288,7 @@ class OverflowTracer:
                 trace.paused = False
             except Exception as error:
                 self._to_watch, self._live = 0, None
-                self._trouble = f"watching failed: {told(error)}"
+                self._trouble.append(f"watching failed: {told(error)}")
             self._watching = True
             try:
                 yield
@@ -323,8 +303,8 @@ class OverflowTracer:
         if self._live is None:
             self._to_watch -= 1
             models = dict.fromkeys([] if self._model is None else [unwrapped(self._model)])
-            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._habits)
-            self._live = ForwardTrace(models, outer=OUTSIDE, lenient=True)
+            models |= dict.fromkeys(model for tracer in (self, *_ALL) for model in tracer._effects)
+            self._live = ForwardTrace(models, outer=OUTSIDE)
         return self._live
 
     # ------------------------------------------------------------------------------------------ looking
@@ -336,46 +316,38 @@ class OverflowTracer:
             self._learn(calls)
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
-            self._say_again([call.line for call in calls])
+            lines = [*(call.line for call in calls), users_line()]
+            graph_events = [watch.event for watch in self._outside.values() if watch.event is not None]
+            for event in (*filter(None, [self._loss_event]), *graph_events):
+                self._known.tell(event, lines)
             sources = _sources(calls)
             finding, call = investigate(
                 sorted([*calls, *sources], key=lambda call: call.number),
                 scales,
                 self._loss_event,
-                [watch.event for watch in self._outside.values() if watch.event is not None],
+                graph_events,
             )
-            tries = remedies(finding, policy_of_call(call))
-            finding = replace(finding, remedies=that_mend(tries, finding, call, scales))
+            finding = replace(finding, remedies=remedies_for(finding, call, scales, self._model))
             if call is not None and any(call is one for one in sources):
                 whose = f"it is in an earlier call of {type(call.inner).__name__}, which gave a later one its input"
                 finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
-            finding = replace(finding, remedies=with_model(finding.remedies, call, self._model))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown":
-            self._trouble += "; " * bool(self._trouble) + self._why_unknown()
+            self._trouble.append(self._why_unknown())
         if self._live is not None and self._live.trouble:
-            self._trouble += "; " * bool(self._trouble) + f"watching failed: {self._live.trouble}"
-        note = "; ".join(filter(None, (finding.note, self._trouble)))
+            self._trouble.append(f"watching failed: {self._live.trouble}")
+        note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
-    def _say_again(self, called: Sequence[user_line.Line | None]) -> None:
-        """Lines outside of the models that were learnt in an earlier step, or are now."""
-        lines = [*called, user_line.find()]
-        if self._loss_event is not None:
-            self._known.tell(self._loss_event, "forward", lines)
-        for watch in self._outside.values():
-            if watch.event is not None:
-                self._known.tell(watch.event, "backward", lines)
-
-    def _learn(self, calls: Sequence[KeptCall]) -> None:
+    def _learn(self, calls: Sequence[SavedCall]) -> None:
         """What backward showed of the calls, and what was written of their arguments since."""
         for call in calls:
             for number, watch in self._outside.items():
-                call.sent[number] = watch.of_calls.get(call.number, {})
+                call.uses[number] = watch.uses.get(call.number, {})
             for tracer in _ALL:
-                if call.written and call.inner in tracer._habits:
-                    tracer._habits[call.inner].writes_arguments = True
+                if call.written and call.inner in tracer._effects:
+                    tracer._effects[call.inner].writes_arguments = True
 
     def _why_unknown(self) -> str:
         if self._group is None and is_distributed():

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.finding import Finding
 from mezzo.core.ranges import WHAT, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
 from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
+from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.watched_outputs import WatchedOutputs
 from mezzo.pytorch.monitor.watched_parameters import WatchedParameters
 
@@ -46,7 +46,7 @@ _NOT_CALLED = (
 )
 
 
-class RangeWatch:
+class RangeWatch(StepObserver):
     """Histograms in every so many updates; a `StepObserver`.
 
     Args:
@@ -110,11 +110,6 @@ class RangeWatch:
     def rows(self) -> list[RangeRow]:
         """The rows of the last watched update; none before the first. Waits for the device."""
         return [] if self._last is None else self._last.read().rows
-
-    @property
-    def finding(self) -> Finding | None:
-        """None: nobody looks for causes here."""
-        return None
 
     def drain(self) -> list[Record]:
         """The records of the watched updates since the last call, of the last `KEPT` of them. Waits for the device."""

@@ -7,8 +7,7 @@ but in a reentrant checkpoint has the only gradient; and any other, which is non
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection
 from typing import Any
 from weakref import ref
 
@@ -18,6 +17,7 @@ from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backw
 
 from mezzo.pytorch.monitor.exponent_rows import ExponentRows
 from mezzo.pytorch.monitor.module_paths import Paths, joined
+from mezzo.pytorch.monitor.operations import tensors, version_of
 
 ACTIVATION, GRADIENT = "activation", "activation gradient"
 
@@ -98,9 +98,10 @@ class WatchedOutputs:
 
     def _count(self, path: str, output: Any) -> None:
         repeats = _graph_task() != -1
-        for tensor in {id(tensor): tensor for tensor in tensors_in(output)}.values():
-            if isinstance(tensor, nn.Parameter):
-                continue  # nothing that was computed; and to detach one makes a region forget its casts
+        for tensor in {id(tensor): tensor for tensor in tensors(output)}.values():
+            # A parameter is nothing that was computed; and to detach one makes a region forget its casts.
+            if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
             if self._distinct and not self._first_seen(tensor):
                 continue
             if ACTIVATION in self._kinds and not repeats:
@@ -112,7 +113,7 @@ class WatchedOutputs:
     def _first_seen(self, tensor: Tensor) -> bool:
         """Whether no module has returned this tensor yet, as it is now."""
         known = self._counted.get(id(tensor))
-        version = 0 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         self._counted[id(tensor)] = ref(tensor), version
         return known is None or known[0]() is not tensor or known[1] != version
 
@@ -128,19 +129,3 @@ class WatchedOutputs:
                 self.rows.add(path, GRADIENT, gradient)
 
         return hook
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The floating tensors in what a module returned: in tuples, lists, mappings and dataclasses too."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point() or output.is_complex():
-            yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from tensors_in(value)
-    elif is_dataclass(output) and not isinstance(output, type):
-        for one in fields(output):
-            yield from tensors_in(getattr(output, one.name))

@@ -1,0 +1,220 @@
+"""What is told of operations: their names, the user's lines that call them, and facts of their tensors."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mezzo
+from mezzo.core.finding import TensorFacts
+from mezzo.core.rules import RULES as OP_TABLE
+from mezzo.pytorch.dtypes import name_of
+
+_DUNDERS = {"truediv": "div", "rdiv": "div", "idiv": "div", "rsub": "sub"}
+_DUNDERS |= {f"{how}{op}": op for how in "ri" for op in ("add", "sub", "mul", "pow", "matmul")}
+_DUNDERS |= {"rtruediv": "div", "itruediv": "div"}
+_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod", "pow")
+
+HOOK = "gradient hook"
+"""What is no operation: a function of the script's own on a gradient."""
+
+_POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
+linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
+nll_loss lgamma digamma erfinv tan linalg_inv inverse cholesky linalg_solve"""
+POLES = frozenset(_POLES.split())
+"""Operations that have no finite result, or no finite slope, for some finite numbers."""
+
+_DECOMPOSED = r"_?linalg_(eig|svd|qr|lu|chol|inv|solve|lstsq|pinv|matrix_exp|ldl)"
+
+COMPOSED = frozenset(op for op in OP_TABLE if op not in POLES and not re.match(_DECOMPOSED, op))
+"""Operations of many steps, or of one, that have a finite slope everywhere."""
+
+
+def op_of_function(function: Any) -> str:
+    """The op's name of a torch function: ``Tensor.__truediv__`` is ``div``, ``exp_`` is ``exp``."""
+    name = str(getattr(function, "__name__", function))
+    name = name.split(".")[0] if not name.startswith("_") else name
+    if name.startswith("__") and name.endswith("__"):
+        inner = name.strip("_")
+        return _DUNDERS.get(inner, name if inner in ("getitem", "setitem", "get") else inner)
+    return name.rstrip("_") or name
+
+
+def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a torch function writes what it is given: ``Tensor.mul_``, ``x *= y``, ``x[0] = y``, ``out=``."""
+    name = str(getattr(function, "__name__", ""))
+    if kwargs.get("out") is not None or name == "__setitem__":
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name.strip("_")[1:] in _IN_PLACE
+    return name.endswith("_")
+
+
+def op_of_node(node: Any) -> str:
+    """The op's name of a node: ``LinalgVectorNormBackward0`` is ``linalg_vector_norm``."""
+    name = re.sub(r"Backward\d*$", "", str(node.name()).split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+
+
+# lines
+
+_FOREIGN = tuple(
+    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, mezzo)
+)
+_cache: dict[CodeType, bool] = {}
+
+Line = tuple[str, int]
+
+
+def users_line(stop: CodeType | None = None) -> Line | None:
+    """File and number of the innermost line of the user's that is running; None if there is none.
+
+    Args:
+        stop: code at whose frame the search ends: what called it is not what is asked for.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is stop:
+            return None
+        if _is_users(code):
+            return code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _is_users(code: CodeType) -> bool:
+    known = _cache.get(code)
+    if known is None:
+        name = code.co_filename
+        known = not name.startswith((*_FOREIGN, "<")) and f"{os.sep}contextlib.py" not in name
+        _cache[code] = known
+    return known
+
+
+def line_text(line: Line | None) -> str:
+    """A line as ``file.py:12: code``; ``""`` for None."""
+    if line is None:
+        return ""
+    name, number = line
+    code = textwrap.shorten(linecache.getline(name, number), 100, placeholder=" ...")
+    return f"{os.path.basename(name)}:{number}: {code}".rstrip(": ")
+
+
+# tensors
+
+
+def bare(tensor: Tensor) -> Tensor:
+    """The tensor under the wrappers of `torch.func`'s transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def values(tensor: Tensor) -> Tensor | None:
+    """The numbers of a floating or complex tensor, detached; None where there are none to look at."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return None
+    tensor = bare(tensor).detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:
+        return None
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every element is; True of integers. Waits for the device."""
+    seen = values(tensor)
+    if seen is not None and seen.numel() == 1:
+        return math.isfinite(seen.item())
+    return seen is None or bool(torch.isfinite(seen).all())
+
+
+def only_minus_infinity(tensor: Tensor) -> bool:
+    """Whether what isn't finite in it is -inf, as in a mask that is added to scores."""
+    seen = values(tensor)
+    return seen is not None and not bool((torch.isnan(seen) | torch.isposinf(seen)).any())
+
+
+def over(tensor: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tensor:
+    """A gradient without the loss scale, in a format, its own by default."""
+    return (tensor.detach().double() / scale).to(dtype or tensor.dtype)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written in place; -1 where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def facts(tensor: Tensor, name: str) -> TensorFacts:
+    """What is told of a tensor under a name. Waits for the device."""
+    seen = values(tensor)
+    shape, form = list(tensor.shape), name_of(tensor.dtype)
+    if seen is None:
+        return TensorFacts(name, shape, form, 0.0, 0.0, 0, 0, 0)
+    size = seen.abs()
+    normal = size[torch.isfinite(size) & (size != 0)].double()
+    return TensorFacts(
+        name,
+        shape,
+        form,
+        largest=float(normal.max()) if normal.numel() else 0.0,
+        smallest=float(normal.min()) if normal.numel() else 0.0,
+        zeros=int((size == 0).sum()),
+        infinities=int(torch.isinf(size).sum()),
+        nans=int(torch.isnan(size).sum()),
+    )
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A value whose tensors, in lists, tuples and dicts too, are changed; the containers are new."""
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change) for item in value])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*[mapped(item, change) for item in value])
+    if kind is dict:
+        return {name: mapped(item, change) for name, item in value.items()}
+    return value
+
+
+def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:
+    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses, in order.
+
+    Args:
+        value: anything.
+        depth: how far into it.
+        objects: look into the attributes of other objects, too.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item, depth - 1, objects=objects)
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors(item, depth - 1, objects=objects)
+    elif depth and _looked_into(value, objects):
+        yield from tensors(vars(value), depth - 1, objects=objects)
+
+
+def _looked_into(value: Any, objects: bool) -> bool:
+    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    return objects or hasattr(value, "__dataclass_fields__")
