@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mezzo.pytorch.kernels.native import Pointer, f32, float32_at, i32, inline, int64_at, take
+from mezzo.pytorch.kernels.cpu import Pointer, f32, float32_at, i32, inline, int64_at, take
 
 # A job: what the compiled function is given.
 COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
@@ -31,6 +31,9 @@ COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(
 
 # A row of the constants, FP32, one for each group and number of moves: then the rule's own.
 MULTIPLIER, MOVE, RULE, CONSTANT_WORDS = 0, 1, 2, 12
+
+# What `count_moves` is given: how many rows, the table's address, and that of an FP32 for each row.
+MOVED_ROWS, MOVED_TABLE, MOVES = range(3)
 
 CHUNK = 1 << 15
 """Elements of one chunk: whole groups; small enough to share out evenly, large beside the counter's cost."""
@@ -57,3 +60,13 @@ def share(job: Pointer, walk: Callable[..., Any]) -> None:
 def of_rule(c: Pointer) -> tuple[float, ...]:
     """The rule's own constants."""
     return c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+
+
+def count_moves(job: Pointer) -> None:
+    """Add 1 to the step of every row of a table, and note the result: the number of the parameter's move."""
+    table, moves = job[MOVED_TABLE], float32_at(job[MOVES])
+    for row in range(job[MOVED_ROWS]):
+        step = float32_at(int64_at(table + row * (8 * ROW_WORDS))[STEP])
+        move = step[0] + f32(1)
+        step[0] = move
+        moves[row] = move

@@ -1,16 +1,17 @@
 """The step on states without groups: one loop from memory to memory, nothing in between.
 
-A template: `specialise` writes it out with other functions in the lines marked as bound.
+A template: `jit` writes it out with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.native import Pointer, i32, inline, loop, u32
-from mezzo.pytorch.kernels.native import float32_at as first_at  # bound
-from mezzo.pytorch.kernels.native import float32_at as second_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as master_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import Pointer, i32, inline, loop, u32
+from mezzo.pytorch.kernels.cpu import float32_at as first_at  # bound
+from mezzo.pytorch.kernels.cpu import float32_at as second_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as master_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     GRAD,
@@ -23,7 +24,6 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     of_rule,
     share,
 )
-from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import first, following, key, noise, place, second
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_first  # bound

@@ -1,12 +1,12 @@
 """The step on 8-bit states: group by group, for the largest of its new values makes a group's scale.
 
 The new states of a group wait for it on the stack; all else goes from memory to memory, as in `cpu_elements`.
-A template: `specialise` writes it out with other functions in the lines marked as bound.
+A template: `jit` writes it out with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.native import (
+from mezzo.pytorch.kernels.cpu import (
     Pointer,
     bits,
     expand,
@@ -19,9 +19,10 @@ from mezzo.pytorch.kernels.native import (
     uint8_at,
     uint32_scratch,
 )
-from mezzo.pytorch.kernels.native import int8_at as master_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import int8_at as master_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     FIRST,
     FIRST_SCALES,
@@ -36,7 +37,6 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
     of_rule,
     share,
 )
-from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import bf16_at_infinity as at_infinity  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import (
