@@ -50,4 +50,4 @@ def rms_norm(
     columns = columns_of(input, normalized_shape, weight)
     if not columns:
         return torch.rms_norm(input.float(), normalized_shape, widened(weight), eps).to(input.dtype)
-    return normalised(input, weight, None, columns, _EPSILON if eps is None else eps, is_centred=False)
+    return normalised(input, weight, None, columns, _EPSILON if eps is None else eps, False)

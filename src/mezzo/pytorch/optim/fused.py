@@ -25,8 +25,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.format_names import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
-from mezzo.pytorch.optim import checks, holders, state_dicts, storage
-from mezzo.pytorch.optim.slots import Slot
+from mezzo.pytorch.optim import checks, state_dicts, storage
+from mezzo.pytorch.optim.storage import Slot
 from mezzo.pytorch.scaling.device_scale import inverse
 from mezzo.pytorch.weights.lowering import has_master, take_master
 
@@ -236,7 +236,7 @@ class FusedOptimizer(Optimizer):
         _, ordinal = self._place(param)
         how = storage.storage(param, group, states)
         if how.keeps_master:
-            holders.claim(self, param)
+            checks.claim(self, param)
         if not entries:
             entries = storage.fresh(param, how, self._take_pending(param))
             self.state[param] = entries

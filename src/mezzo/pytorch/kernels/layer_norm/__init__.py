@@ -68,11 +68,11 @@ def layer_norm(
     if not columns:
         wide, weight, bias = input.float(), widened(weight), widened(bias)
         return torch.layer_norm(wide, normalized_shape, weight, bias, eps).to(input.dtype)
-    return normalised(input, weight, bias, columns, eps, is_centred=True)
+    return normalised(input, weight, bias, columns, eps, True)
 
 
 def normalised(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float, *, is_centred: bool
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float, is_centred: bool
 ) -> Tensor:
     """Rows of `columns` elements normalised, with gradients; without the mean and a bias it is `rms_norm`."""
     if torch.is_grad_enabled() and (
@@ -136,8 +136,9 @@ class _Normalised(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
             dx, dweight, dbias = _by_operations(dy, x, weight, columns, eps, wanted, is_centred)
         else:
-            dense = (dy.contiguous(), x.contiguous(), _dense(weight))
-            dx, dweight, dbias = kernel.backward(*dense, statistics, columns, wanted, is_centred=is_centred)
+            dx, dweight, dbias = kernel.backward(
+                dy.contiguous(), x.contiguous(), _dense(weight), statistics, columns, wanted, is_centred
+            )
         if dweight is not None and weight.dim() > 1:
             dweight = dweight.view(weight.shape)
         if dbias is not None and len(bias[1]) > 1:
@@ -149,8 +150,7 @@ def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float, is_centred: bool
 ) -> tuple[ModuleType, Tensor, Tensor]:
     kernel = _kernel(x.device.type, os.environ.get(backend.KERNELS))
-    dense = (x.contiguous(), _dense(weight), _dense(bias))
-    out, statistics = kernel.forward(*dense, columns, eps, is_centred=is_centred)
+    out, statistics = kernel.forward(x.contiguous(), _dense(weight), _dense(bias), columns, eps, is_centred)
     return kernel, out, statistics
 
 

@@ -59,8 +59,8 @@ from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
 # What the loops are given; 0 for a tensor that is absent or isn't wanted. SUMS: FP32 [2, blocks, columns], the weight's
 # and the bias's. EPSILON is an FP32's pattern.
 (
-    COUNTER, TAKEN, BLOCKS, BLOCK_ROWS, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS,
-    BIAS, OUT, EPSILON, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
+    COUNTER, TAKEN, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS, BIAS, OUT, EPSILON,
+    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
 ) = range(19)  # fmt: skip
 
 PIECE = 256  # columns whose sums over the blocks are added up at once
@@ -83,7 +83,6 @@ def forward(
     bias: Tensor | None,
     columns: int,
     epsilon: float,
-    *,
     is_centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The normalised rows and their statistics; see `reference.forward`."""
@@ -94,15 +93,13 @@ def forward(
         job = _Job(
             0,
             max(_shared(rows), _LEAST // columns),
-            0,
-            0,
             rows,
             columns,
             x.data_ptr(),
-            _address(weight),
+            0 if weight is None else weight.data_ptr(),
             statistics.data_ptr(),
             statistics.data_ptr() + (4 * rows if is_centred else 0),
-            _address(bias),
+            0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
             _pattern(epsilon),
         )
@@ -118,7 +115,6 @@ def backward(
     statistics: Tensor,
     columns: int,
     wanted: Wanted,
-    *,
     is_centred: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dweight and dbias; see `reference.backward`."""
@@ -135,22 +131,22 @@ def backward(
     job = _Job(
         0,
         _shared(blocks),
-        blocks,
-        block_rows,
         rows,
         columns,
         x.data_ptr(),
-        _address(weight),
+        0 if weight is None else weight.data_ptr(),
         statistics.data_ptr(),
         statistics.data_ptr() + (4 * rows if is_centred else 0),
         0,
         0,
         0,
+        blocks,
+        block_rows,
         dy.data_ptr(),
-        _address(dx),
-        _address(sums),
-        _address(dweight),
-        _address(dbias),
+        0 if dx is None else dx.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
+        0 if dweight is None else dweight.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
     )
     if rows:
         call = jit.alone if rows * columns <= ALONE else jit.parallel
@@ -168,10 +164,6 @@ def _shared(count: int) -> int:
     Fewer, and threads walk side by side through memory, where each one's prefetching takes lines from the other.
     """
     return -(-count // (4 * torch.get_num_threads()))
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:

@@ -21,7 +21,6 @@ def forward(
     bias: Tensor | None,
     columns: int,
     epsilon: float,
-    *,
     is_centred: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The normalised rows, and what the backward needs of them.
@@ -63,7 +62,6 @@ def backward(
     statistics: Tensor,
     columns: int,
     wanted: Wanted,
-    *,
     is_centred: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients.
