@@ -28,7 +28,7 @@ pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 
 from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.gradient_norm import cpu as norm_cpu
-from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_chunks
+from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_loops
 
 RULES: dict[str, Hyper] = {
     "adamw": AdamHyper(1e-2, 0.9, 0.99, 1e-8, 1e-2, decoupled=True),
@@ -412,9 +412,9 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
 ONE_STEP = """
 import torch
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.optimizer_step import cpu_chunks
-kernel = jit.kernel(cpu_chunks, {}, "count_moves")
-assert jit.kernel(cpu_chunks, {}, "count_moves") is kernel
+from mezzo.pytorch.kernels.optimizer_step import cpu_loops
+kernel = jit.kernel(cpu_loops, {}, "count_moves")
+assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
 assert jit.kernels() == (kernel,)
 assert jit.compile_seconds() == kernel.seconds > 0
 print(kernel.from_cache)
@@ -433,7 +433,7 @@ def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
 @pytest.mark.heavy
 def test_what_one_process_compiled_the_next_loads(tmp_path: Path) -> None:
     assert run(tmp_path) == "False"
-    written = list(tmp_path.rglob("optimizer_step_cpu_chunks_*.py"))
+    written = list(tmp_path.rglob("optimizer_step_cpu_loops_*.py"))
     assert len(written) == 1
     assert run(tmp_path) == "True"
     assert not list(tmp_path.rglob("*.tmp"))
@@ -461,8 +461,8 @@ def test_without_a_folder_to_write_kernels_are_compiled_for_this_process(tmp_pat
 
 
 def test_a_binding_must_be_one_of_the_templates() -> None:
-    with pytest.raises(ValueError, match="cpu_chunks has no bound rule"):
-        jit.kernel(cpu_chunks, {"rule": "math:sqrt"})
+    with pytest.raises(ValueError, match="cpu_loops has no bound curve"):
+        jit.kernel(cpu_loops, {"curve": "math:sqrt"})
 
 
 def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,4 +472,4 @@ def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(jit, "entry", fails)
     monkeypatch.setattr(jit, "_kernels", {})
     with pytest.raises(MezzoError, match=r"no such instruction.*MEZZO_KERNELS=reference"):
-        jit.kernel(cpu_chunks, {}, "count_moves")
+        jit.kernel(cpu_loops, {}, "count_moves")

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError, unknown_name
-from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
+from mezzo.pytorch.weights.lowering import take_master
 
 _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -54,9 +54,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
             moved in these modes. The optimizer stays as it was.
         UnknownNameError: an unknown mode.
     """
-    for kind, given, allowed in (("masters", masters, checks.MASTERS), ("state", state, FORMATS)):
-        if given not in allowed:
-            raise unknown_name(kind, given, allowed, where=f"adopt({kind}={given!r}): ")
+    checks.modes("adopt", masters, state)
     if isinstance(optimizer, Adopted):
         return _adopted_before(optimizer.fused, masters, state)
     fused_class = _FUSED.get(type(optimizer))
@@ -83,7 +81,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     held = optimizer.state
     held.clear()
     for param, (made, how) in entries.items():
-        pending = fused._take_pending(param)
+        pending = take_master(param)
         held[param] = made if pending is None else made | storage.first_master(param, how, pending)
     _become_alias(optimizer, fused)
     return fused

@@ -41,18 +41,24 @@ def group(owner: str, values: dict[str, Any]) -> None:
         UnknownNameError: an unknown mode.
         UsageError: a parameter that can't be moved in this mode.
     """
-    for kind, given, allowed in (
-        ("masters", values["masters"], MASTERS),
-        ("state", values["state_format"], FORMATS),
-    ):
-        if given not in allowed:
-            raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
+    modes(owner, values["masters"], values["state_format"])
     for index, param in enumerate(values["params"]):
         weight(
             param,
             values["masters"],
             f"{owner}: parameter {index} of the group, of shape {list(param.shape)},",
         )
+
+
+def modes(owner: str, masters: Any, state: Any) -> None:
+    """Check that the modes exist.
+
+    Raises:
+        UnknownNameError: one doesn't.
+    """
+    for kind, given, allowed in (("masters", masters, MASTERS), ("state", state, FORMATS)):
+        if given not in allowed:
+            raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
 
 
 def weight(param: Tensor, masters: str, what: str) -> None:

@@ -20,7 +20,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
-from mezzo.pytorch.weights.lowering import LOWERED
+from mezzo.pytorch.weights.lowering import LOWERED, take_master
 
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -53,7 +53,7 @@ def load(optimizer: FusedOptimizer, state: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer._slots.clear()
     for param, (made, how, is_own) in entries.items():
-        pending = optimizer._take_pending(param)
+        pending = take_master(param)
         if pending is not None and not is_own:
             made |= storage.first_master(param, how, pending)
         optimizer.state[param] = made

@@ -8,7 +8,7 @@ gradients and weights into a table, about half a microsecond a parameter; the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, cpu_elements, cpu_groups
-from mezzo.pytorch.kernels.optimizer_step import cpu_chunks as words
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row
+from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper
 
 _STEP = "mezzo.pytorch.kernels.optimizer_step"
@@ -142,7 +142,7 @@ class _Launch:
     """
 
     def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
-        self.kernel = jit.kernel(*_template(kind))
+        self.kernel = _kernel(kind)
         pieces = [
             (start + index, element)
             for index, size in enumerate(sizes)
@@ -196,8 +196,8 @@ def _constants(hyper: Hyper, move: int) -> tuple[float, ...]:
     return own if isinstance(hyper, AdamHyper | LionHyper) else (*own, hyper.nesterov)
 
 
-def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
-    """The template of a kind, and what it is bound to."""
+def _kernel(kind: Kind) -> jit.Kernel:
+    """The loop of a kind."""
     rule, states, state, masters, weight_dtype, grad_dtype = kind
     weight, weight_type, master_type = _WEIGHTS[masters, weight_dtype]
     bindings = {
@@ -212,13 +212,13 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
     if state == "int8":
         if states == 1:
             for verb in ("load", "store"):
-                bindings[f"{verb}_second"] = f"{_STEP}.cpu_storage:{verb}_nothing"
+                bindings[f"{verb}_second_code"] = f"{_STEP}.cpu_storage:{verb}_nothing"
                 bindings[f"{verb}_second_scale"] = f"{_STEP}.cpu_storage:{verb}_no_scale"
         width = "fp32" if weight == "own" else "fp16" if weight == "fp16" else "bf16"
         bindings["at_infinity"] = f"{_STEP}.cpu_storage:{width}_at_infinity"
-        return cpu_groups, bindings
+        return jit.kernel(words, bindings, "step_groups")
     for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
         bindings[f"load_{name}"] = f"{_STEP}.cpu_storage:load_state_{stored}"
         bindings[f"store_{name}"] = f"{_STEP}.cpu_storage:store_state_{stored}"
         bindings[f"{name}_at"] = f"{jit.CPU}:{_STATE_TYPES[stored]}_at"
-    return cpu_elements, bindings
+    return jit.kernel(words, bindings, "step_elements")
