@@ -39,8 +39,8 @@ def measure(name: str, device: str) -> dict[str, float | None]:
             if device == "cuda":
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - begun)
-    specialise = sys.modules.get("mezzo.pytorch.kernels.specialise")
-    told = getattr(specialise, "compile_seconds", None)
+    jit = sys.modules.get("mezzo.pytorch.kernels.jit")
+    told = getattr(jit, "compile_seconds", None)
     return {"first": took[0], "third": took[2], "compiling": told() if callable(told) else told}
 
 

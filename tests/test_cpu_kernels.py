@@ -26,9 +26,9 @@ from mezzo.pytorch.kernels.optimizer_step.storage import groups
 
 pytest.importorskip("numba", reason="the CPU kernels are compiled by Numba")
 
-from mezzo.pytorch.kernels import openmp, specialise
+from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.gradient_norm import cpu as norm_cpu
-from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_moves
+from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_loops
 
 RULES: dict[str, Hyper] = {
     "adamw": AdamHyper(1e-2, 0.9, 0.99, 1e-8, 1e-2, decoupled=True),
@@ -362,18 +362,18 @@ def counter() -> tuple[int, Any, Callable[[], None]]:
 def test_a_region_runs_once_on_each_thread(count: int) -> None:
     torch.set_num_threads(count)
     address, seen, _function = counter()
-    openmp.parallel(address, 42)
+    jit.parallel(address, 42)
     assert seen == [42] * count
-    openmp.alone(address, 7)
+    jit.alone(address, 7)
     assert seen == [42] * count + [7]
 
 
 def test_python_threads_serve_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "_openmp", lambda: None)
+    monkeypatch.setattr(jit, "_openmp", lambda: None)
     torch.set_num_threads(3)
-    assert not openmp.has_openmp()
+    assert not jit.has_openmp()
     address, seen, _function = counter()
-    openmp.parallel(address, 5)
+    jit.parallel(address, 5)
     assert seen == [5] * 3
     compare("adamw", "split", "fp32", torch.bfloat16, (70_001, 64))
 
@@ -381,7 +381,7 @@ def test_python_threads_serve_where_there_is_no_openmp(monkeypatch: pytest.Monke
 def _in_a_child(step: cpu.DeviceStepper, of: Row, results: Any) -> None:
     torch.set_num_threads(2)  # PyTorch's own operations would wait for the parent's threads for ever
     step([(RULES["adamw"], [of])], multiplier=None, found_inf=None, overflow=None)
-    results.send((openmp.has_openmp(), of.weight.view(torch.int16).tolist()))
+    results.send((jit.has_openmp(), of.weight.view(torch.int16).tolist()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork")
@@ -411,12 +411,12 @@ def test_a_forked_process_steps_on_threads_of_its_own() -> None:
 
 ONE_STEP = """
 import torch
-from mezzo.pytorch.kernels import specialise
-from mezzo.pytorch.kernels.optimizer_step import cpu_moves
-kernel = specialise.kernel(cpu_moves, {})
-assert specialise.kernel(cpu_moves, {}) is kernel
-assert specialise.kernels() == (kernel,)
-assert specialise.compile_seconds() == kernel.seconds > 0
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.optimizer_step import cpu_loops
+kernel = jit.kernel(cpu_loops, {}, "count_moves")
+assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
+assert jit.kernels() == (kernel,)
+assert jit.compile_seconds() == kernel.seconds > 0
 print(kernel.from_cache)
 """
 
@@ -433,7 +433,7 @@ def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
 @pytest.mark.heavy
 def test_what_one_process_compiled_the_next_loads(tmp_path: Path) -> None:
     assert run(tmp_path) == "False"
-    written = list(tmp_path.rglob("cpu_moves_*.py"))
+    written = list(tmp_path.rglob("optimizer_step_cpu_loops_*.py"))
     assert len(written) == 1
     assert run(tmp_path) == "True"
     assert not list(tmp_path.rglob("*.tmp"))
@@ -461,15 +461,15 @@ def test_without_a_folder_to_write_kernels_are_compiled_for_this_process(tmp_pat
 
 
 def test_a_binding_must_be_one_of_the_templates() -> None:
-    with pytest.raises(ValueError, match="cpu_moves has no bound rule"):
-        specialise.kernel(cpu_moves, {"rule": "math:sqrt"})
+    with pytest.raises(ValueError, match="cpu_loops has no bound curve"):
+        jit.kernel(cpu_loops, {"curve": "math:sqrt"})
 
 
 def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(main: Any) -> Any:
         raise TypeError("no such instruction")
 
-    monkeypatch.setattr(specialise.native, "entry", fails)
-    monkeypatch.setattr(specialise, "_kernels", {})
+    monkeypatch.setattr(jit, "entry", fails)
+    monkeypatch.setattr(jit, "_kernels", {})
     with pytest.raises(MezzoError, match=r"no such instruction.*MEZZO_KERNELS=reference"):
-        specialise.kernel(cpu_moves, {})
+        jit.kernel(cpu_loops, {}, "count_moves")

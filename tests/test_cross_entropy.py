@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alive import bytes_alive
-from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, layout, loss, reference
+from mezzo.pytorch.kernels import cross_entropy as kernel
+from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, reference
 from mezzo.pytorch.memory import PeakTensorBytes
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,7 +35,7 @@ if IS_INTERPRETED:
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     monkeypatch.setenv("MEZZO_KERNELS", name)
-    monkeypatch.setattr(loss, "SMALL", 0)  # or the shapes here would be PyTorch's
+    monkeypatch.setattr(kernel, "SMALL", 0)  # or the shapes here would be PyTorch's
     return name
 
 
@@ -208,7 +209,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "BLOCK", 64)  # several blocks, of samples and of places
+    monkeypatch.setattr(kernel, "BLOCK", 64)  # several blocks, of samples and of places
     monkeypatch.setattr(reference, "CHUNK", 64)
     logits = LAYOUTS[name]()
     before = logits.clone()

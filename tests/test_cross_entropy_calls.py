@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, loss, rows_gradient, rows_loss
+from mezzo.pytorch.kernels import cross_entropy as kernel
+from mezzo.pytorch.kernels.cross_entropy import cross_entropy_loss, rows_gradient, rows_loss
 from mezzo.pytorch.memory import PeakTensorBytes
 
 NEEDS_NUMBA = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="needs numba")
@@ -23,7 +24,7 @@ TARGET = torch.tensor([1, 0, 2])
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "SMALL", 0)
+    monkeypatch.setattr(kernel, "SMALL", 0)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -130,7 +131,7 @@ def test_wide_logits_are_pytorchs(dtype: torch.dtype) -> None:
 
 def test_a_few_logits_are_pytorchs_and_many_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    rows = loss.SMALL // 8
+    rows = kernel.SMALL // 8
     names = [
         type(cross_entropy_loss(values(n, 8).requires_grad_(), torch.zeros(n, dtype=torch.int64)).grad_fn)
         for n in (rows, rows + 1)

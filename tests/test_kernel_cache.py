@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from mezzo.pytorch.kernels import specialise
+from mezzo.pytorch.kernels import jit
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def ordinary_umask() -> Iterator[None]:
 
 def folder_of(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEZZO_CACHE_DIR", str(cache))
-    return specialise._folder.__wrapped__()
+    return jit._folder.__wrapped__()
 
 
 def owned_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_split_masters_equal_separate_ones_and_learn_as_fp32_does(launch: Any) -
 
 BY_HAND = """
 import mezzo
-from mezzo.pytorch.optim.adamw import AdamW
+from mezzo.pytorch.optim.optimizers import AdamW
 from mezzo.pytorch.weights.lowering import lower_weights
 def region(x):
     with mezzo.autocast("bf16"):
@@ -348,7 +348,7 @@ SHAPES = {
     ),
     "Mezzo's own optimizer": (
         """
-        from mezzo.pytorch.optim.adamw import AdamW
+        from mezzo.pytorch.optim.optimizers import AdamW
         optimizer = AdamW(model.parameters())
         train(optimizer)
         show(*model.parameters())
@@ -449,8 +449,8 @@ print(int(optimizer.state[model[0].weight]["step"]))
 
 
 def test_everything_is_undone(launch: Any) -> None:
-    from mezzo.pytorch.optim.adamw import AdamW
     from mezzo.pytorch.optim.fused import FusedOptimizer
+    from mezzo.pytorch.optim.optimizers import AdamW
 
     launch(PLAIN, policy="bf16,masters=split")
     assert not hasattr(AdamW.step, "_mezzo_steps")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.adopt import adopt
+from mezzo.pytorch.optim.optimizers import AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.lowering import has_master, lower_weights
 

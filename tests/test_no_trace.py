@@ -17,10 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 from bad_steps import CLOSURES, OPTIMIZERS, RUNS, Make, batches, is_finite, network, same
-from mezzo.pytorch.optim.adam import Adam
-from mezzo.pytorch.optim.adamw import AdamW
-from mezzo.pytorch.optim.lion import Lion
-from mezzo.pytorch.optim.sgd import SGD
+from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
 from training_steps import as_on_an_accelerator, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALE = 128.0

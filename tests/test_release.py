@@ -17,10 +17,8 @@ from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.lion import Lion
-from mezzo.pytorch.optim.sgd import SGD
+from mezzo.pytorch.optim.optimizers import SGD, AdamW, Lion
 from mezzo.pytorch.training.release import GradientRelease
 
 

@@ -29,7 +29,7 @@ from mezzo.core.rules import (
     native_evidence,
     own_kernel,
 )
-from mezzo.pytorch.kernels import own
+from mezzo.pytorch.kernels import backend
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
@@ -290,10 +290,10 @@ def test_evidence_is_for_internal_fp32_rows_and_says_what_it_is() -> None:
 
 
 def test_own_kernels_are_where_the_table_says_and_say_what_they_do() -> None:
-    assert {op for _, _, op in OWN_KERNEL} == set(own.OWN)
+    assert {op for _, _, op in OWN_KERNEL} == set(backend.CUSTOM)
     assert not OWN_KERNEL & NATIVE_FP32_ACCUMULATION
-    for op in own.OWN:
-        assert callable(own.load(op))
+    for op in backend.CUSTOM:
+        assert callable(backend.custom_kernel(op))
         assert own_kernel("cpu", "bf16", op).startswith("Mezzo's own kernel")
         assert RULES[op].rule is (Rule.FP32 if op in OWN_GIVES_FP32 | {"softmax"} else Rule.INTERNAL_FP32)
     assert "without an FP32 copy" in own_kernel("cpu", "fp16", "cross_entropy_loss")

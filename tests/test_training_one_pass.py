@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.optim.adamw import AdamW
-from mezzo.pytorch.optim.sgd import SGD
+from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.training import turns
 from mezzo.pytorch.weights.lowering import lower_weights
 from training_steps import (  # noqa: F401

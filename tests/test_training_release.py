@@ -15,7 +15,7 @@ import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.optim.adamw import AdamW
+from mezzo.pytorch.optim.optimizers import AdamW
 from training_steps import (  # noqa: F401
     INF,
     NAN,

@@ -13,8 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import mezzo
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError
 from mezzo.pytorch import auto
-from mezzo.pytorch.optim.adamw import AdamW
-from mezzo.pytorch.optim.sgd import SGD
+from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
 from training_modes import MODES, made

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.pytorch.optim.adamw import AdamW
+from mezzo.pytorch.optim.optimizers import AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
 from training_modes import ADAMW, made

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.pytorch.optim.adamw import AdamW
+from mezzo.pytorch.optim.optimizers import AdamW
 from training_steps import (  # noqa: F401
     INF,
     NAN,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> the module that has it.
 _PUBLIC = {
-    "Adam": "mezzo.pytorch.optim.adam",
-    "AdamW": "mezzo.pytorch.optim.adamw",
+    "Adam": "mezzo.pytorch.optim.optimizers",
+    "AdamW": "mezzo.pytorch.optim.optimizers",
     "FusedOptimizer": "mezzo.pytorch.optim.fused",
-    "Lion": "mezzo.pytorch.optim.lion",
-    "SGD": "mezzo.pytorch.optim.sgd",
+    "Lion": "mezzo.pytorch.optim.optimizers",
+    "SGD": "mezzo.pytorch.optim.optimizers",
     "adopt": "mezzo.pytorch.optim.adopt",
     "bytes_per_parameter": "mezzo.pytorch.optim.storage",
     "lower_weights": "mezzo.pytorch.weights.lowering",
@@ -36,12 +36,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.optim.adam import Adam
-    from mezzo.pytorch.optim.adamw import AdamW
     from mezzo.pytorch.optim.adopt import adopt
     from mezzo.pytorch.optim.fused import FusedOptimizer
-    from mezzo.pytorch.optim.lion import Lion
-    from mezzo.pytorch.optim.sgd import SGD
+    from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
     from mezzo.pytorch.optim.storage import bytes_per_parameter
     from mezzo.pytorch.optim.with_masters import with_masters
     from mezzo.pytorch.weights.lowering import lower_weights

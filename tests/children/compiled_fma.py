@@ -11,7 +11,7 @@ import sys
 import numba
 import numpy as np
 
-from mezzo.pytorch.kernels.native import fma
+from mezzo.pytorch.kernels.cpu import fma
 
 
 @numba.njit(error_model="numpy")

@@ -396,7 +396,7 @@ KEEPS_INDICES: frozenset[str] = frozenset({"max_pool1d", "max_pool2d", "max_pool
 NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ_IN_SOURCE
 
 # (device type, format, op) for which Mezzo has a kernel of its own that reads sixteen bits and computes in FP32
-# (`mezzo.pytorch.kernels.own`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
+# (`mezzo.pytorch.kernels.backend`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
 OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
     "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
 ) | _grid("cuda", "cross_entropy_loss instance_norm")

@@ -1,4 +1,10 @@
-"""Which implementation of the kernels a device uses: Triton's on a GPU, Numba's on a CPU, or the reference."""
+"""Which implementation of the kernels a device uses: Triton's on a GPU, Numba's on a CPU, or the reference.
+
+Some kernels are behind PyTorch's ops (`CUSTOM`): 16 bits in, FP32 arithmetic, and no FP32 copy of what was read. Such a
+kernel takes the op's own arguments, with a 16-bit first tensor; a region hands FP32 and FP64 tensors to PyTorch
+(`mezzo.pytorch.region.actions`). Which op has one on which device, and that its arithmetic is FP32's, is
+`mezzo.core.rules.OWN_KERNEL`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,9 @@ import importlib
 import importlib.util
 import os
 import warnings
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
 
@@ -15,6 +23,19 @@ KERNELS = "MEZZO_KERNELS"
 """Environment variable that forces one implementation for every device."""
 
 IMPLEMENTATIONS = ("reference", "numba", "triton")
+
+_PACKAGE = __package__
+
+#: Op, by its ATen name -> "module:function".
+CUSTOM: Mapping[str, str] = MappingProxyType(
+    {
+        "cross_entropy_loss": f"{_PACKAGE}.cross_entropy:cross_entropy_loss",
+        "instance_norm": f"{_PACKAGE}.composed:instance_norm",
+        "layer_norm": f"{_PACKAGE}.layer_norm:layer_norm",
+        "rms_norm": f"{_PACKAGE}.rms_norm:rms_norm",
+        "softmax": f"{_PACKAGE}.composed:softmax",
+    }
+)
 
 # Device type -> the compiler that its kernels need, and how to get it.
 _COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "pip install triton")}
@@ -70,6 +91,24 @@ def load(package: str, device_type: str) -> ModuleType:
     if module.endswith(".triton") and not is_installed(module):
         module = f"{package}.reference"
     return importlib.import_module(module)
+
+
+def custom_kernel(op: str) -> Callable[..., Any]:
+    """The kernel of an op in `CUSTOM`; its module is imported now."""
+    module, _, name = CUSTOM[op].partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def serves_custom_kernels(device_type: str) -> bool:
+    """Whether the kernels can run on a kind of device: on CUDA they need Triton, on a CPU nothing.
+
+    Without Numba a CPU runs their reference, in FP32 all the same.
+    """
+    if device_type == "cpu":
+        return True
+    forced = os.environ.get(KERNELS)
+    return device_type == "cuda" and (bool(forced) or is_installed("triton"))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which tensors a kernel of ours may take whole: plain ones, and no tracer's or transform's."""
+"""Which tensors a kernel of ours may take whole: plain ones, no tracer's or transform's; and which lie in one piece."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
         and forward_ad._current_level < 0
         and all(tensor is None or (type(tensor) in _PLAIN and not _is_batched(tensor)) for tensor in tensors)
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.core.errors import UsageError, unknown_name
-from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.optim import checks, state_dicts, storage
-from mezzo.pytorch.optim.adam import Adam
-from mezzo.pytorch.optim.adamw import AdamW
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.sgd import SGD
+from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW
+from mezzo.pytorch.weights.lowering import take_master
 
 _FUSED: dict[type[Optimizer], type[FusedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -56,9 +54,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
             moved in these modes. The optimizer stays as it was.
         UnknownNameError: an unknown mode.
     """
-    for kind, given, allowed in (("masters", masters, checks.MASTERS), ("state", state, FORMATS)):
-        if given not in allowed:
-            raise unknown_name(kind, given, allowed, where=f"adopt({kind}={given!r}): ")
+    checks.modes("adopt", masters, state)
     if isinstance(optimizer, Adopted):
         return _adopted_before(optimizer.fused, masters, state)
     fused_class = _FUSED.get(type(optimizer))
@@ -85,7 +81,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     held = optimizer.state
     held.clear()
     for param, (made, how) in entries.items():
-        pending = fused._take_pending(param)
+        pending = take_master(param)
         held[param] = made if pending is None else made | storage.first_master(param, how, pending)
     _become_alias(optimizer, fused)
     return fused
@@ -133,6 +129,21 @@ def _converted(
     return made
 
 
+def _of_fused(name: str) -> property:
+    """An attribute that is the fused optimizer's."""
+
+    def get(self: Adopted) -> Any:
+        return getattr(self.fused, name)
+
+    def put(self: Adopted, value: Any) -> None:
+        setattr(self.fused, name, value)
+
+    def drop(self: Adopted) -> None:
+        delattr(self.fused, name)
+
+    return property(get, put, drop, f"`fused.{name}`.")
+
+
 class Adopted:
     """What an adopted optimizer's class has before torch's: every call goes to `fused`."""
 
@@ -146,49 +157,10 @@ class Adopted:
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would run the hooks here a second time
 
-    @property
-    def state(self) -> Any:
-        """The fused optimizer's."""
-        return self.fused.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.fused.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The fused optimizer's."""
-        return self.fused.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.fused.param_groups = value
-
-    @property
-    def grad_scale(self) -> Any:
-        """What a GradScaler sets for one step."""
-        return self.fused.grad_scale  # type: ignore[attr-defined]
-
-    @grad_scale.setter
-    def grad_scale(self, value: Any) -> None:
-        self.fused.grad_scale = value  # type: ignore[attr-defined]
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        del self.fused.grad_scale  # type: ignore[attr-defined]
-
-    @property
-    def found_inf(self) -> Any:
-        """What a GradScaler sets for one step."""
-        return self.fused.found_inf  # type: ignore[attr-defined]
-
-    @found_inf.setter
-    def found_inf(self, value: Any) -> None:
-        self.fused.found_inf = value  # type: ignore[attr-defined]
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        del self.fused.found_inf  # type: ignore[attr-defined]
+    state = _of_fused("state")
+    param_groups = _of_fused("param_groups")
+    grad_scale = _of_fused("grad_scale")  # what a GradScaler sets for one step, as the next
+    found_inf = _of_fused("found_inf")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`fused.zero_grad`."""

@@ -1,22 +1,33 @@
-"""What an optimizer refuses: numbers that make no sense, modes that don't exist, parameters that it can't move."""
+"""What an optimizer refuses: numbers that make no sense, modes that don't exist, parameters that it can't move.
+
+One optimizer holds the master of a 16-bit weight (`claim`): two would pull the weight to and fro.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
+from mezzo.pytorch.kernels.plain import is_dense
 
 MASTERS = ("fp32", "split", "split8", "none")
 """Where a 16-bit weight's master is: an FP32 tensor, a remainder of 16 or 8 bits beside the weight, nowhere."""
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Formats of gradients, whatever the weight's is."""
+
+
+_holders: Any = WeakTensorKeyDictionary()
 
 
 def group(owner: str, values: dict[str, Any]) -> None:
@@ -30,18 +41,24 @@ def group(owner: str, values: dict[str, Any]) -> None:
         UnknownNameError: an unknown mode.
         UsageError: a parameter that can't be moved in this mode.
     """
-    for kind, given, allowed in (
-        ("masters", values["masters"], MASTERS),
-        ("state", values["state_format"], FORMATS),
-    ):
-        if given not in allowed:
-            raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
+    modes(owner, values["masters"], values["state_format"])
     for index, param in enumerate(values["params"]):
         weight(
             param,
             values["masters"],
             f"{owner}: parameter {index} of the group, of shape {list(param.shape)},",
         )
+
+
+def modes(owner: str, masters: Any, state: Any) -> None:
+    """Check that the modes exist.
+
+    Raises:
+        UnknownNameError: one doesn't.
+    """
+    for kind, given, allowed in (("masters", masters, MASTERS), ("state", state, FORMATS)):
+        if given not in allowed:
+            raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
 
 
 def weight(param: Tensor, masters: str, what: str) -> None:
@@ -78,20 +95,6 @@ def weight(param: Tensor, masters: str, what: str) -> None:
             f"{what} has strides {list(param.stride())}: its elements overlap or have gaps between them, as a slice or "
             "an expanded tensor has. Make it one of its own: nn.Parameter(param.detach().contiguous())."
         )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def gradient(grad: Tensor, param: Tensor, owner: str) -> None:
@@ -136,3 +139,30 @@ def betas(owner: str, values: Any) -> None:
         raise UsageError(f"{owner}: betas={values!r} must be two numbers from 0 to 1.")
     for index, beta in enumerate(values):
         number(owner, f"betas[{index}]", beta, below=1.0)
+
+
+def claim(optimizer: Optimizer, param: Tensor) -> None:
+    """Note that this optimizer holds a weight's master.
+
+    Raises:
+        UsageError: another one does, and still has its state.
+    """
+    if _other(optimizer, param) is not None:
+        gc.collect()  # an optimizer that was dropped may live on in a cycle
+        other = _other(optimizer, param)
+        if other is not None:
+            raise UsageError(
+                f"two optimizers hold a master for one {param.dtype} weight of shape {list(param.shape)}: the "
+                f"{type(other).__name__} before, and now this {type(optimizer).__name__}. Each would undo what the "
+                "other has added to it. Give the weight to one of them; or, if the first has done its part, drop "
+                "what it holds: optimizer.state.clear()."
+            )
+    _holders[param] = weakref.ref(optimizer)
+
+
+def _other(optimizer: Optimizer, param: Tensor) -> Optimizer | None:
+    holder = _holders.get(param)
+    other: Optimizer | None = None if holder is None else holder()
+    if other is None or other is optimizer or not other.state.get(param):
+        return None
+    return other

@@ -25,8 +25,8 @@ from mezzo.core.errors import UsageError
 from mezzo.core.format_names import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
 from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
-from mezzo.pytorch.optim import checks, holders, state_dicts, storage
-from mezzo.pytorch.optim.slots import Slot
+from mezzo.pytorch.optim import checks, state_dicts, storage
+from mezzo.pytorch.optim.storage import Slot
 from mezzo.pytorch.scaling.device_scale import inverse
 from mezzo.pytorch.weights.lowering import has_master, take_master
 
@@ -236,12 +236,12 @@ class FusedOptimizer(Optimizer):
         _, ordinal = self._place(param)
         how = storage.storage(param, group, states)
         if how.keeps_master:
-            holders.claim(self, param)
+            checks.claim(self, param)
         if not entries:
-            entries = storage.fresh(param, how, self._take_pending(param))
+            entries = storage.fresh(param, how, take_master(param))
             self.state[param] = entries
         elif storage.wrong(entries, param, how) or not storage.is_in_place(entries, param, how):
-            entries = storage.adapted(entries, param, how, self._take_pending(param))
+            entries = storage.adapted(entries, param, how, take_master(param))
             self.state[param] = entries
         slot = Slot.of(param, entries, how, modes, ordinal)
         self._slots[param] = slot
@@ -278,11 +278,6 @@ class FusedOptimizer(Optimizer):
     def _set_alias(self, alias: Any) -> None:
         """Note the adopted optimizer, over which a scheduler may have been made."""
         self._alias = weakref.ref(alias)
-
-    @staticmethod
-    def _take_pending(param: Tensor) -> Tensor | None:
-        """The FP32 value that `lower_weights` has kept aside for a weight, which is forgotten there."""
-        return take_master(param)
 
     def _stepper(self, device: torch.device, partial: bool) -> Stepper:
         # Each keeps tables of the rows that it saw last: single rows of a gradient release have their own.

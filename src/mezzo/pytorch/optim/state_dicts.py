@@ -3,11 +3,13 @@
 torch's `Optimizer.load_state_dict` casts every state to the parameter's format, which would turn FP32 moments of a
 bf16 weight into bf16 and codes into nonsense, and checks no shape. So everything is converted and checked here
 first, into new tensors, and only then put in place, in one go that cannot fail.
+
+`masters_in` finds the masters in a state that is to be loaded by another optimizer with masters under it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +20,16 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
+from mezzo.pytorch.weights.lowering import LOWERED, take_master
 
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
 
 MODES = ("masters", "state_format")
 """What a group of Mezzo's has and one of torch's hasn't."""
+
+MASTER = "master"
+"""The entry of a parameter's state that is its FP32 master."""
 
 # What torch's groups choose an implementation with: kept where an adopted group has it, not taken over.
 _TORCH_ONLY = frozenset({"foreach", "fused", "capturable", "differentiable", "amsgrad"})
@@ -47,7 +53,7 @@ def load(optimizer: FusedOptimizer, state: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer._slots.clear()
     for param, (made, how, is_own) in entries.items():
-        pending = optimizer._take_pending(param)
+        pending = take_master(param)
         if pending is not None and not is_own:
             made |= storage.first_master(param, how, pending)
         optimizer.state[param] = made
@@ -210,3 +216,61 @@ def _torch_entries(entries: Entries, specs: tuple[StateSpec, ...], *, counts: bo
     for spec in specs:
         made[spec.name] = storage.read_state(entries, spec) if counts or moved else None
     return made
+
+
+def masters_in(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], now: Mapping[Tensor, Any]
+) -> dict[Tensor, Tensor]:
+    """Parameter -> master in a state that is to be loaded; empty for one of an optimizer without masters.
+
+    Args:
+        state: as `Optimizer.state_dict` gives it.
+        groups: the parameter groups that it is for.
+        now: the state that it is to replace.
+
+    Raises:
+        UsageError: it does not fit the groups, the parameters' formats or shapes.
+    """
+    if not {"state", "param_groups"} <= state.keys():
+        raise UsageError(f"this is no optimizer's state: it has {', '.join(map(str, state))}")
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != saved_sizes:
+        raise UsageError(
+            f"the state has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}. Nothing was "
+            "changed."
+        )
+    params = [param for group in groups for param in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    entries = [state["state"].get(key, {}) for key in keys]
+    any_master = any(MASTER in entry for entry in entries)
+    masters = {}
+    for param, key, entry in zip(params, keys, entries):
+        is_low = param.dtype in LOWERED
+        fmt = str(param.dtype).removeprefix("torch.")
+        if is_low and any_master and MASTER not in entry:
+            raise UsageError(
+                f"the state has masters, but none for parameter {key}, which is {fmt} here. Lower the same weights as "
+                "when it was saved. Nothing was changed."
+            )
+        if MASTER in entry and not is_low:
+            raise UsageError(
+                f"the state has a master for parameter {key}, which is {fmt} here. Call mezzo.lower_weights(model) "
+                "before the state is loaded. Nothing was changed."
+            )
+        own = now.get(param) or {}
+        for name, value in entry.items():
+            mine = param if name == MASTER else own.get(name)
+            if isinstance(value, Tensor) and isinstance(mine, Tensor) and value.shape != mine.shape:
+                raise UsageError(
+                    f"{name!r} of parameter {key} is {tuple(value.shape)} in the state and {tuple(mine.shape)} here. "
+                    "Nothing was changed."
+                )
+        if is_low and any_master:
+            masters[param] = entry[MASTER]
+    return masters
+
+
+def without_master(entry: Any) -> Any:
+    """A parameter's entries as an optimizer without masters has them."""
+    return {k: v for k, v in entry.items() if k != MASTER} if isinstance(entry, dict) else entry

@@ -1,5 +1,7 @@
 """What an optimizer keeps beside one weight, in which form: made, converted, read out as FP32, and counted.
 
+A `Slot` is what it remembers of one parameter from step to step, and how it sees that it is no longer true.
+
 A weight of 16 bits has a master: ``entries["master"]`` (FP32), ``entries["remainder"]`` (int16 or int8, beside a
 bf16 weight), or none. A state such as `exp_avg` is FP32, bf16, or 8-bit codes with ``entries["exp_avg_scale"]``.
 Every tensor of the weight's shape also has its strides: the kernels go through all of them in memory order. What
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -285,6 +288,70 @@ def row(weight: Tensor, entries: Entries, how: Storage, ordinal: int) -> Row:
         step=entries["step"],
         ordinal=ordinal,
     )
+
+
+Modes = tuple[str, str, tuple[StateSpec, ...]]
+_DEVICES: dict[torch.device, torch.device] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter's row for the kernels, and what it was made from.
+
+    Args:
+        row: the kernels' description.
+        how: the form of its entries.
+        entries: `optimizer.state[param]`.
+        tensors: the values of `entries`.
+        modes: `masters` and `state_format` of its group, and its states.
+        address: of the weight's storage: another one after `param.data = other`.
+        dtype: the weight's.
+        stride: the weight's.
+        contiguous: whether the weight is.
+        device: the weight's; one object for all slots of a device.
+        empty: there is no element.
+    """
+
+    row: Row
+    how: Storage
+    entries: Entries
+    tensors: tuple[Any, ...]
+    modes: Modes
+    address: int
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    contiguous: bool
+    device: torch.device
+    empty: bool
+
+    @classmethod
+    def of(cls, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> Slot:
+        """The slot of a parameter with fitting entries."""
+        return cls(
+            row=row(param, entries, how, ordinal),
+            how=how,
+            entries=entries,
+            tensors=tuple(entries.values()),
+            modes=modes,
+            address=param.data_ptr(),
+            dtype=param.dtype,
+            stride=param.stride(),
+            contiguous=param.is_contiguous(),
+            device=_DEVICES.setdefault(param.device, param.device),
+            empty=param.numel() == 0,
+        )
+
+    def is_of(self, param: Tensor, entries: Entries | None, modes: Modes) -> bool:
+        """Whether weight, entries and modes are those that this was made from."""
+        return (
+            self.address == param.data_ptr()
+            and self.dtype is param.dtype
+            and self.stride == param.stride()
+            and self.modes == modes
+            and entries is self.entries
+            and len(self.tensors) == len(self.entries)
+            and all(map(is_, self.entries.values(), self.tensors))
+        )
 
 
 def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.optimizer_step.storage import encode_nearest, refreshed
-from mezzo.pytorch.optim import holders
+from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.optim.saved_masters import MASTER, masters_in, without_master
+from mezzo.pytorch.optim.state_dicts import MASTER, masters_in, without_master
 from mezzo.pytorch.weights import lowering
 
 
@@ -73,7 +73,7 @@ class WithMasters(Optimizer):
         _refuse_unfit(inner)
         self.inner = inner
         for param in self._lowered():
-            holders.claim(self, param)
+            checks.claim(self, param)
         self._attach(inner)
         for param in self._lowered():
             entry = inner.state.get(param)
@@ -123,7 +123,7 @@ class WithMasters(Optimizer):
         inner.__setstate__(state["inner"])
         self._attach(inner)
         for param, master in state["masters"].items():
-            holders.claim(self, param)
+            checks.claim(self, param)
             inner.state[param][MASTER] = master
 
     def __repr__(self) -> str:
@@ -266,7 +266,7 @@ class WithMasters(Optimizer):
         entry = self.state.get(param, {})
         master: Tensor | None = entry.get(MASTER)
         if master is None:
-            holders.claim(self, param)
+            checks.claim(self, param)
             kept = lowering.take_master(param)
             master = param.detach().to(torch.float32) if kept is None else kept
         elif master.shape != param.shape:

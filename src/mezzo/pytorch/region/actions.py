@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import dtype_of, name_of
-from mezzo.pytorch.kernels import own
+from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.short_indices import keeping_short_indices
@@ -76,9 +76,9 @@ def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Acti
     if op_plan.how == "rounded":
         return _rounded(op_plan.op, overload, device_type)
     if op_plan.how == "fp32_sum":
-        from mezzo.pytorch.kernels.embedding import reference
+        from mezzo.pytorch.kernels import embedding
 
-        found: Action = getattr(reference, op_plan.op)
+        found: Action = getattr(embedding, op_plan.op)
         return found
     if op_plan.how == "short_indices":
         return keeping_short_indices(op_plan.op, _fastest(overload))
@@ -292,7 +292,7 @@ def _first_dtype(args: Sequence[Any], device_type: str) -> torch.dtype | None:
 
 
 def _own(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
-    kernel = own.load(op_plan.op)
+    kernel = backend.custom_kernel(op_plan.op)
     otherwise = _in_fp32(op_plan.op, overload, device_type)
 
     def ours(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:

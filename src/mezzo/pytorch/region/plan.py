@@ -31,7 +31,7 @@ from mezzo.core.rules import (
     native_evidence,
     own_kernel,
 )
-from mezzo.pytorch.kernels import own
+from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.machine import native_formats
 from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
 from mezzo.pytorch.tf32 import leaves_autocast_off
@@ -190,7 +190,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
             return ()
         return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
 
-    ours = own_kernel(device_type, compute, op) if own.serves(device_type) else ""
+    ours = own_kernel(device_type, compute, op) if backend.serves_custom_kernels(device_type) else ""
     if op in IN_PLACE and rule is not Rule.BANNED:
         rule = Rule.PROMOTE  # no rule may cast the tensor that is written
     if rule is Rule.LOWER:

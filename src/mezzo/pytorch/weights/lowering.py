@@ -33,6 +33,7 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels.optimizer_step.storage import decode_split, encode_nearest, encode_split, refreshed
+from mezzo.pytorch.kernels.plain import is_dense
 
 LOWERED = (torch.bfloat16, torch.float16)
 
@@ -272,7 +273,7 @@ def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def _lower(param: nn.Parameter, dtype: torch.dtype) -> None:
     master = param.detach()
-    if not _is_dense(master):
+    if not is_dense(master):
         master = master.contiguous()
     weight = torch.empty_like(master, dtype=dtype)
     kept = _encode(master, weight)
@@ -302,22 +303,12 @@ def _encode(master: Tensor, weight: Tensor) -> Tensor | None:
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Equal parts of tensors of one shape: in the order of memory where all lie alike, else as they are."""
     first = tensors[0]
-    if not _is_dense(first) or any(tensor.stride() != first.stride() for tensor in tensors):
+    if not is_dense(first) or any(tensor.stride() != first.stride() for tensor in tensors):
         yield tensors
         return
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     for start in range(0, first.numel(), _PIECE):
         yield tuple(tensor[start : start + _PIECE] for tensor in flat)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _belongs(kept: Tensor, param: Tensor) -> bool:

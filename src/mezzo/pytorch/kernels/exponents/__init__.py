@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo.core.errors import UsageError
 from mezzo.core.ranges import BINS
 from mezzo.pytorch.kernels import backend
+from mezzo.pytorch.kernels.plain import is_dense
 
 __all__ = ["LARGEST", "WORDS", "count", "counter", "exponents"]
 
@@ -106,11 +107,4 @@ def _dense(tensor: Tensor) -> Tensor:
     """The tensor, or a copy: in a format that the kernels read, and filling a stretch of memory."""
     if tensor.dtype not in _READ:
         tensor = tensor.to(torch.float16 if tensor.dtype in _IN_FP16 else torch.float32)
-    if tensor.is_contiguous():
-        return tensor
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1 and stride != expected:
-            return tensor.contiguous()
-        expected *= size
-    return tensor
+    return tensor if is_dense(tensor) else tensor.contiguous()

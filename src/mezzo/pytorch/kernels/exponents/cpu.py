@@ -6,35 +6,32 @@ elements count into eight histograms in turn, since most have the exponent of th
 stored can't be loaded again for some cycles. `torch.bincount` and what it needs before it take three times as long on
 one thread, and have one.
 
-The loops are a template: `specialise` writes this file out with other functions in the lines marked as bound.
+The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from ctypes import addressof, c_int64
-from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mezzo.core.ranges import BINS
-from mezzo.pytorch.kernels import openmp, specialise
-from mezzo.pytorch.kernels.native import (
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.cpu import (
     Pointer,
     bits,
     i32,
-    inline,
     int64_at,
     loop,
     take,
     u32,
     uint32_scratch,
 )
-from mezzo.pytorch.kernels.native import int16_at as x_at  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_x  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as x_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
 
 # What `main` is given. SLOT counts the threads that have come: each has a part of its own. JOB is the job's address.
 COUNTER, SLOT, TOTAL, X, PARTS, JOB, JOB_WORDS = range(7)
@@ -50,34 +47,22 @@ _INFINITE, _ZERO, _NAN, _LARGEST = 255, 256, 257, 258
 ALONE = 1 << 15
 """Elements up to which one thread is done before a second has begun."""
 
-_GRADS = "mezzo.pytorch.kernels.optimizer_step.cpu_grads"
-_NATIVE = "mezzo.pytorch.kernels.native"
-
-_BINDINGS: Mapping[torch.dtype, Mapping[str, str]] = MappingProxyType(
-    {
-        torch.float32: {"load_x": f"{_GRADS}:load_fp32", "x_at": f"{_NATIVE}:float32_at"},
-        torch.bfloat16: {"load_x": f"{_GRADS}:load_bf16", "x_at": f"{_NATIVE}:int16_at"},
-        torch.float16: {"load_x": f"{_GRADS}:load_fp16", "x_at": f"{_NATIVE}:int16_at"},
-    }
-)
-
-
 _Job = c_int64 * JOB_WORDS
 
 
 def count(elements: Tensor, row: Tensor) -> None:
     """Count into the row, or with several threads into a part for each first; see `exponents.count`."""
     total = elements.numel()
-    kernel = specialise.kernel(sys.modules[__name__], _BINDINGS[elements.dtype])
+    kernel = jit.kernel(sys.modules[__name__], jit.elements(elements.dtype, load="load_x", at="x_at"))
     if total <= ALONE:
         job = _Job(0, 0, total, elements.data_ptr(), row.data_ptr(), 0)
         job[JOB] = addressof(job)
-        openmp.alone(kernel.address, addressof(job))
+        jit.alone(kernel.address, addressof(job))
         return
     parts = np.zeros((torch.get_num_threads(), PART), np.int64)
     job = _Job(0, 0, total, elements.data_ptr(), parts.ctypes.data, 0)
     job[JOB] = addressof(job)
-    openmp.parallel(kernel.address, addressof(job))
+    jit.parallel(kernel.address, addressof(job))
     into = row.numpy()
     into[:BINS] += parts[:, :BINS].sum(axis=0)
     into[BINS] = max(into[BINS], parts[:, BINS].max())
@@ -118,8 +103,7 @@ def block(x: Pointer, part: Pointer, start: int, stop: int) -> None:
     part[_LARGEST] = max(part[_LARGEST], largest)
 
 
-@inline
-def share(job: Pointer) -> None:
+def main(job: Pointer) -> None:
     """Take blocks until none is left."""
     part = int64_at(job[PARTS] + 8 * PART * take(int64_at(job[JOB] + 8 * SLOT)))
     x = x_at(job[X])
@@ -128,8 +112,3 @@ def share(job: Pointer) -> None:
         if start >= job[TOTAL]:
             break
         block(x, part, start, min(start + BLOCK, job[TOTAL]))
-
-
-def main(job: Pointer) -> None:
-    """Take blocks until none is left."""
-    share(job)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import backend
+from mezzo.pytorch.kernels.plain import is_dense
 
 __all__ = ["sum_of_squares"]
 
@@ -35,18 +36,7 @@ def sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
     if len(devices) > 1:
         named = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"sum_of_squares(): gradients on {named}. Give those of one device at a time.")
+    # The kernels read a stretch of memory in order.
     kernel = backend.load(__name__, next(iter(devices)).type)
-    result: Tensor = kernel.sum_of_squares([_dense(grad) for grad in grads])
+    result: Tensor = kernel.sum_of_squares([grad if is_dense(grad) else grad.contiguous() for grad in grads])
     return result
-
-
-def _dense(grad: Tensor) -> Tensor:
-    """The gradient, or a copy where its elements do not fill a stretch of memory: the kernels read it in order."""
-    if grad.is_contiguous():
-        return grad
-    expected = 1
-    for stride, size in sorted(zip(grad.stride(), grad.shape)):
-        if size != 1 and stride != expected:
-            return grad.contiguous()
-        expected *= size
-    return grad

@@ -1,7 +1,7 @@
 """The sum of squares on a CPU: at the speed of memory, the same for any number of threads.
 
 Blocks of 65,536 elements, each in 64 lanes that no compiler or thread reorders.
-The loops are a template: `specialise` writes this file out with other functions in the lines marked as bound.
+The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import openmp, specialise
-from mezzo.pytorch.kernels.native import (
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.cpu import (
     Pointer,
     expand,
     f64,
     float64_at,
     float64_scratch,
-    inline,
     int64_at,
     loop,
     take,
 )
-from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu import grad_bindings
-from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
 
 # What `main` is given: blocks as pairs of a tensor's index and an element, and tensors as pairs of address and size.
 COUNTER, BLOCKS, BLOCK_LIST, TENSORS, SUMS, JOB_WORDS = range(6)
@@ -57,8 +55,8 @@ def _sums(dtype: torch.dtype, grads: list[Tensor]) -> npt.NDArray[np.float64]:
     job[BLOCK_LIST] = blocks.ctypes.data
     job[TENSORS] = tensors.ctypes.data
     job[SUMS] = sums.ctypes.data
-    kernel = specialise.kernel(sys.modules[__name__], grad_bindings(dtype))
-    call = openmp.alone if len(blocks) < 2 else openmp.parallel
+    kernel = jit.kernel(sys.modules[__name__], jit.elements(dtype, load="load_grad", at="grad_at"))
+    call = jit.alone if len(blocks) < 2 else jit.parallel
     call(kernel.address, job.ctypes.data)
     return sums
 
@@ -93,8 +91,7 @@ def block(grad: Pointer, start: int, stop: int) -> float:
     return total
 
 
-@inline
-def share(job: Pointer) -> None:
+def main(job: Pointer) -> None:
     """Take blocks until none is left."""
     block_list, tensors, sums = int64_at(job[BLOCK_LIST]), int64_at(job[TENSORS]), float64_at(job[SUMS])
     while True:
@@ -104,8 +101,3 @@ def share(job: Pointer) -> None:
         tensor, start = block_list[2 * this], block_list[2 * this + 1]
         stop = min(start + BLOCK, tensors[2 * tensor + 1])
         sums[this] = block(grad_at(tensors[2 * tensor]), start, stop)
-
-
-def main(job: Pointer) -> None:
-    """Take blocks until none is left."""
-    share(job)

@@ -24,7 +24,7 @@ from mezzo.pytorch.kernels import backend
 from mezzo.pytorch.kernels.layer_norm import reference
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["layer_norm"]
+__all__ = ["columns_of", "layer_norm", "normalised", "widened"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,16 +66,23 @@ def layer_norm(
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
     columns = columns_of(input, normalized_shape, weight, bias)
     if not columns:
-        wide, weight, bias = input.float(), _widened(weight), _widened(bias)
+        wide, weight, bias = input.float(), widened(weight), widened(bias)
         return torch.layer_norm(wide, normalized_shape, weight, bias, eps).to(input.dtype)
+    return normalised(input, weight, bias, columns, eps, True)
+
+
+def normalised(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float, is_centred: bool
+) -> Tensor:
+    """Rows of `columns` elements normalised, with gradients; without the mean and a bias it is `rms_norm`."""
     if torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        out: Tensor = _LayerNorm.apply(input, weight, bias, columns, eps)  # type: ignore[no-untyped-call,unused-ignore]
+        out: Tensor = _Normalised.apply(input, weight, bias, columns, eps, is_centred)  # type: ignore[no-untyped-call,unused-ignore]
         return out
-    return _forward(input, weight, bias, columns, eps)[1]
+    return _forward(input, weight, bias, columns, eps, is_centred)[1]
 
 
 def columns_of(
@@ -103,52 +110,64 @@ def _kernel(device_type: str, forced: str | None) -> ModuleType:
     return backend.load(__name__, device_type)
 
 
-class _LayerNorm(torch.autograd.Function):
+class _Normalised(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        columns: int,
+        eps: float,
+        is_centred: bool,
     ) -> Tensor:
-        kernel, out, statistics = _forward(x, weight, bias, columns, eps)
+        kernel, out, statistics = _forward(x, weight, bias, columns, eps, is_centred)
         ctx.save_for_backward(x, weight, statistics)
-        ctx.rest = kernel, columns, eps, bias if bias is None else (bias.dtype, bias.shape)
+        ctx.rest = kernel, columns, eps, is_centred, bias if bias is None else (bias.dtype, bias.shape)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight, statistics = ctx.saved_tensors
-        kernel, columns, eps, bias = ctx.rest
-        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        kernel, columns, eps, is_centred, bias = ctx.rest
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         wanted = needs_x, weight.dtype if needs_weight else None, bias[0] if needs_bias else None
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
-            dx, dweight, dbias = _by_operations(dy, x, weight, columns, eps, wanted)
+            dx, dweight, dbias = _by_operations(dy, x, weight, columns, eps, wanted, is_centred)
         else:
             dx, dweight, dbias = kernel.backward(
-                dy.contiguous(), x.contiguous(), _dense(weight), statistics, columns, wanted
+                dy.contiguous(), x.contiguous(), _dense(weight), statistics, columns, wanted, is_centred
             )
         if dweight is not None and weight.dim() > 1:
             dweight = dweight.view(weight.shape)
         if dbias is not None and len(bias[1]) > 1:
             dbias = dbias.view(bias[1])
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, columns: int, eps: float, is_centred: bool
 ) -> tuple[ModuleType, Tensor, Tensor]:
     kernel = _kernel(x.device.type, os.environ.get(backend.KERNELS))
-    out, statistics = kernel.forward(x.contiguous(), _dense(weight), _dense(bias), columns, eps)
+    out, statistics = kernel.forward(x.contiguous(), _dense(weight), _dense(bias), columns, eps, is_centred)
     return kernel, out, statistics
 
 
 def _by_operations(
-    dy: Tensor, x: Tensor, weight: Tensor | None, columns: int, eps: float, wanted: reference.Wanted
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    columns: int,
+    eps: float,
+    wanted: reference.Wanted,
+    is_centred: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of what has gradients itself, or belongs to a transform."""
     lines = x.reshape(-1, columns).float()
     flat = None if weight is None else weight.reshape(columns).float()
     dx, dweight, dbias = reference.gradients(
-        dy.reshape(-1, columns).float(), lines, flat, *reference.statistics(lines, eps)
+        dy.reshape(-1, columns).float(), lines, flat, *reference.statistics(lines, eps, is_centred)
     )
     wants_dx, weight_dtype, bias_dtype = wanted
     return (
@@ -162,5 +181,6 @@ def _dense(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
-def _widened(parameter: Tensor | None) -> Tensor | None:
+def widened(parameter: Tensor | None) -> Tensor | None:
+    """A 16-bit parameter in FP32; others as they are."""
     return parameter.float() if parameter is not None and parameter.dtype in _HALVES else parameter

@@ -8,20 +8,19 @@ gradients and weights into a table, about half a microsecond a parameter; the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels import openmp, specialise
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, cpu_elements, cpu_groups, cpu_moves
-from mezzo.pytorch.kernels.optimizer_step import cpu_chunks as words
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row
+from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper
 
-_KERNELS = "mezzo.pytorch.kernels"
-_STEP = f"{_KERNELS}.optimizer_step"
+_STEP = "mezzo.pytorch.kernels.optimizer_step"
 _PLANS = 4096  # kept by one stepper: with gradient release every parameter has its own
 
 # (masters, weight dtype) -> the pair of functions in cpu_storage, the types behind weight and master.
@@ -34,10 +33,6 @@ _WEIGHTS: Mapping[tuple[str, torch.dtype], tuple[str, str, str]] = MappingProxyT
         ("split8", torch.bfloat16): ("split8", "int16", "int8"),
         ("none", torch.bfloat16): ("none", "int16", "int16"),
     }
-)
-# grad dtype -> the function in cpu_grads, the type behind it.
-_GRADS: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
-    {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
 )
 _STATE_TYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "int16", "absent": "int16"})
 
@@ -100,7 +95,7 @@ class _Plan:
             sizes = [rows[index].weight.numel() for index in indices]
             self.launches.append(_Launch(kind, start, sizes))
             start += len(indices)
-        self.counting = specialise.kernel(cpu_moves, {}).address
+        self.counting = jit.kernel(words, {}, "count_moves").address
         self.counting_job = np.array([len(rows), self.table.ctypes.data, self.moves.ctypes.data], np.int64)
 
     def fits(self, *key: object) -> bool:
@@ -111,7 +106,7 @@ class _Plan:
         """One step."""
         self.table[:, words.WEIGHT] = [row.weight.data_ptr() for row in self.rows]
         self.table[:, words.GRAD] = [row.grad.data_ptr() for row in self.rows]  # type: ignore[union-attr]
-        openmp.alone(self.counting, self.counting_job.ctypes.data)
+        jit.alone(self.counting, self.counting_job.ctypes.data)
         self._write_constants(hypers, factor)
         flag = self.no_overflow.ctypes.data if overflow is None else overflow.data_ptr()
         for launch in self.launches:
@@ -147,7 +142,7 @@ class _Launch:
     """
 
     def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
-        self.kernel = specialise.kernel(*_template(kind))
+        self.kernel = _kernel(kind)
         pieces = [
             (start + index, element)
             for index, size in enumerate(sizes)
@@ -165,7 +160,7 @@ class _Launch:
         self.job[words.TABLE] = table.ctypes.data
         self.job[words.CONSTANT_TABLE] = constants.ctypes.data
         self.job[words.OVERFLOW] = flag
-        call = openmp.alone if self.is_small else openmp.parallel
+        call = jit.alone if self.is_small else jit.parallel
         call(self.kernel.address, self.job.ctypes.data)
 
 
@@ -201,17 +196,8 @@ def _constants(hyper: Hyper, move: int) -> tuple[float, ...]:
     return own if isinstance(hyper, AdamHyper | LionHyper) else (*own, hyper.nesterov)
 
 
-def grad_bindings(dtype: torch.dtype) -> dict[str, str]:
-    """What a template's ``load_grad`` and ``grad_at`` are for gradients of a dtype."""
-    grad, grad_type = _GRADS[dtype]
-    return {
-        "load_grad": f"{_STEP}.cpu_grads:load_{grad}",
-        "grad_at": f"{_KERNELS}.native:{grad_type}_at",
-    }
-
-
-def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
-    """The template of a kind, and what it is bound to."""
+def _kernel(kind: Kind) -> jit.Kernel:
+    """The loop of a kind."""
     rule, states, state, masters, weight_dtype, grad_dtype = kind
     weight, weight_type, master_type = _WEIGHTS[masters, weight_dtype]
     bindings = {
@@ -219,20 +205,20 @@ def _template(kind: Kind) -> tuple[ModuleType, dict[str, str]]:
         "load_weight": f"{_STEP}.cpu_storage:load_weight_{weight}",
         "store_weight": f"{_STEP}.cpu_storage:store_weight_{weight}",
         "weight_noise": f"{_STEP}.cpu_storage:{'apart' if masters == 'none' else 'same'}",
-        "weight_at": f"{_KERNELS}.native:{weight_type}_at",
-        "master_at": f"{_KERNELS}.native:{master_type}_at",
-        **grad_bindings(grad_dtype),
+        "weight_at": f"{jit.CPU}:{weight_type}_at",
+        "master_at": f"{jit.CPU}:{master_type}_at",
+        **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
     }
     if state == "int8":
         if states == 1:
             for verb in ("load", "store"):
-                bindings[f"{verb}_second"] = f"{_STEP}.cpu_storage:{verb}_nothing"
+                bindings[f"{verb}_second_code"] = f"{_STEP}.cpu_storage:{verb}_nothing"
                 bindings[f"{verb}_second_scale"] = f"{_STEP}.cpu_storage:{verb}_no_scale"
         width = "fp32" if weight == "own" else "fp16" if weight == "fp16" else "bf16"
         bindings["at_infinity"] = f"{_STEP}.cpu_storage:{width}_at_infinity"
-        return cpu_groups, bindings
+        return jit.kernel(words, bindings, "step_groups")
     for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
         bindings[f"load_{name}"] = f"{_STEP}.cpu_storage:load_state_{stored}"
         bindings[f"store_{name}"] = f"{_STEP}.cpu_storage:store_state_{stored}"
-        bindings[f"{name}_at"] = f"{_KERNELS}.native:{_STATE_TYPES[stored]}_at"
-    return cpu_elements, bindings
+        bindings[f"{name}_at"] = f"{jit.CPU}:{_STATE_TYPES[stored]}_at"
+    return jit.kernel(words, bindings, "step_elements")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from mezzo.pytorch.kernels.native import f32, fma, inline
+from mezzo.pytorch.kernels.cpu import f32, fma, inline
 
 Constants = tuple[float, ...]
 

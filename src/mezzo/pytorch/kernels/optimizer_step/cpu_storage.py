@@ -10,7 +10,7 @@ themselves.
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.native import (
+from mezzo.pytorch.kernels.cpu import (
     Pointer,
     bits,
     f32,

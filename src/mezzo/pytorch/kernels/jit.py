@@ -1,12 +1,13 @@
 """Compiled loops without choices: a template, written out once for each combination of functions it is bound to.
 
-A template is an ordinary module with a function ``main(job)``. Its imports marked ``# bound`` name what changes:
+A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` name what
+changes:
 
     from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
 
 With `"load_weight": "mezzo.pytorch.kernels.optimizer_step.cpu_storage:load_weight_split8"` among its bindings,
-`kernel` writes that module with the other import into a cache folder, compiles ``main`` as a C function, and lets
-Numba keep the machine code beside it. The folder is named after everything that the code is made of: Mezzo's kernels,
+`kernel` writes that module with the other import into a cache folder, compiles such a function as C's, and lets Numba
+keep the machine code beside it. The folder is named after everything that the code is made of: Mezzo's kernels,
 Numba, LLVM and the processor. So nothing stale is ever loaded, and the next process starts at once. To compile takes
 a second or two.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -31,23 +33,25 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import llvmlite
 import llvmlite.binding
 import numba
+import torch
 
 from mezzo.core.errors import MezzoError
 from mezzo.core.version import VERSION
-from mezzo.pytorch.kernels import native
 
 CACHE = "MEZZO_CACHE_DIR"
 """Environment variable that names the cache folder."""
 
+_numba: Any = numba  # its annotations cover a part of it, and another part in each release
 _BOUND = re.compile(r"^from (\S+) import (\w+) as (\w+)  # bound$", re.MULTILINE)
 
 
@@ -60,7 +64,7 @@ class Kernel:
     """A compiled loop.
 
     Args:
-        name: of the written module: the template's, and a digest of what it is bound to.
+        name: of the written module (the template's, and a digest of what it is bound to) and of the function.
         address: of a C function ``void main(int64_t *job)``; it stays loaded as long as the process.
         seconds: how long it took to compile, or to load.
         from_cache: loaded, not compiled.
@@ -72,24 +76,49 @@ class Kernel:
     from_cache: bool
 
 
-_kernels: dict[tuple[str, tuple[tuple[str, str], ...]], Kernel] = {}
+CPU = "mezzo.pytorch.kernels.cpu"
+"""The module that most bindings are from."""
+
+# dtype -> what its functions in `CPU` are called, and the type behind a pointer to its elements.
+_DTYPES: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
+    {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
+)
+
+
+def elements(dtype: torch.dtype, **names: str) -> dict[str, str]:
+    """The bindings for a tensor's elements, in FP32, bf16 or fp16.
+
+    Args:
+        dtype: of the tensor.
+        names: the bound name of ``at`` (a pointer to the elements), and of functions of `CPU` for each dtype: ``load``,
+            ``store``, ``largest``.
+    """
+    name, element = _DTYPES[dtype]
+    return {
+        bound: f"{CPU}:{element}_at" if verb == "at" else f"{CPU}:{verb}_{name}"
+        for verb, bound in names.items()
+    }
+
+
+_kernels: dict[tuple[str, str, tuple[tuple[str, str], ...]], Kernel] = {}
 _keep_alive: list[Any] = []
 
 
-def kernel(template: ModuleType, bindings: Mapping[str, str]) -> Kernel:
-    """A template's ``main``, bound and compiled; the same object for the same arguments.
+def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main") -> Kernel:
+    """A template's function, bound and compiled; the same object for the same arguments.
 
     Args:
-        template: a module with a ``main`` and imports marked ``# bound``.
+        template: a module with imports marked ``# bound``.
         bindings: ``"package.module:function"`` for bound names; the others stay as the template has them.
+        main: the function, ``main(job)``.
 
     Raises:
         KernelError: Numba can't compile it here.
     """
-    key = (template.__name__, tuple(sorted(bindings.items())))
+    key = (template.__name__, main, tuple(sorted(bindings.items())))
     found = _kernels.get(key)
     if found is None:
-        found = _kernels[key] = _compiled(*_written(template, bindings))
+        found = _kernels[key] = _compiled(*_written(template, bindings), main)
     return found
 
 
@@ -117,7 +146,8 @@ def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Pa
         return f"from {module} import {function} as {match[3]}"
 
     text = _BOUND.sub(bind, text)
-    name = f"{template.__name__.rpartition('.')[2]}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    place = "_".join(template.__name__.split(".")[-2:])
+    name = f"{place}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     file = _folder() / f"{name}.py"
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleared the cache
     if not file.exists():  # a new file has a new date, and that would make Numba compile again
@@ -128,9 +158,9 @@ def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Pa
     return name, file
 
 
-def _compiled(name: str, file: Path) -> Kernel:
+def _compiled(name: str, file: Path, main: str) -> Kernel:
     start = time.perf_counter()
-    module_name = f"mezzo_kernels.{name}"
+    module_name = f"mezzo_kernels.{name}.{main}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -138,15 +168,21 @@ def _compiled(name: str, file: Path) -> Kernel:
     sys.modules[module_name] = module  # Numba looks functions up by their module's name
     try:
         spec.loader.exec_module(module)
-        main = native.entry(module.main)
+        compiled = entry(getattr(module, main))
     except Exception as error:
         del sys.modules[module_name]
         raise KernelError(
             f"Numba {numba.__version__} could not compile {file}: {type(error).__name__}: {error}. Set "
             "MEZZO_KERNELS=reference to run the same step as PyTorch operations, many times slower."
         ) from error
-    _keep_alive.append(main)
-    return Kernel(name, main.address, time.perf_counter() - start, main.cache_hits > 0)
+    _keep_alive.append(compiled)
+    return Kernel(f"{name}.{main}", compiled.address, time.perf_counter() - start, compiled.cache_hits > 0)
+
+
+def entry(main: Callable[[Any], None]) -> Any:
+    """Compile ``void main(int64_t *job)``, or load it from the cache beside its source; Numba's object for it."""
+    types = _numba.types
+    return _numba.cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")(main)
 
 
 @functools.cache
@@ -154,7 +190,7 @@ def _folder() -> Path:
     """The folder of modules that were written by these sources, with these compilers, for this processor."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    sources = {*root.rglob("cpu*.py"), *root.rglob("__init__.py"), root / "native.py"}
+    sources = (source for each in ("cpu*.py", "__init__.py", "storage.py") for source in root.rglob(each))
     for source in sorted(sources):
         digest.update(source.relative_to(root).as_posix().encode() + b"\0" + source.read_bytes())
     cpu = llvmlite.binding.get_host_cpu_name()
@@ -211,3 +247,86 @@ def _parents() -> list[Path]:
         return [(Path(caches) if caches else Path.home() / ".cache") / "mezzo"]
     except RuntimeError:  # a user without a home
         return []
+
+
+# PyTorch's own threads, for functions that are not PyTorch's.
+#
+# A second pool of threads would contend with PyTorch's, which spin for a while after each of its operations. GNU's,
+# Intel's and LLVM's OpenMP libraries all have `GOMP_parallel`, the entry that GCC's `#pragma omp parallel` calls, and
+# PyTorch has loaded one of them: a parallel region through it costs microseconds. Where there is none (macOS,
+# Windows), and in a process forked from one that may have used the pool (whose threads are then gone), Python's
+# threads do it: ctypes lets go of the interpreter's lock for the call.
+
+Parallel = Callable[[int, int, int], None]  # function, data, threads
+
+_forked = False
+
+
+def parallel(address: int, data: int) -> None:
+    """Call a C function ``void f(void *data)`` once on each of PyTorch's threads, and wait for all.
+
+    Args:
+        address: of the function, which shares out its work itself (by an atomic counter in its data).
+        data: the address that every call is given.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        _function(address)(data)
+    else:
+        _region()(address, data, threads)
+
+
+def alone(address: int, data: int) -> None:
+    """Call a C function ``void f(void *data)`` on this thread."""
+    _function(address)(data)
+
+
+def has_openmp() -> bool:
+    """Whether `parallel` uses PyTorch's threads, and not some of its own."""
+    return _region() is not _python_threads
+
+
+@functools.cache
+def _function(address: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+def _region() -> Parallel:
+    return _python_threads if _forked else _openmp() or _python_threads
+
+
+@functools.cache
+def _openmp() -> Parallel | None:
+    # First what interposes on PyTorch's own calls (a preloaded library), then what libtorch is linked to.
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        try:
+            gomp = ctypes.CDLL(library).GOMP_parallel
+        except (OSError, AttributeError, TypeError):
+            continue
+        gomp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        gomp.restype = None
+        return lambda address, data, threads: gomp(address, data, threads, 0)
+    return None
+
+
+def _python_threads(address: int, data: int, threads: int) -> None:
+    function = _function(address)
+    others = [_pool(threads - 1).submit(function, data) for _ in range(threads - 1)]
+    function(data)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="mezzo-kernels")
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,46 +1,46 @@
-"""The step on 8-bit states: group by group, for the largest of its new values makes a group's scale.
+"""The compiled loops of a step, and how they find their work: a table of rows, chunks of it, and a counter.
 
-The new states of a group wait for it on the stack; all else goes from memory to memory, as in `cpu_elements`.
-A template: `specialise` writes it out with other functions in the lines marked as bound.
+On states without groups (`step_elements`) one loop goes from memory to memory, with nothing in between. On 8-bit
+states (`step_groups`) it goes group by group, for the largest of its new values makes a group's scale: the new states
+of a group wait for it on the stack. Every word of a table has 64 bits: addresses, sizes, indices. `optimizer_step.cpu`
+writes it, and threads take its chunks by the counter.
+
+The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
 
-from mezzo.pytorch.kernels.native import (
+from collections.abc import Callable
+from typing import Any
+
+from mezzo.pytorch.kernels.cpu import (
     Pointer,
     bits,
     expand,
+    f32,
+    float32_at,
     float32_scratch,
     i32,
     inline,
     int16_at,
+    int64_at,
     loop,
+    take,
     u32,
     uint8_at,
     uint32_scratch,
 )
-from mezzo.pytorch.kernels.native import int8_at as master_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as grad_at  # bound
-from mezzo.pytorch.kernels.native import int16_at as weight_at  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_chunks import (
-    FIRST,
-    FIRST_SCALES,
-    GRAD,
-    MASTER,
-    MOVE,
-    MULTIPLIER,
-    ORDINAL,
-    SECOND,
-    SECOND_SCALES,
-    WEIGHT,
-    of_rule,
-    share,
-)
-from mezzo.pytorch.kernels.optimizer_step.cpu_grads import load_bf16 as load_grad  # bound
+from mezzo.pytorch.kernels.cpu import float32_at as first_at  # bound
+from mezzo.pytorch.kernels.cpu import float32_at as second_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as master_at  # bound
+from mezzo.pytorch.kernels.cpu import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import bf16_at_infinity as at_infinity  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import (
     cut,
+    following,
     group_inverse,
     group_scale,
     key,
@@ -55,15 +55,132 @@ from mezzo.pytorch.kernels.optimizer_step.cpu_storage import (
 )
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import first as noise_of_first
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_scale as load_second_scale  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_unsigned as load_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split8 as load_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_first  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_unsigned as load_second_code  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import same as weight_noise  # bound
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import second as noise_of_second
 from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_scale as store_second_scale  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_unsigned as store_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_weight_split8 as store_weight  # bound
-from mezzo.pytorch.kernels.optimizer_step.storage import GROUP, STEP
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_first  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_unsigned as store_second_code  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_weight_split as store_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.storage import GROUP
+from mezzo.pytorch.kernels.optimizer_step.storage import STEP as STEP_STREAM
 from mezzo.pytorch.kernels.optimizer_step.storage import WEIGHT as WEIGHT_STREAM
+
+# A job: what the compiled function is given.
+COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
+
+# A row of the table, one a parameter; tensors by their addresses, 0 for none.
+(
+    WEIGHT,
+    MASTER,
+    GRAD,
+    FIRST,
+    FIRST_SCALES,
+    SECOND,
+    SECOND_SCALES,
+    NUMEL,
+    ORDINAL,
+    CONSTANTS,
+    STEP,
+    ROW_WORDS,
+) = range(12)
+
+# A row of the constants, FP32, one for each group and number of moves: then the rule's own.
+MULTIPLIER, MOVE, RULE, CONSTANT_WORDS = 0, 1, 2, 12
+
+# What `count_moves` is given: how many rows, the table's address, and that of an FP32 for each row.
+MOVED_ROWS, MOVED_TABLE, MOVES = range(3)
+
+CHUNK = 1 << 15
+"""Elements of one chunk: whole groups; small enough to share out evenly, large beside the counter's cost."""
+
+
+@inline
+def share(job: Pointer, walk: Callable[..., Any]) -> None:
+    """Take chunks until none is left: ``walk(row, start, stop, constants)`` tells whether a weight overflowed."""
+    overflow = i32(0)
+    chunk_list, table, constant_table = int64_at(job[CHUNK_LIST]), job[TABLE], job[CONSTANT_TABLE]
+    while True:
+        chunk = take(job)
+        if chunk >= job[CHUNKS]:
+            break
+        row = int64_at(table + chunk_list[2 * chunk] * (8 * ROW_WORDS))
+        start = chunk_list[2 * chunk + 1]
+        constants = float32_at(constant_table + row[CONSTANTS] * (4 * CONSTANT_WORDS))
+        overflow = i32(overflow | walk(row, start, min(start + CHUNK, row[NUMEL]), constants))
+    if overflow != 0:
+        float32_at(job[OVERFLOW])[0] = f32(1)
+
+
+@inline
+def of_rule(c: Pointer) -> tuple[float, ...]:
+    """The rule's own constants."""
+    return c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+
+
+def count_moves(job: Pointer) -> None:
+    """Add 1 to the step of every row of a table, and note the result: the number of the parameter's move."""
+    table, moves = job[MOVED_TABLE], float32_at(job[MOVES])
+    for row in range(job[MOVED_ROWS]):
+        step = float32_at(int64_at(table + row * (8 * ROW_WORDS))[STEP])
+        move = step[0] + f32(1)
+        step[0] = move
+        moves[row] = move
+
+
+@loop
+def elements(
+    weight: Pointer,
+    master: Pointer,
+    grad: Pointer,
+    first_state: Pointer,
+    second_state: Pointer,
+    constants: Pointer,
+    ordinal: int,
+    start: int,
+    stop: int,
+) -> int:
+    """Move the elements from `start` to `stop`; whether one of the weights is now infinite."""
+    multiplier, own = constants[MULTIPLIER], of_rule(constants)
+    step_key = key(u32(constants[MOVE]), ordinal, STEP_STREAM)
+    weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
+    overflow, at = i32(0), place(start)
+    for i in range(start, stop):
+        w = load_weight(weight, master, i)
+        g = load_grad(grad, i) * multiplier
+        w, a, b = rule(w, g, load_first(first_state, i), load_second(second_state, i), own)
+        random = noise(step_key, at)
+        store_first(first_state, i, a, noise_of_first(random))
+        store_second(second_state, i, b, noise_of_second(random))
+        if store_weight(weight, master, i, w, weight_noise(random, weight_key, at)):
+            overflow = i32(1)
+        at = following(at)
+    return overflow
+
+
+@inline
+def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
+    """Move one chunk of one parameter."""
+    return elements(
+        weight_at(row[WEIGHT]),
+        master_at(row[MASTER]),
+        grad_at(row[GRAD]),
+        first_at(row[FIRST]),
+        second_at(row[SECOND]),
+        constants,
+        row[ORDINAL],
+        start,
+        stop,
+    )
+
+
+def step_elements(job: Pointer) -> None:
+    """Take chunks until none is left."""
+    share(job, walk_elements)
 
 
 @expand
@@ -101,7 +218,7 @@ def move(
         i = start + j
         w = load_weight(weight, master, i)
         g = load_grad(grad, i) * multiplier
-        w, a, b = rule(w, g, load_signed(first, i, a_scale), load_second(second, i, b_scale), own)
+        w, a, b = rule(w, g, load_signed(first, i, a_scale), load_second_code(second, i, b_scale), own)
         a_new[j], b_new[j] = a, b
         a_largest = max(a_largest, magnitude(a))
         b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
@@ -137,7 +254,7 @@ def store(
     for j in range(count):
         i = start + j
         store_signed(first, i, a_new[j], a_inverse, noise_of_first(words[j]))
-        store_second(second, i, b_new[j], b_inverse, noise_of_second(words[j]))
+        store_second_code(second, i, b_new[j], b_inverse, noise_of_second(words[j]))
     store_scale(first_scales, this, group_scale(a_largest))
     store_second_scale(second_scales, this, group_scale(b_largest))
 
@@ -158,7 +275,7 @@ def groups(
 ) -> int:
     """Move the elements from `start`, a group's first, to `stop`; whether one of the weights is now infinite."""
     multiplier, own = constants[MULTIPLIER], of_rule(constants)
-    step_key = key(u32(constants[MOVE]), ordinal, STEP)
+    step_key = key(u32(constants[MOVE]), ordinal, STEP_STREAM)
     weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
     overflow = i32(0)
     places = uint32_scratch(GROUP)
@@ -195,7 +312,7 @@ def groups(
 
 
 @inline
-def walk(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
+def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Move one chunk of one parameter."""
     return groups(
         weight_at(row[WEIGHT]),
@@ -212,6 +329,6 @@ def walk(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     )
 
 
-def main(job: Pointer) -> None:
+def step_groups(job: Pointer) -> None:
     """Take chunks until none is left."""
-    share(job, walk)
+    share(job, walk_groups)

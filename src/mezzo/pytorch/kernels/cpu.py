@@ -1,0 +1,420 @@
+"""What kernels that Numba compiles are made of: C's words and pointers, elements in memory, sums in lanes, exp.
+
+Numba computes with 64-bit integers unless told otherwise, and that halves a vector twice over. So `i32` and `u32`
+cut an expression back to 32 bits, and LLVM then computes all of it in 32. Everything here is a name that a
+compiled function may use; nothing can be called from Python. FP32 arithmetic is IEEE and in the order written:
+no fast math, no contraction; what is fused says so (`fma`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba.core.cgutils
+import numba.core.compiler
+import numba.extending
+from llvmlite import ir
+
+F = TypeVar("F", bound=Callable[..., Any])
+Pointer = Any  # to elements of one type, indexed as in C
+
+_numba: Any = numba  # its annotations cover a part of it, and another part in each release
+types, njit, intrinsic = _numba.types, _numba.njit, _numba.extending.intrinsic
+
+i8: Callable[[int], int] = types.int8
+i16: Callable[[int], int] = types.int16
+i32: Callable[[float], int] = types.int32
+u8: Callable[[int], int] = types.uint8
+u32: Callable[[int], int] = types.uint32
+f32: Callable[[float], float] = types.float32
+f64: Callable[[float], float] = types.float64
+
+
+def inline(function: F) -> F:
+    """Mark a function that becomes part of the loop that calls it."""
+    compiled: F = njit(forceinline=True, error_model="numpy")(function)
+    return compiled
+
+
+def expand(function: F) -> F:
+    """Mark a function with loops in it that becomes part of another: LLVM sees them only there.
+
+    What is `inline` is optimised on its own first, when neither its counts nor what its pointers lead to is known.
+    """
+    compiled: F = njit(inline="always", error_model="numpy")(function)
+    return compiled
+
+
+class _Distinct(_numba.core.compiler.Compiler):  # type: ignore[misc]  # a class without a type
+    """Numba's compiler, promised that pointers among a function's arguments never meet (C's `restrict`)."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.state.flags.noalias = True
+
+
+def loop(function: F) -> F:
+    """Mark a function whose pointers lead to distinct memory, so that its loops are vectorised unguarded."""
+    compiled: F = njit(pipeline_class=_Distinct, error_model="numpy")(function)
+    return compiled
+
+
+def _pointer(element: Any) -> Callable[[int], Pointer]:
+    def pointer(typing: Any, address: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), build
+
+    made: Callable[[int], Pointer] = intrinsic(pointer)
+    return made
+
+
+# An address as a pointer to its elements.
+uint8_at = _pointer(types.uint8)
+int8_at = _pointer(types.int8)
+int16_at = _pointer(types.int16)
+int32_at = _pointer(types.int32)
+int64_at = _pointer(types.int64)
+float32_at = _pointer(types.float32)
+float64_at = _pointer(types.float64)
+
+
+def _bits(typing: Any, value: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), build
+
+
+def _float_of(typing: Any, pattern: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+def _half_bits(typing: Any, value: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), build
+
+
+def _float_of_half(typing: Any, pattern: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), build
+
+
+def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), build
+
+
+def _take(typing: Any, counter: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.CPointer(types.int64)), build
+
+
+def _scratch(element: Any) -> Callable[[int], Pointer]:
+    def scratch(typing: Any, count: Any) -> Any:
+        if not isinstance(count, types.IntegerLiteral):
+            return None  # Numba asks again with the literal
+        size = count.literal_value
+
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _numba.core.cgutils.alloca_once(builder, context.get_value_type(element), size=size)
+
+        return types.CPointer(element)(count), build
+
+    made: Callable[[int], Pointer] = intrinsic(scratch)
+    return made
+
+
+bits: Callable[[float], int] = intrinsic(_bits)
+"""The int32 with an FP32's pattern."""
+
+float_of: Callable[[int], float] = intrinsic(_float_of)
+"""The FP32 of an int32 pattern."""
+
+half_bits: Callable[[float], int] = intrinsic(_half_bits)
+"""The int16 with the pattern of an FP32 in fp16, ties to even."""
+
+float_of_half: Callable[[int], float] = intrinsic(_float_of_half)
+"""The FP32 of an fp16's int16 pattern."""
+
+fma: Callable[[float, float, float], float] = intrinsic(_fma)
+"""``a * b + c`` of FP32s with one rounding: an instruction, or the C library's function where a CPU has none."""
+
+take: Callable[[Pointer], int] = intrinsic(_take)
+"""The counter's value, which is one more for whoever asks next, on any thread."""
+
+# So many elements on the stack (a literal number), for as long as the function runs.
+float32_scratch = _scratch(types.float32)
+float64_scratch = _scratch(types.float64)
+uint32_scratch = _scratch(types.uint32)
+
+
+# Elements of tensors, in FP32.
+
+_NAN = 0x7FC00000
+
+
+@inline
+def load_fp32(x: Pointer, i: int) -> float:
+    """As it is."""
+    return f32(x[i])
+
+
+@inline
+def load_bf16(x: Pointer, i: int) -> float:
+    """The upper half of an FP32's pattern."""
+    return float_of(i32(i32(x[i]) << 16))
+
+
+@inline
+def load_fp16(x: Pointer, i: int) -> float:
+    """Exactly, subnormals too."""
+    return float_of_half(x[i])
+
+
+@inline
+def load_quiet_fp32(x: Pointer, i: int) -> float:
+    """As it is, but for NaN: the lowest bits of 16-bit ones are 0, which `exp` relies on."""
+    value = f32(x[i])
+    return float_of(i32(_NAN)) if value != value else value
+
+
+@inline
+def store_bf16(out: Pointer, i: int, value: float) -> None:
+    """Ties to even; every NaN as one pattern, since a carry out of the cut bits could make another an infinity."""
+    pattern = bits(value)
+    rounded = i32(pattern + i32(0x7FFF) + (i32(pattern >> 16) & i32(1)))
+    out[i] = i16(i32(0x7FC0) if value != value else i32(rounded >> 16))
+
+
+@inline
+def store_fp16(out: Pointer, i: int, value: float) -> None:
+    """Ties to even; from 65520 an infinity."""
+    out[i] = half_bits(value)
+
+
+@inline
+def store_fp32(out: Pointer, i: int, value: float) -> None:
+    """As it is."""
+    out[i] = value
+
+
+@inline
+def store_number_bf16(out: Pointer, i: int, value: float) -> None:
+    """The nearest, ties to even, of a number that is not a NaN."""
+    pattern = bits(value)
+    even = i32(i32(pattern >> 16) & i32(1))
+    out[i] = i16(i32(i32(pattern + i32(0x7FFF)) + even) >> 16)
+
+
+# What stands for a tensor that is absent, and for a choice.
+
+
+@inline
+def load_one(weight: Pointer, i: int) -> float:
+    """The weight that isn't there."""
+    return f32(1.0)
+
+
+@inline
+def load_zero(bias: Pointer, i: int) -> float:
+    """The bias that isn't there: minus zero, which added to anything changes nothing."""
+    return f32(-0.0)
+
+
+@inline
+def yes() -> bool:
+    """For a choice that a template leaves open."""
+    return True
+
+
+@inline
+def no() -> bool:
+    """The other one."""
+    return False
+
+
+# The largest of elements. Seen as integers, with the magnitude's bits flipped where the sign is set,
+# patterns are in the numbers' own order, and 32 of 16 bits are compared at once. NaNs are beyond the
+# infinities on either side.
+
+
+@expand
+def largest_bf16(x: Pointer, start: int, stop: int) -> float:
+    """The largest of the elements from `start` to `stop`, or a NaN among them, or -inf although there is a NaN."""
+    return float_of(i32(i32(_largest16(x, start, stop)) << 16))
+
+
+@expand
+def largest_fp16(x: Pointer, start: int, stop: int) -> float:
+    """The like of `largest_bf16`."""
+    return float_of_half(_largest16(x, start, stop))
+
+
+@expand
+def largest_fp32(x: Pointer, start: int, stop: int) -> float:
+    """The like of `largest_bf16`."""
+    top = i32(-0x80000000)
+    for i in range(start, stop):
+        pattern = bits(load_quiet_fp32(x, i))
+        top = max(top, i32(pattern ^ i32(i32(pattern >> 31) & i32(0x7FFFFFFF))))
+    return float_of(i32(top ^ i32(i32(top >> 31) & i32(0x7FFFFFFF))))
+
+
+@expand
+def _largest16(x: Pointer, start: int, stop: int) -> int:
+    top = i16(-0x8000)
+    for i in range(start, stop):
+        pattern = i16(x[i])
+        top = max(top, i16(pattern ^ i16(i16(pattern >> 15) & i16(0x7FFF))))
+    return i16(top ^ i16(i16(top >> 15) & i16(0x7FFF)))
+
+
+# A sum over a row is kept in 64 lanes, element i in lane i mod 64, and the lanes are halved until one is left. So its
+# order depends on the row's length alone, not on vectors or threads, and its error grows with the length over 64.
+
+LANES = 64  # four AVX-512 registers of FP32
+
+
+@expand
+def clear(lanes: Pointer) -> None:
+    """All lanes to 0."""
+    for lane in range(LANES):
+        lanes[lane] = f32(0.0)
+
+
+def _lanes(typing: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        with builder.goto_entry_block():
+            made = builder.alloca(ir.FloatType(), size=LANES)
+        made.align = 64
+        return made
+
+    return types.CPointer(types.float32)(), build
+
+
+lanes_scratch: Callable[[], Pointer] = intrinsic(_lanes)
+"""64 FP32s on the stack, where no vector of them crosses a cache line (twice as slow where they do)."""
+
+
+def _total(typing: Any, lanes: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sixteen = ir.VectorType(ir.FloatType(), 16)
+        first = builder.bitcast(args[0], sixteen.as_pointer())
+        places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(LANES // 16)]
+        a, b, c, d = (builder.load(place, align=64) for place in places)
+        lanes = builder.fadd(builder.fadd(a, c), builder.fadd(b, d))
+        for half in (8, 4, 2, 1):
+            kinds = ir.VectorType(ir.IntType(32), half)
+            lower, upper = (
+                builder.shuffle_vector(lanes, lanes, ir.Constant(kinds, list(range(start, start + half))))
+                for start in (0, half)
+            )
+            lanes = builder.fadd(lower, upper)
+        return builder.extract_element(lanes, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(types.CPointer(types.float32)), build
+
+
+total: Callable[[Pointer], float] = intrinsic(_total)
+"""The lanes' sum: upper half onto lower half, six times. (Written as loops it became 63 scalar additions.)"""
+
+
+# exp in FP32 for a loop over many numbers: no branches, 12 operations, so that 16 lanes compute at once.
+#
+# ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)`` and ``|r| <= log(2) / 2``.
+# Added to 1.5 * 2**23 a number is rounded to an integer, which is then the sum's lowest bits; shifted by 23
+# they are an exponent. The polynomial is the one of degree 6 that starts with ``1 + r`` and has the least
+# relative error on the interval, 3e-9 (Lawson's iteration, weights of the errors). log(2) is one FP32
+# number: what is lost to it is a twentieth of what is lost in ``x`` itself, which is a difference of two
+# rounded numbers. Measured on a grid of FP32 numbers: 1.3 ulp from -16 to 0, and 4.5 at -87. Degree 5 would
+# be 2.5 ulp.
+#
+# The constants are handed over, from `constants`, once for each row. Seen as constants they are loaded
+# again and again: LLVM moves them out of all loops, where calls of other functions leave no register for
+# them, and then back to where they are used. That doubles the loads of the loop, and it takes half as long
+# again.
+
+EXP_BIAS = 64
+"""The exponential times 2**64 is far from subnormal numbers wherever what it is scaled to later is not zero."""
+
+Constants = tuple[float, ...]
+
+_ROUND = f32(1.5 * 2**23)
+_ROUND_BIASED = f32(1.5 * 2**23 + EXP_BIAS)
+_LEAST = f32(-126 * math.log(2))
+_LEAST_BIASED = f32(-(126 + EXP_BIAS) * math.log(2))
+_PER_LOG2 = f32(1 / math.log(2))
+_LOG2 = f32(-math.log(2))
+C6 = f32(0.0013814540579915047)
+C5 = f32(0.00836874540614519)
+C4 = f32(0.04166838899254799)
+C3 = f32(0.1666652113199234)
+C2 = f32(0.4999999403953552)
+_ONE = f32(1.0)
+
+
+def _held(typing: Any, pattern: Any) -> Any:
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.asm(ir.FunctionType(word, [word]), "", "=r,0", [args[0]], side_effect=True)
+
+    return types.int32(types.int32), build
+
+
+held: Callable[[int], int] = intrinsic(_held)
+"""The same int32, of which the compiler knows nothing."""
+
+
+@inline
+def hold(value: float) -> float:
+    """The same FP32, of which the compiler knows nothing."""
+    return float_of(held(bits(value)))
+
+
+@inline
+def constants() -> Constants:
+    """For `exp`, up to 88. Of less than -87.3, where it would be subnormal, it is 2**-126 or less."""
+    return (
+        hold(_LEAST), hold(_PER_LOG2), hold(_ROUND), hold(_LOG2),
+        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
+    )  # fmt: skip
+
+
+@inline
+def biased_constants() -> Constants:
+    """For 2**64 times the exponential, up to 44. Of less than -131.7 it is 2**-126 or less."""
+    return (
+        hold(_LEAST_BIASED), hold(_PER_LOG2), hold(_ROUND_BIASED), hold(_LOG2),
+        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
+    )  # fmt: skip
+
+
+@inline
+def exp(x: float, given: Constants) -> float:
+    """exp, or what the constants make of it; NaN if x is, with its lowest 9 bits 0."""
+    least, per_log2, rounding, log2, c6, c5, c4, c3, c2, one = given
+    x = least if x < least else x  # in this order a NaN is kept
+    t = fma(x, per_log2, rounding)
+    r = fma(f32(t - rounding), log2, x)
+    p = fma(c6, r, c5)
+    p = fma(p, r, c4)
+    p = fma(p, r, c3)
+    p = fma(p, r, c2)
+    p = fma(p, r, one)
+    p = fma(p, r, one)
+    return float_of(i32(bits(p) + i32(bits(t) << 23)))

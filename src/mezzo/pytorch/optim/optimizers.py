@@ -1,0 +1,277 @@
+"""The optimizers: Adam, AdamW, SGD and Lion, each fused over all parameters.
+
+AdamW's weight decay pulls at the weight itself and never enters the moments. Lion's steps have one size, in the
+direction of a momentum's sign.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.optim import checks
+from mezzo.pytorch.optim.fused import FusedOptimizer
+
+
+class Adam(FusedOptimizer):
+    """Adam, with an L2 term in the gradient where `weight_decay` isn't 0.
+
+    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
+
+        g = grad.float() + weight_decay * w
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        w = w - lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
+
+    Args:
+        params: parameters, named parameters or groups, as for `torch.optim.Adam`. FP32, bf16 or fp16.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
+        betas: decays of the first and the second moment, each from 0 to 1.
+        eps: added to the denominator.
+        weight_decay: coefficient of the L2 term.
+        maximize: go up the gradient.
+        state: how the moments are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
+        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
+            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
+            `"none"`. An FP32 weight is its own master.
+
+    Raises:
+        UsageError: a number out of range, a parameter that can't be moved in this mode.
+        UnknownNameError: an unknown `state` or `masters`.
+    """
+
+    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
+    DECOUPLED: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        state: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": self.DECOUPLED,
+        }
+        super().__init__(params, defaults, state=state, masters=masters)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        owner = type(self).__name__
+        checks.betas(owner, group["betas"])
+        for name in ("lr", "eps", "weight_decay"):
+            checks.number(owner, name, group[name])
+
+    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
+        beta1, beta2 = group["betas"]
+        return AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+        )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay.
+
+    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
+
+        g = grad.float()
+        w = w * (1 - lr * weight_decay)
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        w = w - lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
+
+    Args:
+        params: parameters, named parameters or groups, as for `torch.optim.AdamW`. FP32, bf16 or fp16.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
+        betas: decays of the first and the second moment, each from 0 to 1.
+        eps: added to the denominator.
+        weight_decay: coefficient of the decay.
+        maximize: go up the gradient.
+        state: how the moments are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
+        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
+            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
+            `"none"`. An FP32 weight is its own master.
+
+    Raises:
+        UsageError: a number out of range, a parameter that can't be moved in this mode.
+        UnknownNameError: an unknown `state` or `masters`.
+    """
+
+    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
+    DECOUPLED: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        state: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, maximize=maximize, state=state, masters=masters
+        )
+
+
+class SGD(FusedOptimizer):
+    """Stochastic gradient descent, as `torch.optim.SGD` has it.
+
+    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
+
+        g = grad.float() + weight_decay * w
+        if momentum:
+            buf = g if t == 1 else momentum * buf + (1 - dampening) * g
+            g = g + momentum * buf if nesterov else buf
+        w = w - lr * g
+
+    Args:
+        params: parameters, named parameters or groups, as for `torch.optim.SGD`. FP32, bf16 or fp16.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
+            host would wait for it, so keep it on the CPU.
+        momentum: decay of the buffer; 0 for none, and then no state either. Where it is turned on later, the
+            buffer starts at that step.
+        dampening: the part of the gradient that doesn't enter the buffer.
+        weight_decay: coefficient of the L2 term.
+        nesterov: look ahead along the buffer; needs momentum and no dampening.
+        maximize: go up the gradient.
+        state: how the buffer is stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
+        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
+            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
+            `"none"`. An FP32 weight is its own master.
+
+    Raises:
+        UsageError: a number out of range, `nesterov` without momentum, a parameter that can't be moved in this mode.
+        UnknownNameError: an unknown `state` or `masters`.
+    """
+
+    TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        state: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, state=state, masters=masters)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        owner = type(self).__name__
+        for name in ("lr", "momentum", "dampening", "weight_decay"):
+            checks.number(owner, name, group[name])
+        if group["nesterov"] and (not group["momentum"] or group["dampening"]):
+            raise UsageError(
+                f"{owner}: nesterov=True with momentum={group['momentum']!r} and dampening={group['dampening']!r}. "
+                "Nesterov's form needs a momentum above 0 and no dampening."
+            )
+
+    def _hyper(self, group: dict[str, Any]) -> SgdHyper:
+        return SgdHyper(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+
+
+class Lion(FusedOptimizer):
+    """Lion, with decoupled weight decay.
+
+    Naive code, of one parameter's step, in FP32::
+
+        g = grad.float()
+        w = w * (1 - lr * weight_decay)
+        w = w - lr * (beta1 * m + (1 - beta1) * g).sign()
+        m = beta2 * m + (1 - beta2) * g
+
+    X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+
+    Args:
+        params: parameters, named parameters or groups, as for `torch.optim`. FP32, bf16 or fp16.
+        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. A number, or a
+            tensor of one element, which is read at each step: on a GPU, the host would wait for it, so keep it
+            on the CPU.
+        betas: weight of the momentum in the direction, and decay of the momentum, each from 0 to 1.
+        weight_decay: coefficient of the decay; 3 to 10 times larger than AdamW's.
+        maximize: go up the gradient.
+        state: how the momentum is stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
+        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
+            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
+            `"none"`. An FP32 weight is its own master.
+
+    Raises:
+        UsageError: a number out of range, a parameter that can't be moved in this mode.
+        UnknownNameError: an unknown `state` or `masters`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        state: str = "fp32",
+        masters: str = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, state=state, masters=masters)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        owner = type(self).__name__
+        checks.betas(owner, group["betas"])
+        for name in ("lr", "weight_decay"):
+            checks.number(owner, name, group[name])
+
+    def _hyper(self, group: dict[str, Any]) -> LionHyper:
+        beta1, beta2 = group["betas"]
+        return LionHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            maximize=group["maximize"],
+        )
