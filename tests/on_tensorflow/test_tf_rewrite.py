@@ -22,7 +22,7 @@ from tf_switched import INPUT, adam, layers, made_of, types
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from mezzo.keras import machine
+from mezzo.keras import hardware
 from mezzo.tensorflow.rewrite import Rewrite, choose
 
 v1 = tf.compat.v1
@@ -137,9 +137,9 @@ def test_choices(
 
 def test_the_processors_own_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEZZO_ASSUME_NATIVE")
-    monkeypatch.setattr(machine, "_cpu", lambda: ("a CPU", {"avx512f", "avx512_bf16"}))
+    monkeypatch.setattr(hardware, "_cpu", lambda: ("a CPU", {"avx512f", "avx512_bf16"}))
     assert choose("auto")[0] == "bf16"
-    monkeypatch.setattr(machine, "_cpu", lambda: ("a CPU", {"avx512f", "avx_ne_convert"}))
+    monkeypatch.setattr(hardware, "_cpu", lambda: ("a CPU", {"avx512f", "avx_ne_convert"}))
     assert choose("auto")[0] == "fp32"
 
 
