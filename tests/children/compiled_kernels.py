@@ -37,11 +37,9 @@ STATES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     hyper = cases.HYPERS[rule]
-    number, room = step._RULES[type(hyper)]
+    number, variant, _ = step._RULES[type(hyper)]
     rows = [cases.row(hyper, (m, s, getattr(torch, g)), 1, 0) for m, s, g in modes]
-    kinds = {
-        pointer_table.kind(row, row.grad.dtype, room.variant(hyper)) for row in rows if row.grad is not None
-    }
+    kinds = {pointer_table.kind(row, row.grad.dtype, variant(hyper)) for row in rows if row.grad is not None}
     constants = {"RULE": number, "KINDS": tuple(sorted(kinds))}
     source = ASTSource(step.step_kernel, signature=SIGNATURE, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(step.OPTIONS))
