@@ -301,11 +301,11 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, [], "received none"),
     ({}, ["trian.py"], "no script 'trian.py' in "),
     ({}, ["."], "'.' is a directory without a __main__.py. Give the path of a Python script."),
-    ({}, ["train.py", "--steps", "x"], "--steps: 'x' is no whole number of updates: write one such as 20"),
+    ({}, ["train.py", "--steps", "x"], "--steps: 'x' is not a whole number of updates: write one such as 20"),
     (
         {},
         ["train.py", "--headroom", "x"],
-        "--headroom: 'x' is no whole number of doublings: write one such as 1",
+        "--headroom: 'x' is not a whole number of doublings: write one such as 1",
     ),
     ({}, ["--demo", "digit"], "Did you mean 'digits'"),
     ({}, ["train.py", "--steps", "0"], "--steps 0: give how many updates"),

@@ -12,14 +12,17 @@ from mezzo.cli.main import main
 AFTER = "What belongs to the script goes after --: mezzo {} train.py -- --epochs 3"
 
 WRONG: list[tuple[list[str], str]] = [
-    (["calibrate", "train.py", "--steps", "x"], "'x' is no whole number of updates: write one such as 20"),
-    (["compare", "train.py", "--metric-margin", "x"], "'x' is no number: write one such as 0.2"),
+    (["calibrate", "train.py", "--steps", "x"], "'x' is not a whole number of updates: write one such as 20"),
+    (["compare", "train.py", "--metric-margin", "x"], "'x' is not a number: write one such as 0.2"),
     (["compare", "train.py", "--metric", "("], "for instance 'accuracy: ([0-9.]+)'"),
     (["compare", "."], "'.' is a directory without a __main__.py"),
-    (["compare", "train.py", "--seeds", "x"], "'x' is no whole number of pairs: write one such as 3"),
-    (["compare", "train.py", "--margin", "x"], "'x' is no number: write 0.005 or 0.5%"),
+    (["compare", "train.py", "--seeds", "x"], "'x' is not a whole number of pairs: write one such as 3"),
+    (["compare", "train.py", "--margin", "x"], "'x' is not a number: write 0.005 or 0.5%"),
     (["tune", "train.py"], "`mezzo calibrate` ranks the modules by"),
-    (["batch-size", "train.py", "--vary=--b", "--start", "x"], "'x' is no whole number: write one such as 8"),
+    (
+        ["batch-size", "train.py", "--vary=--b", "--start", "x"],
+        "'x' is not a whole number: write one such as 8",
+    ),
     (["batch-size", "train.py", "--vary", "--batch"], "Write --vary=VALUE, all in one word where the value"),
     (["calibrate", "train.py", "--epochs", "3"], AFTER.format("calibrate")),
     (["compare", "train.py", "--epochs", "3"], AFTER.format("compare")),

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self._passes_on = passes_on
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2, and with the mend where one is known."""
+        """Exit with status 2; the message has the fix if one is known."""
         super().error(message + self._mend(message))
 
     def _mend(self, message: str) -> str:
@@ -134,6 +134,6 @@ def _reader(read: Callable[[str], _Number], no: str) -> Callable[[str], _Number]
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {no}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {no}") from None
 
     return read_or_tell

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave_the_pipe() -> None:
-    """Nobody reads any more: what is still buffered goes nowhere, in silence."""
+    """The reader of the pipe has gone: discard what is still buffered, without an error."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

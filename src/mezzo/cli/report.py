@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def page(build: Callable[[Path], Path], folder: Path) -> Path | None:
-    """Make a folder's report; None where that fails, which is told on stderr with how to make it later.
+    """Make a folder's report; None if that fails. The reason, and the command to make it later, go to stderr.
 
     Args:
         build: makes it, such as `mezzo.report.build`.

@@ -145,7 +145,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
             model.train_function = model.test_function = None
             model.make_train_function()
         self._recorder = recorder = _Recorder(model, _new_file(self.folder), self._watch, self._every)
-        # Neither an exception nor Ctrl-C is told to a callback; what waits then is written when this one goes.
+        # Keras does not notify callbacks of an exception or of Ctrl-C; pending records are written at deletion.
         self._abandon = finalize(self, recorder.abandon)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -158,7 +158,7 @@ class KerasPlan:
 
 
 class PlannedName(str):
-    """``"mixed_float16"`` as a plan set it: the name of a policy that nobody chose for this layer, and its plan.
+    """``"mixed_float16"`` as a plan set it: the name of a policy that was not chosen for this layer, and its plan.
 
     A layer without a `dtype` takes the global policy, and hands its name on: to the layers that it makes inside itself,
     to its copies (`Bidirectional`, `clone_model`), to its config. Keras compares and saves the name as the plain string
