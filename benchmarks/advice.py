@@ -124,7 +124,7 @@ def weights_in_16_bits() -> dict[str, Any]:
         mp = (
             None
             if way in ("FP32", "bf16 alone")
-            else mezzo.MixedPrecision(model, optimizer, "bf16", weights="split")
+            else mezzo.MixedPrecision(model, optimizer, "bf16", masters="split")
         )
         for _ in range(1500):
             batch = torch.randint(0, 1500, (64,))

@@ -31,10 +31,10 @@ ROWS = ("gpt", "cnn")
 Region = Callable[[], AbstractContextManager[Any]]
 
 
-def _mezzo(weights: str) -> Callable[[Workload], Region]:
+def _mezzo(masters: str) -> Callable[[Workload], Region]:
     def prepare(work: Workload) -> Region:
         optimizer = torch.optim.AdamW(work.model.parameters(), lr=work.lr)
-        mezzo.MixedPrecision(work.model, optimizer, precision="bf16", weights=weights).close()
+        mezzo.MixedPrecision(work.model, optimizer, precision="bf16", masters=masters).close()
         return lambda: mezzo.autocast("bf16", "cpu")
 
     return prepare

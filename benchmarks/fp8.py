@@ -34,9 +34,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from clocks import seconds
-from mezzo.core.fp8 import GRANULARITIES
-from mezzo.pytorch.kernels.fp8.gemm import gemm_dtype, is_native
-from mezzo.pytorch.kernels.fp8.linear import fp8_linear
+from mezzo.core.compute import GRANULARITIES
+from mezzo.pytorch.kernels.fp8 import fp8_linear, gemm_dtype, is_native
 from mezzo.pytorch.machine import describe
 from pairs import ratio_of_medians
 

@@ -28,7 +28,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "launch equality": ("launch_equality*", "no_trace*", "same_sequence*"),
     "skip and restore": (
         *("running_statistics*", "two_networks*", "*written_gradients*", "undefined_gradients*"),
-        *("launch_gradients*", "training_windows*", "scaler*"),
+        *("launch_gradients*", "training", "grad_scaler*"),
     ),
     "checkpoint resumes": ("launch_checkpoint*", "training_state*", "optim_state*", "with_masters_state*"),
     "layouts and tensor kinds": ("layouts*", "launch_layouts*", "dispatch*"),

@@ -24,8 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 import mezzo
-from mezzo.pytorch.kernels.layer_norm import layer_norm
-from mezzo.pytorch.kernels.rms_norm import rms_norm
+from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
 from mezzo.pytorch.machine import describe
 from pairs import ratio_of_medians
 

@@ -177,7 +177,7 @@ def _contenders(library: str) -> dict[str, Callable[[], object]]:
     }
     if mezzo:
         found["short-bf16"] = short("bf16")
-        found["split-bf16"] = short("bf16", weights="split")
+        found["split-bf16"] = short("bf16", masters="split")
         found["short-clip-bf16"] = short("bf16", clip_norm=1.0)
         found["short-fp16"] = short("fp16")
     names = {

@@ -34,7 +34,7 @@ from mezzo.core.sensitivity import expected_square
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity import Sensitivities
-from mezzo.pytorch.training.observing import Observing
+from mezzo.pytorch.training.observers import Observers
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
 Batch = tuple[Tensor, Tensor]
@@ -116,7 +116,7 @@ Seen = list[ModuleRounding]  # of one module: a row for each step
 def measured(model: nn.Module, fmt: str, seen: list[Batch]) -> dict[str, Seen]:
     """Path -> what was measured of each module."""
     probe = Sensitivities([fmt])
-    observing = Observing(model, [probe])
+    observing = Observers(model, [probe])
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     for index, (x, y) in enumerate(seen):
         loss = nn.functional.cross_entropy(model(x), y)

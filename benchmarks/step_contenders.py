@@ -96,12 +96,12 @@ def _loop(region: Callable[[str], Any], scaler: Callable[[str], Any] = lambda de
     return build
 
 
-def short(precision: str, weights: str | None = None, state: str | None = None) -> Build:
+def short(precision: str, masters: str | None = None, state: str | None = None) -> Build:
     """The loop of `mezzo.MixedPrecision`."""
 
     def build(work: Workload) -> Step:
         mp = mezzo.MixedPrecision(
-            work.model, _optimizer(work), precision=precision, weights=weights, state=state
+            work.model, _optimizer(work), precision=precision, masters=masters, state=state
         )
 
         def step() -> float:

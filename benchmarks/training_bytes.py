@@ -47,11 +47,11 @@ LEAN: dict[str, Any] = {"masters": "split8", "state": "int8"}
 WAYS: dict[str, Way] = {
     "torch AdamW, FP32 weights": Way({}, None),
     "torch AdamW, FP32 weights, accumulate=4": Way({}, None, 4),
-    "exact: split": Way({"weights": "split"}, SPLIT),
-    "exact: split, accumulate=4": Way({"weights": "split"}, SPLIT, 4),
-    "lean: split8/int8": Way({"weights": "split8"}, LEAN),
-    "lean: split8/int8, accumulate=4": Way({"weights": "split8"}, LEAN, 4),
-    "lean: split8/int8, gradient release": Way({"weights": "split8", "release_gradients": True}, LEAN),
+    "exact: split": Way({"masters": "split"}, SPLIT),
+    "exact: split, accumulate=4": Way({"masters": "split"}, SPLIT, 4),
+    "lean: split8/int8": Way({"masters": "split8"}, LEAN),
+    "lean: split8/int8, accumulate=4": Way({"masters": "split8"}, LEAN, 4),
+    "lean: split8/int8, gradient release": Way({"masters": "split8", "release_gradients": True}, LEAN),
 }
 
 

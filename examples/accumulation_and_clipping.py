@@ -30,7 +30,7 @@ for batch in range(arguments.steps + 2):  # two more than windows hold
     with mp.autocast():
         loss = F.mse_loss(model(x), x @ truth)
     result = mp.step(loss)
-    if result.moved:
+    if result.stepped:
         updates += 1
         if updates % 5 == 0:
             print(
@@ -39,5 +39,5 @@ for batch in range(arguments.steps + 2):  # two more than windows hold
     elif result.skipped:
         print(f"batch {batch + 1}: {result.reason}")
 result = mp.flush()  # the last window, of two: its mean is taken over two
-updates += bool(result.moved)
+updates += bool(result.stepped)
 print(f"{mp.policy}: {updates} updates from {arguments.steps + 2} batches, last loss {loss.item():.3f}")

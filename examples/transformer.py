@@ -1,6 +1,6 @@
 """A transformer language model: FP32 residual stream, 16-bit weights with exact masters, clipping, a cheap loss.
 
-python examples/transformer.py --precision bf16 --weights split
+python examples/transformer.py --precision bf16 --masters split
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--precision", default="bf16", help="any policy (default %(default)s)")
-parser.add_argument("--weights", default="split", help="fp32, split, split8 or masters (default %(default)s)")
+parser.add_argument("--masters", default="split", help="auto keeps FP32 weights (default %(default)s)")
 parser.add_argument("--steps", type=int, default=200, help="default %(default)s")
 arguments = parser.parse_args()
 
@@ -60,7 +60,7 @@ text = torch.tensor([min(ord(character), 127) for character in source])
 
 model = Model(tokens=128)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
-mp = mezzo.MixedPrecision(model, optimizer, arguments.precision, weights=arguments.weights, clip_norm=1.0)
+mp = mezzo.MixedPrecision(model, optimizer, arguments.precision, masters=arguments.masters, clip_norm=1.0)
 for step in range(arguments.steps):
     starts = torch.randint(0, len(text) - 65, (16, 1))
     windows = text[starts + torch.arange(65)]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 INF = float("inf")
 
-# A first step, one in the middle, several in a row and apart; each followed by a good one.
-RUNS = ("bg", "gbg", "bbgbggbbbg")
+# A first step; several in a row and apart in the middle. Each is followed by a good one.
+RUNS = ("bg", "gbbgbggbbbg")
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

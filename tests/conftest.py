@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from launching import Ran, launcher
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")
 
@@ -36,3 +40,9 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs a script as `mezzo run` does, in this process: `launch(source, *argv, **request) -> Ran`."""
+    return launcher(tmp_path, capsys)

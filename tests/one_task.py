@@ -110,9 +110,9 @@ class Rounding:
         """a @ b."""
         return self(a @ b, a.shape[-1] * (np.abs(a) @ np.abs(b)))
 
-    def total(self, a: Array) -> Array:
-        """The sum over rows."""
-        return self(a.sum(0), a.shape[0] * np.abs(a).sum(0))
+    def total(self, a: Array, axis: int = -2) -> Array:
+        """The sum over rows, or another axis."""
+        return self(a.sum(axis), a.shape[axis] * np.abs(a).sum(axis))
 
 
 class Drawn(Rounding):
@@ -130,37 +130,52 @@ class Drawn(Rounding):
         return np.where(np.isfinite(rounded), exact + room * self.rng.uniform(-1, 1, exact.shape), rounded)
 
 
-def run(precision: str, rounding: Callable[[str], Rounding] = Rounding, course: int = STEPS) -> Course:
+def run(
+    precision: str,
+    rounding: Callable[[str], Rounding] = Rounding,
+    course: int = STEPS,
+    samples: int | None = None,
+) -> Course:
     """The task in numpy: forward and backward in the format, master weights and momentum in FP32.
 
     Args:
         precision: "fp16", "bf16" or "fp32".
         rounding: how a value of the format is made of an exact one.
         course: how many steps.
+        samples: None, or how many runs at once, each with errors of its own: losses are [course, samples] then.
     """
     given, fl, single = task(), rounding(precision), rounding("fp32")
-    weights = {name: value.astype(np.float64) for name, value in given.weights.items()}
+    lead = () if samples is None else (samples,)
+
+    def each(value: NDArray[np.float32]) -> Array:
+        return np.broadcast_to(value.astype(np.float64), lead + value.shape)
+
+    def turned(matrix: Array) -> Array:
+        return matrix.swapaxes(-1, -2)
+
+    weights = {name: each(value) for name, value in given.weights.items()}
     momentum = {name: np.zeros_like(value) for name, value in weights.items()}
     scale, losses, errors, scales, skips, largest = loss_scale(precision), [], [], [], [], 0.0
     for x32, target, z32 in list(zip(given.x, given.target, given.z))[:course]:
-        x, z = fl(x32.astype(np.float64)), fl(z32.astype(np.float64))
+        x, z = fl(each(x32)), fl(each(z32))
         w = {name: fl(value) for name, value in weights.items()}
-        hidden = fl(np.tanh(fl(fl.product(x, w["w1"]) + w["b1"])))
-        error = fl(fl(fl.product(hidden, w["w2"]) + w["b2"]) - target)
+        hidden = fl(np.tanh(fl(fl.product(x, w["w1"]) + w["b1"][..., None, :])))
+        error = fl(fl(fl.product(hidden, w["w2"]) + w["b2"][..., None, :]) - target)
         squared, fuse = fl(error * error), fl.product(z, w["v"])
-        errors.append(float(PART_OF_ERROR * single.total(squared.reshape(-1)) / squared.size))
-        losses.append(float(single(errors[-1] + single.total(fuse) / BATCH)[0]))
+        whole = single.total(squared.reshape(*lead, -1), -1) / target.size
+        errors.append(PART_OF_ERROR * whole)
+        losses.append(single(errors[-1] + single.total(fuse)[..., 0] / BATCH))
 
         s = scale.scale
-        of_output = fl(fl(error) * (2 * PART_OF_ERROR * s / error.size))
-        of_hidden = fl(fl.product(of_output, w["w2"].T) * fl(1 - fl(hidden * hidden)))
+        of_output = fl(fl(error) * (2 * PART_OF_ERROR * s / target.size))
+        of_hidden = fl(fl.product(of_output, turned(w["w2"])) * fl(1 - fl(hidden * hidden)))
         found = {
-            "w2": fl.product(hidden.T, of_output),
+            "w2": fl.product(turned(hidden), of_output),
             "b2": fl.total(of_output),
-            "w1": fl.product(x.T, of_hidden),
+            "w1": fl.product(turned(x), of_hidden),
             "b1": fl.total(of_hidden),
             # Each partial sum is exact: no error is drawn for it, only the overflow is seen.
-            "v": Rounding.product(Rounding(precision), z.T, np.full((BATCH, 1), s / BATCH)),
+            "v": Rounding.product(Rounding(precision), turned(z), np.full((BATCH, 1), s / BATCH)),
         }
         bad = not all(np.isfinite(gradient).all() for gradient in found.values())
         if not bad:
@@ -183,8 +198,9 @@ def expected(precision: str) -> Course:
 @cache
 def tolerances(precision: str) -> Array:
     """How far each step's loss may be from the expected one: as far as the farthest of `SAMPLES` draws was."""
-    drawn = [run(precision, lambda name, s=s: Drawn(name, s)).losses for s in range(SAMPLES)]  # type: ignore[misc]
-    return np.abs(np.array(drawn) - expected(precision).losses).max(0)
+    drawn = run(precision, lambda name: Drawn(name, 0), samples=SAMPLES)
+    assert drawn.scales == expected(precision).scales
+    return np.abs(drawn.losses - expected(precision).losses[:, None]).max(1)
 
 
 def check(precision: str, losses: Any, scales: Any) -> None:

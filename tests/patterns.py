@@ -97,3 +97,12 @@ def to_fp32(number: float) -> float:
     except OverflowError:
         return math.copysign(math.inf, number)
     return rounded
+
+
+def noise_word(index: int, key: int) -> int:
+    """The 32 random bits of an optimizer's element: C. Wellons' lowbias32 without its last line."""
+    x = (index * 0x9E3779B1 + key) & 0xFFFFFFFF
+    x ^= x >> 16
+    x = x * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    return x * 0x846CA68B & 0xFFFFFFFF

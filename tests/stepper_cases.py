@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, reference
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
-from mezzo.pytorch.kernels.optimizer_step.storage import groups
+from mezzo.pytorch.kernels.optimizer_step.reference import groups
+from mezzo.pytorch.optim.optimizers import adam_hyper, lion_hyper, sgd_hyper
 
 HYPERS: dict[str, Hyper] = {
-    "adamw": AdamHyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),
-    "adam-l2-up": AdamHyper(1e-2, 0.8, 0.99, 1e-6, 0.1, decoupled=False, maximize=True),
-    "adam": AdamHyper(1e-3, 0.0, 0.9, 1e-8, 0.0, decoupled=False),
-    "sgd": SgdHyper(0.1),
-    "sgd-momentum": SgdHyper(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
-    "sgd-nesterov-up": SgdHyper(0.05, momentum=0.8, weight_decay=0.1, nesterov=True, maximize=True),
-    "lion": LionHyper(1e-3, 0.9, 0.99, 0.1),
-    "lion-up": LionHyper(1e-2, 0.95, 0.98, maximize=True),
+    "adamw": adam_hyper(3e-3, 0.9, 0.999, 1e-8, 1e-2, decoupled=True),
+    "adam-l2-up": adam_hyper(1e-2, 0.8, 0.99, 1e-6, 0.1, decoupled=False, maximize=True),
+    "adam": adam_hyper(1e-3, 0.0, 0.9, 1e-8, 0.0, decoupled=False),
+    "sgd": sgd_hyper(0.1),
+    "sgd-momentum": sgd_hyper(0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd-nesterov-up": sgd_hyper(0.05, momentum=0.8, weight_decay=0.1, nesterov=True, maximize=True),
+    "lion": lion_hyper(1e-3, 0.9, 0.99, 0.1),
+    "lion-up": lion_hyper(1e-2, 0.95, 0.98, maximize=True),
 }
 STATES = ("fp32", "bf16", "int8")
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,7 +132,7 @@ def copied(source: Sequence[Row], device: str = "cpu") -> list[Row]:
 
 def move(stepper: Stepper, hyper: Hyper, of: Sequence[Row], **tensors: Tensor) -> None:
     """One step of one group."""
-    stepper([(hyper, of)], **{"multiplier": None, "found_inf": None, "overflow": None, **tensors})  # type: ignore[arg-type]
+    stepper([(hyper, of)], **{"multiplier": None, "found_inf": None, "overflow": None, **tensors})
 
 
 def reference_move(hyper: Hyper, of: Sequence[Row], **tensors: Tensor) -> None:

@@ -31,6 +31,13 @@ def probe() -> tuple[torch.dtype, torch.dtype]:
     return product.dtype, torch.softmax(product, -1).dtype
 
 
+def state(device_type: str) -> str:
+    """Whether a policy is in force, PyTorch's own table, or neither."""
+    if identity.current_policy(device_type) is not None:
+        return "policy"
+    return "torch" if torch.is_autocast_enabled(device_type) else "off"
+
+
 IN_FP32, IN_BF16, IN_LOW, IN_FP16 = (FP32, FP32), (BF16, FP32), (BF16, BF16), (FP16, FP32)
 # PyTorch's own table on a CPU does not list softmax.
 IN_TORCH = (BF16, BF16)
@@ -40,10 +47,10 @@ def test_a_region_and_after_it():
     with mezzo.autocast("bf16") as region:
         assert probe() == IN_BF16
         assert identity.current_policy("cpu") == policy("bf16") == region.policy
-        assert identity.state("cpu") == "policy"
+        assert state("cpu") == "policy"
         assert torch.is_autocast_enabled("cpu")
     assert probe() == IN_FP32
-    assert identity.state("cpu") == "off"
+    assert state("cpu") == "off"
 
 
 @pytest.mark.parametrize(
@@ -93,22 +100,16 @@ def test_torch_regions_inside():
         with torch.autocast("cpu", enabled=False):
             assert probe() == IN_FP32
         with torch.autocast("cpu", dtype=FP16):  # another dtype than the policy's: PyTorch's own table
-            assert identity.state("cpu") == "torch"
+            assert state("cpu") == "torch"
             assert torch.softmax(torch.ones(4, dtype=FP16), -1).dtype is FP16
         with torch.autocast("cpu", dtype=BF16):
             assert probe() == IN_BF16
     with torch.autocast("cpu", dtype=BF16):
-        assert identity.state("cpu") == "torch"
+        assert state("cpu") == "torch"
         assert probe() == IN_TORCH
         with mezzo.autocast("bf16"):
             assert probe() == IN_BF16
         assert probe() == IN_TORCH
-
-
-def test_an_exception_ends_the_region():
-    with pytest.raises(ZeroDivisionError), mezzo.autocast("bf16"):
-        raise ZeroDivisionError
-    assert probe() == IN_FP32
 
 
 def test_decorator_on_functions_and_methods():
@@ -148,29 +149,6 @@ def test_one_region_object_many_times_nested_and_in_threads():
         for thread in threads:
             thread.join()
     assert sorted(map(str, seen)) == sorted(map(str, [IN_BF16, IN_FP32] * 2))
-
-
-def test_a_shared_region_object_gives_each_thread_its_own_surroundings_back():
-    region = mezzo.autocast("bf16")
-    seen, turn = [], [threading.Event() for _ in range(3)]
-
-    def second():
-        turn[0].wait(5)
-        with region:
-            turn[1].set()
-            turn[2].wait(5)
-        seen.append(probe())
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    with mezzo.autocast(LOW):
-        with region:
-            turn[0].set()
-            turn[1].wait(5)  # the other thread entered last, and is still inside
-        seen.append(probe())
-        turn[2].set()
-        thread.join()
-    assert seen == [IN_LOW, IN_FP32]
 
 
 def test_threads_have_their_own_policy():
@@ -222,14 +200,14 @@ class _Product(torch.autograd.Function):
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        _Product.seen["forward"] = probe(), identity.state("cpu")
+        _Product.seen["forward"] = probe(), state("cpu")
         return a @ b
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        _Product.seen["backward"] = probe(), identity.state("cpu")
+        _Product.seen["backward"] = probe(), state("cpu")
         return grad @ b.T, a.T @ grad
 
 
@@ -238,7 +216,7 @@ class _CastProduct(_Product):
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=FP32)
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        _Product.seen["forward"] = probe(), identity.state("cpu")
+        _Product.seen["forward"] = probe(), state("cpu")
         return a @ b
 
 
@@ -341,31 +319,6 @@ def test_banned():
         assert torch.nn.functional.binary_cross_entropy(probability.to(BF16), probability).dtype is FP32
     with mezzo.autocast("bf16,op.tanh=banned"), pytest.raises(BannedOpError, match="tanh is banned"):
         torch.tanh(probability.to(BF16))
-
-
-@pytest.mark.parametrize("step", ["hook", "no cache"])
-def test_a_weight_that_moves_inside_a_region_is_cast_anew(step):
-    weight = torch.nn.Parameter(torch.ones(1, 1))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    x = torch.ones(1, 1)
-    with mezzo.autocast("bf16", cache_enabled=None if step == "hook" else False):
-        (x @ weight).sum().backward()
-        if step == "hook":
-            optimizer.step()
-        else:
-            with torch.no_grad():
-                weight -= 0.5
-        assert (x @ weight).item() == 0.5
-
-
-def test_the_weight_cache_works_inside_a_region():
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    with mezzo.autocast("bf16"):
-        first, second = (torch.nn.functional.linear(torch.ones(1, 2), weight) for _ in range(2))
-    # linear's backward -> transposed weight -> the cast
-    casts = [out.grad_fn.next_functions[1][0].next_functions[0][0] for out in (first, second)]
-    assert casts[0].name() == "ToCopyBackward0"
-    assert casts[0] is casts[1]
 
 
 def test_wrong_names():

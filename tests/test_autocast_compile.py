@@ -125,6 +125,28 @@ def test_a_region_around_a_compiled_call_and_its_change(backend):
     assert formats(compiled(X)) == [FP32, FP32]
 
 
+def test_a_graph_compiled_in_an_open_region_holds_pytorchs_own_functions():
+    """One that held a function of Mezzo's would not be kept in AOTAutograd's cache."""
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node.target for node in graph.graph.nodes if "grad_enabled" in str(node.target))
+        return graph
+
+    @torch.compile(backend=backend)
+    def partly_without_gradients(x):
+        with torch.no_grad():
+            fixed = x.exp()
+        return x * fixed
+
+    genuine = torch._C._set_grad_enabled
+    with mezzo.autocast("bf16", "cpu"):
+        partly_without_gradients(X)
+        assert torch._C._set_grad_enabled is not genuine  # again in place, for the region's sake
+    assert torch._C._set_grad_enabled is genuine
+    assert found == [genuine, genuine]
+
+
 @BACKENDS
 def test_a_policy_that_changes_under_a_compiled_function(backend, monkeypatch):
     by_global = torch.compile(with_global, fullgraph=True, backend=backend)

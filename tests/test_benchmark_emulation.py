@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -52,14 +49,6 @@ def test_what_ops_made_is_counted_once_and_only_while_it_lives(bench: ModuleType
     del kept
     assert sum(count for count, _ in made.alive()) == 60  # the view holds the storage
     del view, half
-    assert made.alive() == []
-
-
-def test_a_tensor_that_onednn_keeps_packed_is_counted(bench: ModuleType) -> None:
-    with bench.Made() as made:
-        packed = torch.ones(6, 4).to_mkldnn()
-    assert sum(count for count, _ in made.alive()) == 96
-    del packed
     assert made.alive() == []
 
 
@@ -109,20 +98,6 @@ def test_a_policy_that_raises_is_a_result_and_fp32s_failure_is_not(
         bench.measure("digits", ("bf16",), rounds=2)
 
 
-def test_an_interval_knows_of_processes_that_differ(bench: ModuleType) -> None:
-    def process(slower: float) -> dict[str, Any]:
-        seconds = {"fp32": [1.0, 1.1, 0.9, 1.0], "fp16": [slower * t for t in (1.0, 1.1, 0.9, 1.0)]}
-        return {"summary": "", "seconds": seconds, "kept_bytes": {"fp32": 2, "fp16": 1}, "raised": {}}
-
-    alone = bench.beside_fp32([process(1.2)])["policies"]["fp16"]
-    assert alone["time"] == [1.2, 1.2, 1.2]
-    three = bench.beside_fp32([process(slower) for slower in (1.2, 1.5, 1.25)])["policies"]["fp16"]
-    assert three["time_by_process"] == [1.2, 1.5, 1.25]
-    value, low, high = three["time"]
-    assert low <= 1.2 < value < 1.5 <= high
-    assert three["kept"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("policy", "time", "kept", "expected"),
     [
@@ -138,35 +113,3 @@ def test_bars(
     bench: ModuleType, policy: str, time: list[float], kept: float, expected: dict[str, str]
 ) -> None:
     assert bench.judge(policy, {"time": time, "kept": kept}) == expected
-
-
-def test_the_table_fits_80_columns(bench: ModuleType) -> None:
-    row = {"milliseconds": 1234.5, "time": [12.34, 10.01, 14.99], "kept_bytes": 9, "kept": 0.123}
-    found = {"summary": "a model", "policies": dict.fromkeys(("fp32", "fp16", "fp8"), row)}
-    file = StringIO()
-    raised = {"fp17": "left out: [b]why[/b]"}
-    bench.show({"text-lstm": {"none": found | {"raised": raised}}}, Console(file=file, width=80))
-    told = file.getvalue()
-    assert "fp16 1234 12.34 (10.01 to 14.99) 1.4 missed 0.123 0.6 met" in " ".join(told.split())
-    assert "fp17: left out: [b]why[/b]" in told
-    assert "…" not in told
-
-
-@pytest.mark.heavy
-def test_children_find_the_machine_that_they_are_told(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "found.json"
-    words = ["--only", "digits", "--policy", "bf16", "--rounds", "2", "--processes", "1", "--threads", "1"]
-    words += ["--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["emulation.py", *words])
-    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,fp16")  # a child is told by its own column
-    bench.main()
-    found = json.loads(out.read_text())
-    assert found["machine"]["threads"] == 1
-    assert found["demos"].keys() == {"digits"}
-    assert found["demos"]["digits"].keys() == {"own", "none"}
-    kept = found["demos"]["digits"]["none"]["policies"]["bf16"]["kept"]
-    # Nothing native: of a weight the parameter itself is kept, of activations half, of pooling's indices a quarter.
-    assert 0.4 < kept < 0.5
-    assert "digits, native=none" in capsys.readouterr().out

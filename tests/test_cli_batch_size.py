@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import json
@@ -19,8 +20,6 @@ import mezzo.cli.batch_size as verb
 from mezzo.cli.batch_size import BatchSizeRequest, Vary, request_of, search_script, show
 from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.batch_size import BatchSizeResult, Search
-from mezzo.verify.request import split_precisions
 
 # Stands in for the launcher. The script is a JSON object:
 #   bytes {precision: [fixed, each]}   steps 12   device "cpu"   linger: sleeps when the steps are done
@@ -50,6 +49,8 @@ for i in range(end.get("steps", does.get("steps", 12))):
     at = i * (0.01 + size / 1000)
     writer.write(records.LossRecord(i, 1.0, at))
     writer.write(records.UpdateRecord(i, 0, True, False, 1.0, at, observed=i == 2))
+    if i == request["stop_after"] - 1:
+        break
     if i == 2:
         writer.write(records.MemoryRecord(fixed + each * size, "tensor bytes"))
 if does.get("linger"):
@@ -92,11 +93,10 @@ def test_two_precisions_are_searched_and_set_beside_each_other(
         "--limit=20kB",
         "--precision",
         "fp32,bf16",
-        "--",
-        "--lr",
-        "1",
+        "--out",
+        "found",
     ]
-    assert main(words) == 0
+    assert main([*words, "--", "--lr", "1"]) == 0
     out, err = capsys.readouterr()
     assert calls(here)[:4] == [f"fp32 --lr 1 --batch {size}" for size in (8, 16, 20, 21)]
     assert err.splitlines()[0].startswith("[1/1] fp32  --batch 8: fits, ")
@@ -105,37 +105,20 @@ def test_two_precisions_are_searched_and_set_beside_each_other(
     assert lines[:2] == ["fp32", "size   peak  steps/s  samples/s  fits"]
     assert lines[2] == "   8   8 kB    55.56      444.4  yes"
     assert lines[5].split() == ["21", "21", "kB", "-", "-", "no:", "over", "the", "limit"]
-    assert lines[-2].startswith(
-        "fp32: --batch 20 is the largest that fits (20 kB of 20 kB), and trains the most"
-    )
+    assert lines[-2].startswith("fp32: --batch 20 is the largest that fits (20 kB of 20 kB)")
     assert lines[-1].startswith("bf16: --batch 40 is the largest that fits")
     assert lines[-1].endswith(" The largest is 2.00 times that of fp32.")
-
-
-def test_json_and_the_folder_hold_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = script(here)
-    words = [
-        "batch-size",
-        name,
-        "--vary=batch=",
-        "--limit=20kB",
-        "--precision=bf16",
-        "--out",
-        "found",
-        "--json",
-    ]
-    assert main(words) == 0
+    (here / "found" / "runs" / "old.log").touch()
+    assert main([*words, "--json", "--precision=bf16"]) == 0  # its own folder may be used again
     out, err = capsys.readouterr()
     assert err == ""
     assert json.loads(out) == json.loads((here / "found" / "batch-size.json").read_text())
-    one = json.loads(out)["precisions"]["bf16"]
+    one = json.loads(out)["precisions"]["fp32"]
     assert (one["largest"], one["fastest"], one["limit_bytes"], one["device"]) == (20, 20, 20_000, "cpu")
     assert [trial["size"] for trial in one["trials"]] == [8, 16, 20, 21]
-    assert sorted(path.name for path in (here / "found" / "runs").iterdir()) == [
-        f"bf16-{size}.{kind}" for size in (16, 20, 21, 8) for kind in ("jsonl", "log")
-    ]
-    (here / "found" / "runs" / "old.log").touch()
-    assert main(words) == 0  # its own folder may be used again
+    assert {path.name for path in (here / "found" / "runs").glob("fp32*")} == {
+        f"fp32-{size}.{kind}" for size in (16, 20, 21, 8) for kind in ("jsonl", "log")
+    }
     assert not (here / "found" / "runs" / "old.log").exists()
 
 
@@ -240,20 +223,19 @@ def test_a_script_that_fails_at_the_first_size(
     assert err.count("mezzo batch-size: ") == 1
 
 
-def test_a_run_is_ended_after_its_steps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script goes on for a minute; nobody waits for it."""
-    name = script(here, linger=True)
-    words = ["batch-size", name, "--vary=--batch", "--limit=1MB", "--max=8", "--precision=bf16", "--steps"]
-    assert main([*words, "12"]) == 0
-    assert "444.4" in capsys.readouterr().out
-
-
-def test_a_run_over_the_limit_is_ended_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has taken 12 of the 100 steps, and would sleep for a minute."""
-    name = script(here, linger=True)
-    words = ["batch-size", name, "--vary=--batch", "--limit=5kB", "--precision=bf16", "--multiple-of=8"]
-    assert main([*words, "--steps=100"]) == 1
-    assert "nothing fits: --batch 8 takes 8 kB, and the limit is 5 kB." in capsys.readouterr().out
+def test_a_run_is_ended_after_its_steps(here: Path) -> None:
+    name = script(here, steps=10**6)
+    words = [
+        "batch-size",
+        name,
+        "--vary=--batch",
+        "--limit=1MB",
+        "--max=8",
+        "--precision=bf16",
+        "--out=found",
+    ]
+    assert main([*words, "--steps=5"]) == 0
+    assert (here / "found" / "runs" / "bf16-8.jsonl").read_text().count('"update"') == 5
 
 
 def test_a_run_that_leaves_the_machine_no_memory_is_ended(
@@ -280,37 +262,34 @@ def test_an_interrupt_ends_the_child_and_leaves_no_request(
     assert not list((here / "found" / "runs").glob("*.request.json"))
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--vary=--batch"], "received none"),
-        (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
-        (["train.py"], "--vary is missing"),
-        (["train.py", "--vary=batch"], "Did you mean --vary=batch= or --vary=--batch?"),
-        (["train.py", "--vary=="], "--vary==: "),
-        (["train.py", "--vary={}"], "no argument of the script holds {}"),
-        (["train.py", "--vary=--batch size"], "as the script spells it"),
-        (["--demo", "digit", "--vary=--batch"], "Did you mean 'digits'?"),
-        (["missing.py", "--vary=--batch"], "no script 'missing.py'"),
-        (["train.py", "--vary=--batch", "--precision", "bf61"], "Did you mean 'bf16'?"),
-        (
-            ["train.py", "--vary=--batch", "--precision", "auto"],
-            "Name one, such as bf16",
-        ),
-        (["train.py", "--vary=--batch", "--precision", ","], "--precision names nothing"),
-        (["train.py", "--vary=--batch", "--limit", "4 giga"], "is no number of bytes"),
-        (["train.py", "--vary=--batch", "--steps", "3"], "--steps 3: give 4 or more"),
-        (["train.py", "--vary=--batch", "--start", "0"], "start=0: give 1 or more"),
-        (["train.py", "--vary=--batch", "--max", "0"], "raise max_size"),
-        (["train.py", "--vary=--batch", "--out", "train.py"], "--out train.py: is a file"),
-        (["train.py", "--vary=--batch", "--out", "."], "holds other files (train.py)"),
-        (["train.py", "--vary=--batch", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
-    ],
-)
+# words after `train.py --vary=--batch`, or instead of them -> what is said of it
+MISUSED = [
+    (["--vary=--batch"], "received none"),
+    (["train.py", "-m", "x", "--vary=--batch"], "received train.py, x"),
+    (["train.py"], "--vary is missing"),
+    (["train.py", "--vary=batch"], "Did you mean --vary=batch= or --vary=--batch?"),
+    (["train.py", "--vary={}"], "no argument of the script holds {}"),
+    (["--demo", "digit", "--vary=--batch"], "Did you mean 'digits'?"),
+    (["missing.py", "--vary=--batch"], "no script 'missing.py'"),
+    ("--precision bf61", "Did you mean 'bf16'?"),
+    ("--precision auto", "Name one, such as bf16"),
+    ("--precision ,", "--precision names nothing"),
+    ("--limit 4giga", "is no number of bytes"),
+    ("--steps 3", "give 4 or more"),
+    ("--start 0", "--start: 0: give 1 or more"),
+    ("--max 4 --multiple-of 8", "--max 4 is below --multiple-of 8"),
+    ("--out train.py", "--out train.py: is a file"),
+    ("--out .", "holds other files (train.py)"),
+    ("--epochs 3", "unrecognized arguments: --epochs 3"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISUSED, ids=[str(row[0]) for row in MISUSED])
 def test_wrong_usage_is_one_line_and_status_two(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str] | str, says: str
 ) -> None:
     script(here)
+    words = ["train.py", "--vary=--batch", *words.split()] if isinstance(words, str) else words
     assert main(["batch-size", *words]) == 2
     err = capsys.readouterr().err
     assert says in err
@@ -349,45 +328,26 @@ def test_spellings_that_tell_a_script_nothing(spelling: str) -> None:
         Vary(spelling)
 
 
-def test_precisions_are_split_like_a_comparisons() -> None:
-    words = ["fp32, bf16", "bf16,op.softmax=fp32,fp16", "a.toml,b=c"]
-    assert split_precisions(words) == ["fp32", "bf16", "bf16,op.softmax=fp32", "fp16", "a.toml", "b=c"]
-
-
-def test_a_module_and_a_demo_may_be_searched(here: Path) -> None:
-    parse = functools.partial(_parsed, script=None, demo=None, module=None)
-    assert parse(module="json.tool").is_module
-    assert Path(parse(demo="digits").target).name == "digits.py"
-
-
-def _parsed(**given: Any) -> BatchSizeRequest:
-    import argparse
-
+def test_a_module_and_a_demo_may_be_searched() -> None:
     parser = argparse.ArgumentParser()
     verb.configure(parser)
-    arguments = parser.parse_args(["--vary=--batch"])
-    vars(arguments).update(given, argv=[])
-    return request_of(arguments)
+    for words, found in ((["-m", "json.tool"], "json.tool"), (["--demo", "digits"], "digits.py")):
+        request = request_of(
+            argparse.Namespace(**vars(parser.parse_args(["--vary=--batch", *words])), argv=[])
+        )
+        assert (Path(request.target).name, request.is_module) == (found, "-m" in words)
 
 
-@pytest.mark.parametrize(
-    ("width", "terminal", "boxed"),
-    [(34, True, False), (60, True, True), (80, True, True), (160, True, True), (80, False, False)],
-)
-def test_every_width_shows_every_number(here: Path, width: int, terminal: bool, boxed: bool) -> None:
+@pytest.mark.parametrize(("width", "terminal"), [(34, True), (160, True), (80, False)])
+def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) -> None:
     name = script(here, ends={20: ERROR})
-    request = BatchSizeRequest(name, Vary("--batch"), precisions=("bf16",), sizes=Search(limit=10**6))
-    fake = (sys.executable, str(here.parent / "elsewhere" / "fake.py"))
-    found: dict[str, BatchSizeResult] = search_script(request, command=fake)
+    request = BatchSizeRequest(name, vary=Vary("--batch"), precisions=("bf16",), limit=10**6)
+    found = verb.search_script(request)
     file = io.StringIO()
     show(Console(file=file, width=width, force_terminal=terminal, color_system=None), request, found)
-    text = file.getvalue()
-    joined = "".join(text.split())
+    joined = "".join(file.getvalue().split())
     for one in ("bf16", "16kB", "38.46", "615.4", "ValueError:badrows", "--batch16isthelargestthatwastried"):
         assert one in joined
-    assert ("┃" in text) is boxed
-    if not terminal:
-        assert "note: no larger size was tried, since the script ended with exit status 1 at 32: Val" in text
 
 
 TRAINING = """
@@ -416,20 +376,17 @@ def test_the_real_thing(
     """A script that would train for ever, in real child processes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
-    words = ["batch-size", "train.py", "--vary=--batch-size", "--precision=fp32,bf16", "--multiple-of=32"]
-    status = main([*words, "--limit=1MB", "--start=128", "--json"])
+    words = ["batch-size", "train.py", "--vary=--batch-size", "--precision=fp32,bf16", "--multiple-of=128"]
+    status = main([*words, "--limit=1MB", "--start=256", "--json"])
     out, err = capsys.readouterr()
     assert status == 0, err
     found = json.loads(out)["precisions"]
     for one in found.values():
         by_size = {trial["size"]: trial for trial in one["trials"]}
-        assert by_size[one["largest"]]["peak_bytes"] <= 10**6 < by_size[one["largest"] + 32]["peak_bytes"]
+        assert by_size[one["largest"]]["peak_bytes"] <= 10**6 < by_size[one["largest"] + 128]["peak_bytes"]
         assert by_size[one["largest"]]["samples_per_second"] > 0
-        assert one["largest"] % 32 == 0
+        assert one["largest"] % 128 == 0
     assert found["bf16"]["largest"] > found["fp32"]["largest"]
-    status = main(["batch-size", "train.py", "--vary=--bs", "--precision=bf16", "--limit=1MB"])
-    assert status == 2
-    assert "train.py does not take '--bs 8'" in capsys.readouterr().err
 
 
 def test_every_option_and_spelling_is_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:

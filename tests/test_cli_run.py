@@ -134,18 +134,6 @@ def test_records_without_a_report(train: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mezzo-run").exists()
 
 
-def test_a_second_run_takes_the_place_of_the_first(
-    train: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for policy in ("bf16", "fp32"):
-        monkeypatch.chdir(tmp_path)  # the script has left it
-        assert main(["run", "--quiet", "--out", "here", "--precision", policy, train]) == 3
-        (started, *_) = records.read(tmp_path / "here" / "runs" / "run.jsonl")
-        assert isinstance(started, records.RunStarted)
-        assert started.policy == policy
-        (tmp_path / "here" / "notes.txt").write_text("mine")
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -160,6 +148,10 @@ def test_a_second_run_takes_the_place_of_the_first(
         (["--out", "full"], "holds other files (comparison.json)"),
         (["--out", "train.py"], "train.py: is a file"),
         (["--out", "a", "--records", "b"], "not allowed with argument"),
+        (["nowhere.py"], "no script 'nowhere.py'"),
+        (["elsewhere"], "directory without a __main__.py"),
+        (["--precision", "bf17"], "Did you mean 'bf16'?"),
+        (["--policy", "train.py"], "TOML"),
     ],
 )
 def test_refusals(
@@ -168,7 +160,9 @@ def test_refusals(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "comparison.json").write_text("{}")
     assert main(["run", *options, train]) == 2
-    assert why in capsys.readouterr().err.replace("\n", " ")
+    captured = capsys.readouterr()
+    assert why in captured.err.replace("\n", " ")
+    assert (captured.out, "Traceback" in captured.err) == ("", False)
     assert (tmp_path / "train.py").read_text() == TRAIN
 
 

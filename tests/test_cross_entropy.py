@@ -1,13 +1,14 @@
 """Cross entropy on 16-bit logits: PyTorch's FP32 loss, a gradient rounded once, and no FP32 copy.
 
-The truth is PyTorch's own op on the same 16-bit numbers in FP64. `test_cross_entropy_triton.py` runs this file once
-more on Triton's interpreter.
+The truth is PyTorch's own op on the same 16-bit numbers in FP64. `test_triton_kernels.py` runs the first and the
+special numbers once more on Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -137,8 +138,10 @@ def weights(count: int) -> Tensor:
 # Every option with every other.
 
 # Around the lanes and blocks of the kernels: 64 and 1,024 classes; the interpreter's block is 4,096.
-SHAPES = [(5, 7), (3, 64), (4, 1000), (3, 2500)] + ([(2, 5000)] if IS_INTERPRETED else [])
+SHAPES = [(5, 7), (2, 5000)] if IS_INTERPRETED else [(5, 7), (3, 64), (3, 2500)]
 OPTIONS = list(itertools.product(REDUCTIONS, (False, True), (-100, 1), (0.0, 0.1)))
+if IS_INTERPRETED:
+    OPTIONS = OPTIONS[::3]
 
 
 @pytest.mark.parametrize("fmt", DTYPES)
@@ -154,38 +157,6 @@ def test_every_option_with_every_other(fmt: str, shape: tuple[int, ...]) -> None
             logits, target, reduction, seed=seed, ignore_index=ignored, label_smoothing=smoothing, **options
         )
         assert not got.gradient[target == ignored].any()
-
-
-@pytest.mark.parametrize("fmt", DTYPES)
-@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_targets_that_are_probabilities(fmt: str, smoothing: float, reduction: str) -> None:
-    for shape in [(5, 7), (2, 9, 3), (7,)]:
-        logits = values(*shape, dtype=DTYPES[fmt])
-        target = values(*shape, dtype=torch.float32, seed=3).softmax(min(1, len(shape) - 1))
-        for options in ({}, {"weight": weights(shape[min(1, len(shape) - 1)])}):
-            check(logits, target, reduction, label_smoothing=smoothing, **options)
-
-
-def test_the_gradient_is_fp32s_rounded_within_an_ulp(implementation: str) -> None:
-    for dtype in DTYPES.values():
-        logits = values(8, 3000, dtype=dtype)
-        target = classes(logits)
-        got = ours(logits, target).gradient
-        want = torchs(torch.float32, logits, target).gradient.to(dtype)
-        apart = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
-        assert int(apart.max()) <= 1
-        assert float((apart > 0).float().mean()) < 0.01
-
-
-def test_it_is_nearer_to_the_truth_than_the_16_bit_op() -> None:
-    logits = values(16, 1000)
-    target = classes(logits)
-    truth = torchs(torch.float64, logits, target)
-    results = ours(logits, target), torchs(torch.bfloat16, logits, target)
-    near, far = ([float((a.double() - b).norm()) for a, b in zip(result, truth)] for result in results)
-    assert near[0] < 0.01 * far[0]
-    assert near[1] < far[1]
 
 
 # Layouts.
@@ -206,17 +177,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 64)  # several blocks, of samples and of places
     monkeypatch.setattr(reference, "CHUNK", 64)
     logits = LAYOUTS[name]()
     before = logits.clone()
-    dim = min(1, logits.dim() - 1)
-    target = classes(logits) if kind == "classes" else values(*logits.shape, seed=4).float().softmax(dim)
     for reduction in ("none", "mean"):
-        check(logits, target, reduction, label_smoothing=0.1)
+        check(logits, classes(logits), reduction, label_smoothing=0.1)
     assert torch.equal(logits, before)
 
 
@@ -227,10 +195,9 @@ def test_a_gradient_whose_classes_lie_last_stays_so() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 5, 3), (2, 5, 0)])
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_no_rows_at_all(shape: tuple[int, ...], kind: str) -> None:
+def test_no_rows_at_all(shape: tuple[int, ...]) -> None:
     logits = values(*shape)
-    target = classes(logits) if kind == "classes" else torch.ones(shape)
+    target = classes(logits)
     for reduction in REDUCTIONS:
         got = ours(logits, target, reduction)
         want = torchs(torch.float32, logits, target, reduction)
@@ -264,7 +231,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", list(SPECIAL)[:: 3 if IS_INTERPRETED else 1])
 def test_special_numbers(name: str, smoothing: float, fmt: str) -> None:
     row = torch.tensor(SPECIAL[name])
     usual = torch.tensor([[0.5, -1.0, 2.0, 1.0]])
@@ -349,27 +316,7 @@ def test_a_scale_that_is_not_finite(seed: float, smoothing: float) -> None:
     assert not got.isfinite().any()  # which of them are NaN depends on the order of the factors
 
 
-def test_a_scale_of_zero_and_a_negative_one() -> None:
-    logits, target = values(3, 100), torch.tensor([1, 2, 3])
-    got = ours(logits, target, "none", seed=torch.tensor([0.0, -1.0, 1.0])).gradient
-    assert not got[0].any()
-    assert torch.equal(
-        got[1:], check(logits[1:], target[1:], "none", seed=torch.tensor([-1.0, 1.0])).gradient
-    )
-
-
 # What it keeps.
-
-
-def test_the_logits_can_be_read_after_backward_and_are_no_part_of_the_gradient() -> None:
-    logits = values(6, 300).requires_grad_()
-    before, target = logits.detach().clone(), torch.arange(6)
-    cross_entropy_loss(logits, target).backward()
-    assert logits.grad is not None
-    assert logits.grad.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
-    assert torch.equal(logits.detach(), before)
-    assert logits._version == 0
-    assert torch.equal((logits.argmax(1) == target), before.argmax(1) == target)
 
 
 def test_logits_changed_before_backward_are_noticed() -> None:
@@ -390,19 +337,17 @@ def peak_of(logits: Tensor, target: Tensor, **options: float) -> int:
     return peak.stop().peak_bytes - others
 
 
-@pytest.mark.parametrize("fmt", DTYPES)
 @pytest.mark.parametrize(
     ("make", "extra"),
     [
-        (lambda: values(600, 4096), 0),
         (lambda: values(600, 5000)[:, :4096].detach(), 0),
         (lambda: values(12, 4096, 50), 2 << 19),  # a block's copy
     ],
 )
 def test_the_peak_is_logits_gradient_and_a_few_numbers_a_row(
-    fmt: str, make: object, extra: int, implementation: str
+    make: Callable[[], Tensor], extra: int, implementation: str
 ) -> None:
-    logits = make().to(DTYPES[fmt])  # type: ignore[operator]
+    logits = make()
     target = classes(logits)
     scratch = 0 if implementation == "numba" else 5 * 4 * reference.CHUNK
     most = 4 * logits.numel() + 64 * target.numel() + extra + scratch

@@ -21,7 +21,7 @@ from mezzo.core.rules import RULES
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.region import dispatch, identity
 from mezzo.pytorch.region.dispatch import plan
-from mezzo.pytorch.region.torch_table import TORCH_TABLE
+from mezzo.pytorch.region.plan import TORCH_TABLE
 
 # Each warns once per process, so in whichever test calls it first.
 pytestmark = [
@@ -186,7 +186,7 @@ def test_what_is_not_native_is_emulated(monkeypatch):
         assert plans[op].format_out == "bf16"
     assert (plans["lstm"].how, plans["lstm"].format_out) == ("emulated", "bf16")
     long = plan(policy("bf16,hidden=fp32"), "cpu")
-    assert (long["lstm"].how, long["lstm"].format_out) == ("recurrent", "bf16+fp32")
+    assert (long["lstm"].how, long["lstm"].format_out) == ("kernel", "bf16+fp32")
 
 
 def test_a_plan_prints_and_computes_outputs():
@@ -262,55 +262,49 @@ def plain():
 expected = [BF16, FP32, FP32, BF16, BF16]
 """
 ALONE_CASES = {
-    "what passes through gives what it gave": (
-        "before = seen()\n"
-        "names = dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "assert {'cat', 'stack', 'adaptive_max_pool3d', 'reflection_pad1d'} <= set(names), names\n"
-        "assert not {'sigmoid', 'softmax.int', 'index_copy', 'layer_norm'} & set(names), names\n"
-        "assert dispatch.passed_through('cpu') == names == dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "assert seen() == before == expected, seen()\n"
-    ),
-    "it costs nothing": (
-        "seen(); dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "calls = []\n"
-        "kernel = dispatch._kernels['cpu', 'cat'].actions\n"
-        "for code, (dtype, *_) in list(kernel.items()):\n"
-        "    kernel[code] = dtype, lambda *a, **k: calls.append(1)\n"
-        "with mezzo.autocast('bf16', 'cpu'): torch.cat([x, x])\n"
-        "assert calls == []\n"
-    ),
-    "another policy ends it for good": (
-        "seen(); dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "assert plain() is BF16\n"
-        "with mezzo.autocast('bf16,op.cat=fp32', 'cpu'):\n"
-        "    assert torch.cat([x, x]).dtype is FP32\n"
-        "assert dispatch.passed_through('cpu') == () == dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "assert seen() == expected\n"
-        "assert plain() is FP32\n"
-    ),
-    "it is refused where two policies live": (
-        "seen()\n"
-        "with mezzo.autocast('fp16', 'cpu'): pass\n"
-        "assert dispatch.rule_alone(policy('bf16'), 'cpu') == ()\n"
-        "assert plain() is FP32\n"
-    ),
-    "before the first region, and on CUDA": (
-        "assert 'cat' in dispatch.rule_alone(policy('bf16'), 'cpu')\n"
-        "assert seen() == expected\n"
-        "names = dispatch.rule_alone(policy('bf16'), 'cuda')\n"
-        "assert {'addcmul', 'addcdiv', 'atan2'} <= set(names), names\n"
-        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
-        "import autocast_samples as samples\n"
-        "from mezzo.pytorch.region import identity\n"
-        "code = identity.successor(0, 'cuda', policy('bf16'))\n"
-        "with FakeTensorMode(), samples.cuda_autocast(BF16), identity.rebound(code):\n"
-        "    y = torch.empty(4, device='cuda', dtype=BF16)\n"
-        "    assert torch.addcmul(y, y, y).dtype is torch.atan2(y, y).dtype is BF16\n"
-        "    assert torch.addcmul(y.float(), y, y).dtype is FP32\n"
-        "    z = torch.empty(2, 4, 8, device='cuda', dtype=BF16)\n"
-        "    assert torch.group_norm(z, 2).dtype is BF16\n"
-    ),
-    "fp32 has nothing to pass": "assert dispatch.rule_alone(policy('fp32'), 'cpu') == ()\n",
+    "what passes through gives what it gave, costs nothing, and another policy ends it for good": """
+assert dispatch.rule_alone(policy('fp32'), 'cpu') == ()
+before = seen()
+names = dispatch.rule_alone(policy('bf16'), 'cpu')
+assert {'cat', 'stack', 'adaptive_max_pool3d', 'reflection_pad1d'} <= set(names), names
+assert not {'sigmoid', 'softmax.int', 'index_copy', 'layer_norm'} & set(names), names
+assert dispatch.passed_through('cpu') == names == dispatch.rule_alone(policy('bf16'), 'cpu')
+assert seen() == before == expected, seen()
+calls, kernel = [], dispatch._kernels['cpu', 'cat'].actions
+kept = dict(kernel)
+kernel.update({code: (dtype, lambda *a, **k: calls.append(1)) for code, (dtype, *_) in kept.items()})
+with mezzo.autocast('bf16', 'cpu'): torch.cat([x, x])
+assert calls == []
+kernel.update(kept)
+assert plain() is BF16
+with mezzo.autocast('bf16,op.cat=fp32', 'cpu'):
+    assert torch.cat([x, x]).dtype is FP32
+assert dispatch.passed_through('cpu') == () == dispatch.rule_alone(policy('bf16'), 'cpu')
+assert seen() == expected
+assert plain() is FP32
+""",
+    "it is refused where two policies live": """
+seen()
+with mezzo.autocast('fp16', 'cpu'): pass
+assert dispatch.rule_alone(policy('bf16'), 'cpu') == ()
+assert plain() is FP32
+""",
+    "before the first region, and on CUDA": """
+assert 'cat' in dispatch.rule_alone(policy('bf16'), 'cpu')
+assert seen() == expected
+names = dispatch.rule_alone(policy('bf16'), 'cuda')
+assert {'addcmul', 'addcdiv', 'atan2'} <= set(names), names
+from torch._subclasses.fake_tensor import FakeTensorMode
+import autocast_samples as samples
+from mezzo.pytorch.region import identity
+code = identity.successor(0, 'cuda', policy('bf16'))
+with FakeTensorMode(), samples.cuda_autocast(BF16), identity.rebound(code):
+    y = torch.empty(4, device='cuda', dtype=BF16)
+    assert torch.addcmul(y, y, y).dtype is torch.atan2(y, y).dtype is BF16
+    assert torch.addcmul(y.float(), y, y).dtype is FP32
+    z = torch.empty(2, 4, 8, device='cuda', dtype=BF16)
+    assert torch.group_norm(z, 2).dtype is BF16
+""",
 }
 
 

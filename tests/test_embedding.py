@@ -57,6 +57,18 @@ def once_rounded(grad: Tensor, truth: Tensor) -> bool:
     return bool(((grad.double() - truth).abs() <= 0.5 * ulp * 1.001 + 1e-5 * truth.abs().max()).all())
 
 
+def test_a_token_that_is_seen_a_thousand_times_still_learns() -> None:
+    table = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros(1000, dtype=torch.int64)
+    with mezzo.autocast("bf16", "cpu"):
+        F.embedding(tokens, table).float().sum().backward()
+    assert table.grad is not None
+    assert table.grad.tolist() == [[1000.0], [0.0]]
+    table.grad = None
+    F.embedding(tokens, table).float().sum().backward()
+    assert table.grad.tolist() == [[256.0], [0.0]]
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     "kwargs", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=str
@@ -77,13 +89,11 @@ def test_an_embedding_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any
         {"mode": "sum"},
         {"mode": "mean"},
         {"mode": "max"},
-        {"mode": "sum", "padding_idx": 2},
         {"mode": "mean", "padding_idx": -1},
         {"mode": "sum", "scale_grad_by_freq": True},
         {"mode": "mean", "include_last_offset": True, "offsets": torch.arange(0, 2049, 8)},
-        {"mode": "sum", "offsets": torch.arange(0, 2048, 8)},
     ],
-    ids=str,
+    ids=lambda kwargs: ",".join(kwargs),
 )
 def test_a_bag_s_gradient_is_rounded_once(fmt: str, kwargs: dict[str, Any]) -> None:
     shape = (2048,) if "offsets" in kwargs else (256, 8)
@@ -112,18 +122,6 @@ def test_weights_of_a_bag_s_samples_are_differentiated_too(fmt: str) -> None:
         assert off(low.grad, own.grad) < 1.05 * off(own.grad.to(FORMATS[fmt]), own.grad) + 1e-6
 
 
-def test_a_token_that_is_seen_a_thousand_times_still_learns() -> None:
-    table = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    tokens = torch.zeros(1000, dtype=torch.int64)
-    with mezzo.autocast("bf16", "cpu"):
-        F.embedding(tokens, table).float().sum().backward()
-    assert table.grad is not None
-    assert table.grad.tolist() == [[1000.0], [0.0]]
-    table.grad = None
-    F.embedding(tokens, table).float().sum().backward()
-    assert table.grad.tolist() == [[256.0], [0.0]]
-
-
 def test_what_is_left_to_pytorch() -> None:
     tokens = torch.tensor([1, 1, 3])
     with mezzo.autocast("bf16", "cpu"):
@@ -145,7 +143,7 @@ def test_what_is_left_to_pytorch() -> None:
         assert "_Embedding" in str(low(tokens).grad_fn)
         assert low(torch.zeros(0, dtype=torch.int64)).sum().backward() is None
     assert torch.equal(low.weight.grad, torch.zeros(5, 2, dtype=torch.bfloat16))
-    assert plan(mezzo.policy("bf16"), "cpu")["embedding"].how == "fp32_sum"
+    assert plan(mezzo.policy("bf16"), "cpu")["embedding"].how == "kernel"
     assert plan(mezzo.policy("bf16"), "cuda")["embedding"].how == "pytorch"
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import patterns
-from mezzo.pytorch.kernels.optimizer_step.rules import fma
+from mezzo.pytorch.kernels.optimizer_step.formulas import fma
 
 CHILD = Path(__file__).parent / "children" / "compiled_fma.py"
 INF, NAN, TINY, LARGEST = math.inf, math.nan, 2.0**-149, (2 - 2**-23) * 2.0**127

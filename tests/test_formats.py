@@ -1,24 +1,36 @@
-"""The table of formats, against the figures of the standards and against three other libraries' finfo."""
+"""The table of formats against the standards and three other libraries' finfo; numbers read and written as text; and
+`mezzo formats`, as a user meets it.
+"""
 
 from __future__ import annotations
 
 import doctest
+import json
 import math
+import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mezzo
-from mezzo.core import bits, formats, rounding
+from mezzo.cli import formats as cli_formats
+from mezzo.cli.formats import stored
+from mezzo.cli.main import main
+from mezzo.core import formats, numerals
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.formats import FORMATS, Format
-from mezzo.core.numerals import written
+from mezzo.core.formats import FORMATS, Bits
+from mezzo.core.numerals import exactly, parse, power_of_two, written
 
 DOCS = Path(__file__).parent.parent / "docs"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 # name: sign/exponent/mantissa, largest, log2 of the smallest normal, of the smallest subnormal, of eps
 TABLE = {
@@ -34,145 +46,112 @@ TABLE = {
 }
 
 
-def test_the_table_has_a_row_for_each_format_and_no_other() -> None:
-    assert list(TABLE) == list(FORMATS)
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_a_format_is_what_its_standard_says(name: str) -> None:
+    assert list(TABLE) == list(FORMATS)
     widths, largest, normal, subnormal, eps = TABLE[name]
     form = FORMATS[name]
     assert (1, form.nexp, form.nmant) == widths
     assert form.bits == sum(widths)
-    assert form.max == largest
-    assert form.min == -largest
-    assert form.exact_max == largest
-    assert form.smallest_normal == form.tiny == formats.power_of_two(normal)
-    assert form.smallest_subnormal == formats.power_of_two(subnormal)
-    assert form.eps == formats.power_of_two(eps)
-    assert form.epsneg == formats.power_of_two(eps - 1)
+    assert form.max == -form.min == form.exact_max == largest
+    assert form.smallest_normal == form.tiny == power_of_two(normal)
+    assert form.smallest_subnormal == power_of_two(subnormal)
+    assert (form.eps, form.epsneg) == (power_of_two(eps), power_of_two(eps - 1))
     assert form.minexp == normal
-    assert largest < formats.power_of_two(form.maxexp) <= 2 * Fraction(largest)
+    assert largest < power_of_two(form.maxexp) <= 2 * Fraction(largest)
     assert form.bias == 2 ** (widths[1] - 1) - 1
+    for attribute in ("max", "min", "smallest_normal", "smallest_subnormal", "eps", "epsneg", "resolution"):
+        wide = name.startswith("binary") and attribute not in ("eps", "epsneg", "resolution")
+        assert isinstance(getattr(form, attribute), float) is not wide, attribute
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
-def test_properties_are_floats_where_a_float_holds_them_and_exact_where_not(form: Format) -> None:
-    for name in ("max", "min", "smallest_normal", "smallest_subnormal", "eps", "epsneg", "resolution"):
-        value = getattr(form, name)
-        wide = form.name in ("binary128", "binary256") and name in (
-            "max",
-            "min",
-            "smallest_normal",
-            "smallest_subnormal",
-        )
-        assert isinstance(value, float) is not wide, name
-
-
-# Other libraries have these formats too: (format, library, its finfo, where it differs from ours and why).
-_ONE_DIGIT = "counts one decimal digit where numpy's rule (and torch's resolution) counts none"
-_ROUNDED = "resolution is rounded to the format itself"
+# Other libraries have these formats too: (format, its finfo, where it differs from ours).
+# ml_dtypes counts one decimal digit of fp8, where numpy's rule and torch count none; numpy and ml_dtypes round the
+# resolution to the format itself.
 FINFO = [
-    ("fp64", np.finfo(np.float64), {}),
-    ("fp32", np.finfo(np.float32), {"resolution": _ROUNDED}),
-    ("fp16", np.finfo(np.float16), {"resolution": _ROUNDED}),
-    ("bf16", ml_dtypes.finfo(ml_dtypes.bfloat16), {"resolution": _ROUNDED}),
-    ("e4m3fn", ml_dtypes.finfo(ml_dtypes.float8_e4m3fn), {"precision": _ONE_DIGIT, "resolution": _ONE_DIGIT}),
-    ("e5m2", ml_dtypes.finfo(ml_dtypes.float8_e5m2), {"precision": _ONE_DIGIT, "resolution": _ONE_DIGIT}),
-    ("fp64", torch.finfo(torch.float64), {}),
-    ("fp32", torch.finfo(torch.float32), {}),
-    ("fp16", torch.finfo(torch.float16), {}),
-    ("bf16", torch.finfo(torch.bfloat16), {}),
-    ("e4m3fn", torch.finfo(torch.float8_e4m3fn), {}),
-    ("e5m2", torch.finfo(torch.float8_e5m2), {}),
+    ("fp64", np.finfo(np.float64), ""),
+    ("fp32", np.finfo(np.float32), "resolution"),
+    ("fp16", np.finfo(np.float16), "resolution"),
+    ("bf16", ml_dtypes.finfo(ml_dtypes.bfloat16), "resolution"),
+    ("e4m3fn", ml_dtypes.finfo(ml_dtypes.float8_e4m3fn), "precision resolution"),
+    ("e5m2", ml_dtypes.finfo(ml_dtypes.float8_e5m2), "precision resolution"),
+    ("fp64", torch.finfo(torch.float64), ""),
+    ("fp32", torch.finfo(torch.float32), ""),
+    ("fp16", torch.finfo(torch.float16), ""),
+    ("bf16", torch.finfo(torch.bfloat16), ""),
+    ("e4m3fn", torch.finfo(torch.float8_e4m3fn), ""),
+    ("e5m2", torch.finfo(torch.float8_e5m2), ""),
 ]
 NAMES = (
-    *(
-        "bits",
-        "eps",
-        "epsneg",
-        "max",
-        "min",
-        "tiny",
-        "smallest_normal",
-        "smallest_subnormal",
-        "nmant",
-        "nexp",
-    ),
-    *("maxexp", "minexp", "machep", "negep", "precision", "resolution"),
+    "bits eps epsneg max min tiny smallest_normal smallest_subnormal nmant nexp maxexp minexp machep negep precision "
+    "resolution"
 )
 
 
-@pytest.mark.parametrize(("name", "oracle", "differs"), FINFO, ids=lambda v: type(v).__module__ if v else "")
-def test_properties_agree_with_finfo(name: str, oracle: object, differs: dict[str, str]) -> None:
-    seen = 0
-    for attribute in NAMES:
-        if not hasattr(oracle, attribute):
-            continue
+@pytest.mark.parametrize(("name", "oracle", "differs"), FINFO, ids=lambda v: type(v).__module__)
+def test_properties_agree_with_finfo(name: str, oracle: object, differs: str) -> None:
+    shared = [attribute for attribute in NAMES.split() if hasattr(oracle, attribute)]
+    assert len(shared) >= 7
+    for attribute in shared:
         ours, theirs = getattr(FORMATS[name], attribute), getattr(oracle, attribute)
-        assert (float(ours) == float(theirs)) is (attribute not in differs), (attribute, ours, theirs)
-        seen += 1
-    assert seen >= 7
+        assert (float(ours) == float(theirs)) is (attribute not in differs.split()), (attribute, ours, theirs)
 
 
 def test_mezzo_formats_is_this_module_and_its_names_resolve() -> None:
     assert mezzo.formats is formats
-    assert formats.named("bf16") is FORMATS["bf16"]
-    assert formats.named(FORMATS["bf16"]) is FORMATS["bf16"]
+    for name in ("bf16", "bfloat16", torch.bfloat16, FORMATS["bf16"]):
+        assert formats.named(name) is FORMATS["bf16"]  # type: ignore[arg-type]
     assert str(FORMATS["tf32"]) == "tf32"
-    assert FORMATS["tf32"].storage_bits == 32
-    assert FORMATS["fp16"].storage_bits == 16
+    assert (FORMATS["tf32"].storage_bits, FORMATS["fp16"].storage_bits) == (32, 16)
 
 
 # call -> what the message must hold
 WRONG = [
     (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, binary128"),
     (lambda: formats.named("f16"), "Did you mean 'fp16'?"),
-    (
-        lambda: formats.round(1.0, "bf16", overflow="wrap"),
-        "unknown overflow behaviour 'wrap'. Use one of infinity, saturate.",
-    ),
+    (lambda: formats.round(1.0, "bf16", overflow="wrap"), "Use one of infinity, saturate."),
     (lambda: formats.bits(1.0, "bf16", overflow="inf"), "Did you mean 'infinity'?"),
     (lambda: formats.round([1.0], "bf16"), "cannot round list '[1.0]'"),
     (lambda: formats.round("1.0", "bf16"), "give a float, int, Fraction or Decimal"),
-    (lambda: formats.decode(0x10000, "fp16"), "0x10000 is no fp16: its 16 bits hold 0 to 0xffff"),
+    (lambda: formats.decode(0x10000, "fp16"), "its 16 bits hold 0 to 0xffff"),
     (lambda: formats.decode(-1, "e5m2"), "its 8 bits hold 0 to 0xff"),
-    (lambda: bits.Bits(0, 16, 0, FORMATS["e4m3fn"]), "exponent 16 does not fit e4m3fn: it is 0 to 15"),
-    (lambda: bits.Bits(2, 1, 0, FORMATS["e4m3fn"]), "sign 2 does not fit e4m3fn: it is 0 to 1"),
+    (lambda: Bits(0, 16, 0, FORMATS["e4m3fn"]), "exponent 16 does not fit e4m3fn: it is 0 to 15"),
+    (lambda: Bits(2, 1, 0, FORMATS["e4m3fn"]), "sign 2 does not fit e4m3fn: it is 0 to 1"),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
-def test_a_wrong_argument_is_told_how_to_mend_it(call: object, message: str) -> None:
+def test_a_wrong_argument_is_told_how_to_mend_it(call: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        call()  # type: ignore[operator]
+        call()
     assert message in str(caught.value)
-    assert isinstance(caught.value, UnknownNameError) is ("unknown" in message or "mean" in message)
+    assert isinstance(caught.value, UnknownNameError) is ("Use one of" in message or "mean" in message)
 
 
 def test_exactly_gives_the_plainest_type() -> None:
-    assert isinstance(formats.exactly(Fraction(1, 4)), float)
-    assert formats.exactly(Fraction(1, 3)) == Fraction(1, 3)
-    assert isinstance(formats.exactly(Fraction(2**53 + 1)), int)
-    assert isinstance(formats.exactly(Fraction(2**2000)), int)
-    assert isinstance(formats.exactly(Fraction(2**2000 + 1, 2)), Fraction)
-    assert isinstance(formats.exactly(formats.power_of_two(-1075)), Fraction)
+    rows = [
+        (Fraction(1, 4), float),
+        (Fraction(1, 3), Fraction),
+        (Fraction(2**53 + 1), int),
+        (Fraction(2**2000), int),
+        (Fraction(2**2000 + 1, 2), Fraction),
+        (power_of_two(-1075), Fraction),
+    ]
+    assert [(exactly(value), type(exactly(value))) for value, _ in rows] == rows
     assert math.copysign(1, formats.round(-0.0, "binary128")) == -1
 
 
-@pytest.mark.parametrize("module", [formats, rounding, bits], ids=lambda m: m.__name__)
-def test_the_examples_in_the_docstrings_are_true(module: object) -> None:
-    failed, _ = doctest.testmod(module)  # type: ignore[arg-type]
+@pytest.mark.parametrize("module", [formats, numerals, cli_formats], ids=lambda m: m.__name__)
+def test_the_examples_in_the_docstrings_are_true(module: Any) -> None:
+    failed, tried = doctest.testmod(module)
     assert failed == 0
+    assert tried
 
 
-def test_the_examples_of_the_page_on_numerics_are_true() -> None:
+def test_the_page_on_numerics_is_true() -> None:
     failed, tried = doctest.testfile(str(DOCS / "numerics.md"), module_relative=False)
     assert failed == 0
     assert tried >= 20
-
-
-def test_the_table_of_the_page_on_numerics_is_the_table() -> None:
     lines = (DOCS / "numerics.md").read_text(encoding="utf-8").splitlines()
     rows = {
         cells[0]: cells[1:] for line in lines if (cells := [c.strip() for c in line.strip("|").split("|")])
@@ -181,3 +160,301 @@ def test_the_table_of_the_page_on_numerics_is_the_table() -> None:
         powers = [form.minexp, form.minexp - form.nmant, form.machep]
         expected = [f"1/{form.nexp}/{form.nmant}", written(form.max), *(f"2^{power}" for power in powers)]
         assert rows[form.name] == expected
+
+
+READ = [
+    ("-4.2e9", -4.2e9),
+    (" +1_000.5 ", 1000.5),
+    (".5", 0.5),
+    ("5.", 5.0),
+    ("1E3", 1000.0),
+    ("0x1.8p3", 12.0),
+    ("-0X.1P-4", -(2.0**-8)),
+    ("0xff", 255.0),
+    ("1/3", Fraction(1, 3)),
+    ("-1.5/2e1", Fraction(-3, 40)),
+    ("2^-24", 2.0**-24),
+    ("2**100", 2.0**100),
+    ("-2^-16494", Fraction(-1, 2**16494)),
+    ("1e-400", Fraction(1, 10**400)),
+    ("1e400", 10**400),
+    ("inf", math.inf),
+    ("-Infinity", -math.inf),
+    ("9007199254740993", 2**53 + 1),
+    ("0", 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "number"), READ, ids=[row[0] for row in READ])
+def test_a_numeral_is_read_exactly(text: str, number: object) -> None:
+    assert (parse(text), type(parse(text))) == (number, type(number))
+
+
+def test_signs_of_zero_and_nan_are_read() -> None:
+    assert [math.copysign(1, parse(text)) for text in ("-0", "-0x0p0", "0.0", "-nan")] == [-1, -1, 1, -1]
+    assert math.isnan(parse("NaN"))
+
+
+@given(st.floats(allow_nan=False))
+def test_every_float_comes_back(x: float) -> None:
+    assert parse(x.hex()) == x
+    for text in (repr(x), x.hex()):
+        number = formats.round(parse(text), "fp64")
+        assert (number, math.copysign(1, number)) == (x, math.copysign(1, x))
+    if math.isfinite(x):
+        assert float(written(x, 17)) == x
+
+
+@given(st.fractions())
+def test_every_fraction_comes_back(x: Fraction) -> None:
+    assert Fraction(parse(f"{x.numerator}/{x.denominator}")) == x
+
+
+UNREADABLE = [
+    *[(text, "write a decimal (-4.2e9)") for text in ("", "foo", "1e", "--1", "0x", "0xp3", "1//3")],
+    ("1/0", "'1/0' divides by zero"),
+    ("1e999999999", "beyond every format: use powers of ten up to 100000"),
+    ("1/1e-999999999", "beyond every format"),
+    ("2^999999999", "beyond every format: use powers of two up to 400000"),
+    ("0x1p-999999999", "beyond every format"),
+    ("1" * 5000, "a number of 5000 characters is more than can be read: use at most 4000"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), UNREADABLE, ids=[row[0][:20] for row in UNREADABLE])
+def test_a_bad_numeral_is_told_how_to_mend_it(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert message in str(caught.value)
+
+
+WRITTEN = [
+    (65504.0, 5, "65504"),
+    (65504.0, 3, "65500"),
+    (-4.2e9, 12, "-4200000000"),
+    (-4.2e9, 5, "-4.2e9"),
+    (0.1, 12, "0.1"),
+    (0.0999755859375, 12, "0.0999755859375"),
+    (2.0**-149, 5, "1.4013e-45"),
+    (-math.inf, 5, "-inf"),
+    (math.nan, 5, "nan"),
+    (0.0, 5, "0"),
+    (-0.0, 5, "-0"),
+    (0, 5, "0"),
+    (Fraction(1, 10**5000), 5, "1e-5000"),
+    (10**70000 + 1, 5, "1e70000"),
+    (999999.6, 6, "1e6"),
+]
+
+
+@pytest.mark.parametrize(("value", "digits", "text"), WRITTEN, ids=[row[2] for row in WRITTEN])
+def test_a_number_is_written_in_so_many_digits(value: float, digits: int, text: str) -> None:
+    assert written(value, digits) == text
+
+
+STORED = [
+    # number, format, overflow, stored, absolute error, word
+    (1.0, "fp16", "infinity", 1.0, 0.0, "exact"),
+    (0.0, "fp16", "infinity", 0.0, 0.0, "exact"),
+    (-0.0, "fp16", "infinity", -0.0, 0.0, "exact"),
+    (2049, "fp16", "infinity", 2048.0, 1.0, "rounded"),
+    (65519, "fp16", "infinity", 65504.0, 15.0, "rounded"),
+    (65519, "fp16", "saturate", 65504.0, 15.0, "rounded"),
+    (65520, "fp16", "infinity", math.inf, math.inf, "overflow"),
+    (-65537, "fp16", "saturate", -65504.0, 33.0, "overflow"),
+    (464, "e4m3fn", "infinity", 448.0, 16.0, "rounded"),
+    (465, "e4m3fn", "infinity", math.nan, math.nan, "overflow"),
+    (465, "e4m3fn", "saturate", 448.0, 17.0, "overflow"),
+    (2.0**-25, "fp16", "infinity", 0.0, 2.0**-25, "underflow"),
+    (2.0**-24, "fp16", "infinity", 2.0**-24, 0.0, "subnormal"),
+    (1.5 * 2.0**-24, "fp16", "infinity", 2.0**-23, 2.0**-25, "subnormal"),
+    (math.inf, "fp16", "infinity", math.inf, 0.0, "exact"),
+    (math.inf, "fp16", "saturate", 65504.0, math.inf, "overflow"),
+    (math.inf, "e4m3fn", "infinity", math.nan, math.nan, "overflow"),
+    (math.nan, "e4m3fn", "infinity", math.nan, 0.0, "exact"),
+    (math.nan, "fp16", "saturate", math.nan, 0.0, "exact"),
+]
+
+
+@pytest.mark.parametrize(("number", "name", "overflow", "value", "error", "word"), STORED)
+def test_what_a_format_makes_of_a_number(
+    number: float, name: str, overflow: str, value: float, error: float, word: str
+) -> None:
+    found = stored(number, name, overflow)
+    assert found.word == word
+    assert str(float(found.bits.value)) == str(value)
+    assert str(float(found.absolute_error)) == str(error)
+    if error and math.isfinite(error):
+        assert Fraction(found.relative_error) == Fraction(error) / abs(Fraction(number))
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_the_table_has_every_format_and_fits_the_terminal(
+    columns: int, terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.setenv("COLUMNS", str(columns))
+    assert main(["formats"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in printed
+    for name in FORMATS:
+        assert sum(line.split()[:1] == [name] for line in lines) == 1
+    expected = (
+        r"^  largest +65504$"
+        if columns == 40
+        else r"^fp16 +1/5/10 +65504 +6\.1035e-5 +5\.9605e-8 +0\.00097656$"
+    )
+    assert re.search(expected, printed, re.MULTILINE)
+    assert "1.6113e78913" in printed
+
+
+def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert shown["schema"] == 1
+    rows = {row["name"]: row for row in shown["formats"]}
+    assert list(rows) == list(FORMATS)
+    assert rows["bf16"] == {
+        "name": "bf16",
+        "title": "bfloat16",
+        "source": "Intel, BFLOAT16 Hardware Numerics Definition, 2018",
+        "bits": 16,
+        "nexp": 8,
+        "nmant": 7,
+        "storage_bits": 16,
+        "bias": 127,
+        "minexp": -126,
+        "maxexp": 128,
+        "max": 3.3895313892515355e38,
+        "min": -3.3895313892515355e38,
+        "smallest_normal": 2.0**-126,
+        "smallest_subnormal": 2.0**-133,
+        "eps": 2.0**-7,
+        "epsneg": 2.0**-8,
+        "precision": 2,
+        "resolution": 0.01,
+        "has_infinity": True,
+    }
+    assert rows["binary128"]["max"] == "1.1897314953572318e4932"
+    assert rows["e4m3fn"]["has_infinity"] is False
+
+
+def test_show_prints_bits_value_errors_and_a_word(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["formats", "show", "-4.2e9"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    for line in (
+        "bf16      rounded    -4194304000   error 5.7e6, relative 0.00136\n          1 10011110 1111010\n",
+        "fp32      exact      -4200000000\n          1 10011110 11110100101011011101010\n",
+        "fp16      overflow   -inf   error inf, relative inf\n          1 11111 0000000000\n",
+    ):
+        assert line in printed
+    mantissas = {line.split()[-1] for line in printed.splitlines() if line.startswith(" ")}
+    assert {len(mantissa) for mantissa in mantissas} == {form.nmant for form in FORMATS.values()}
+
+
+def test_a_terminal_gets_colours_and_wrapped_bits(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.setenv("FORCE_COLOR", "1")
+    terminal.setenv("COLUMNS", "50")
+    assert main(["formats", "show", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b[1;31m0\x1b[0m \x1b[32m01011\x1b[0m \x1b[36m1001100110\x1b[0m" in printed
+    bit_lines = [line for line in ANSI.sub("", printed).splitlines() if line.startswith(" ")]
+    assert max(map(len, bit_lines)) == 50
+    assert sum(len(line.replace(" ", "")) for line in bit_lines) == sum(
+        form.bits for form in FORMATS.values()
+    )
+
+
+NUMBERS = [
+    "-4.2e9",
+    "-1/3",
+    "-0x1.8p3",
+    "-inf",
+    "-nan",
+    "-.5",
+    "-2^-24",
+    "nan",
+    "inf",
+    "1e-400",
+    "-0",
+    "-Infinity",
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_no_number_is_taken_for_an_option(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "show", number, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    (found,) = shown["numbers"]
+    assert found["number"] == number
+    assert [row["name"] for row in found["formats"]] == list(FORMATS)
+    assert {row["sign"] for row in found["formats"]} == {"1" if number.startswith("-") else "0"}
+
+
+def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "--json", "--overflow", "saturate", "show", "1e6", "1/3"]) == 0
+    million, third = json.loads(capsys.readouterr().out)["numbers"]
+    assert {row["name"]: row for row in million["formats"]}["e4m3fn"] == {
+        "name": "e4m3fn",
+        "sign": "0",
+        "exponent": "1111",
+        "mantissa": "110",
+        "code": "0x7e",
+        "value": 448.0,
+        "absolute_error": 999552.0,
+        "relative_error": 0.999552,
+        "word": "overflow",
+    }
+    wide = {row["name"]: row for row in third["formats"]}["binary128"]
+    assert (wide["value"], wide["code"]) == ("0.33333333333333333", "0x3ffd5555555555555555555555555555")
+
+
+MISUSED = [
+    ("show foo", "write a decimal (-4.2e9)"),
+    ("show", "give a number, for instance `mezzo formats show -4.2e9`"),
+    ("shaw 1", "Did you mean 'show'?"),
+    ("-4.2", "mezzo formats show -4.2"),
+    ("show 1 --overflow satrate", "Did you mean 'saturate'?"),
+    ("--jsn", "unrecognized arguments: --jsn"),
+    ("show -foo", "unrecognized arguments: -foo"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISUSED, ids=[row[0] for row in MISUSED])
+def test_wrong_usage_exits_2_and_says_how_to_mend_it(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["formats", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+
+
+def test_every_key_and_word_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "formats.md").read_text(encoding="utf-8")
+    found: set[str] = set()
+    for words in (["formats", "--json"], ["formats", "--json", "show", "1", "0.1", "1e-6", "1e-50", "1e9"]):
+        assert main(words) == 0
+        shown = json.loads(capsys.readouterr().out)
+        found |= set(shown)
+        for outer in shown.get("formats", []) + shown.get("numbers", []):
+            found |= set(outer)
+            for inner in outer.get("formats", []):
+                found |= set(inner) | {inner["word"]}
+    assert {"underflow", "overflow", "subnormal", "rounded", "exact", "relative_error", "epsneg"} <= found
+    assert {name for name in found if f"`{name}`" not in page} == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.fp8 import linear, quantize
-from mezzo.pytorch.kernels.fp8.linear import fp8_linear
+from mezzo.pytorch.kernels import fp8
+from mezzo.pytorch.kernels.fp8 import fp8_linear, quantize
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
@@ -101,30 +101,12 @@ SHAPES = [
 
 
 @both
-@pytest.mark.parametrize(("batch", "K", "N"), SHAPES, ids=str)
-def test_products_are_those_of_the_8_bit_values(
-    batch: tuple[int, ...], K: int, N: int, scaling: str, way: str
-) -> None:
-    for bias in (True, False):
+def test_products_are_those_of_the_8_bit_values(scaling: str, way: str) -> None:
+    for (batch, K, N), bias in itertools.product(SHAPES, (True, False)):
         x, w, b, g = given(batch, K, N, bias)
         exact = Exact(x, w, b, g, scaling)
         for name, found in run(x, w, b, g, scaling).items():
             assert exact.holds(name, found), (name, bias)
-
-
-@both
-def test_error_is_at_most_that_of_naive_fp8(scaling: str, way: str) -> None:
-    """Against the FP64 product of the inputs themselves; naive is FP32 arithmetic on the 8-bit values."""
-    x, w, b, g = given((40,), 256, 64)
-    assert b is not None
-    xs, ws, gs = (t.detach().double() for t in (x, w, g))
-    low = b.detach().bfloat16().double()
-    truth = {"y": xs @ ws.T + low, "dx": gs @ ws, "dw": gs.T @ xs, "db": gs.sum(0)}
-    naive = Exact(x, w, b, g, scaling).of
-    for name, found in run(x, w, b, g, scaling).items():
-        error = (found.double() - truth[name]).abs()
-        allowed = (naive[name].float().double() - truth[name]).abs() + 2.0**-8 * truth[name].abs()
-        assert bool((error <= 1.01 * allowed + 1e-4).all()), name
 
 
 def test_an_fp32_weight_s_gradient_is_fp32_where_the_product_gives_it(way: str) -> None:
@@ -146,11 +128,9 @@ def test_formats_of_inputs(dtype: torch.dtype, scaling: str, way: str) -> None:
         fp8_linear(x, w.detach().long(), b, scaling=scaling)
 
 
-@both
-@pytest.mark.parametrize(("K", "N"), [(60, 48), (64, 10), (8, 8)])
-@pytest.mark.parametrize("batch", [(17,), (0,), (2, 0), ()], ids=str)
-def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, scaling: str, way: str) -> None:
-    found = run(*given(batch, K, N), scaling)
+@pytest.mark.parametrize(("batch", "K", "N"), [((17,), 60, 48), ((2, 0), 64, 10), ((), 8, 8)])
+def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, way: str) -> None:
+    found = run(*given(batch, K, N), TENSORWISE)
     x, w, b, g = given(batch, K, N)
     assert b is not None
     y = F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
@@ -164,7 +144,7 @@ def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, scal
 
 
 @both
-def test_an_empty_input_and_shapes_that_do_not_fit(scaling: str, way: str) -> None:
+def test_an_empty_input_and_shapes_that_do_not_fit(scaling: str) -> None:
     found = run(*given((0,), 64, 48), scaling)
     assert not found["dw"].any()
     assert not found["db"].any()
@@ -237,21 +217,9 @@ def test_an_outlier_costs_its_own_row_and_column_only(name: str, way: str) -> No
 
 
 @both
-def test_zeros(scaling: str, way: str) -> None:
-    x, w, b, g = given((17,), 64, 48)
-    assert b is not None
-    found = run(torch.zeros_like(x, requires_grad=True), w, b, g, scaling)
-    assert torch.equal(found["y"], b.detach().bfloat16().expand(17, 48))
-    assert not found["dw"].any()
-    found = run(x, torch.zeros_like(w, requires_grad=True), b, torch.zeros_like(g), scaling)
-    assert torch.equal(found["y"], b.detach().bfloat16().expand(17, 48))
-    assert not any(found[name].any() for name in ("dx", "dw", "db"))
-
-
-@both
 @pytest.mark.parametrize(
     "powers",
-    [(1e30, 1.0, 1.0), (1e-30, 1.0, 1.0), (1e30, 1e-30, 1e30), (1e-30, 1e30, 1e-30), (1e-30, 1e-30, 1e-30)],
+    [(1e30, 1.0, 1.0), (1e30, 1e-30, 1e30), (1e-30, 1e-30, 1e-30)],
     ids=str,
 )
 def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
@@ -271,28 +239,16 @@ def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
             assert found.any() or powers.count(1e-30) > 1, name
 
 
-@both
-def test_inputs_that_are_not_contiguous(scaling: str, way: str) -> None:
-    x, w, b, _ = given((32,), 64, 48)
-    assert b is not None
-    for other_x, other_w in ((x.detach().t().contiguous().t(), w), (x, w.detach().t().contiguous().t())):
-        left, right = (t.detach().requires_grad_() for t in (other_x, other_w))
-        assert not (left.is_contiguous() and right.is_contiguous())
-        for g in (torch.ones(()).expand(32, 48).bfloat16(), torch.randn(48, 32).bfloat16().t()):
-            expected, found = run(x, w, b, g.contiguous(), scaling), run(left, right, b, g, scaling)
-            assert all(torch.equal(expected[n], found[n]) for n in expected)
-
-
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The forms of the products that are made from now on."""
     made: list[str] = []
-    real = linear.product
+    real = fp8.product
 
     def counted(form: str, *args: Any, **kwargs: Any) -> Tensor:
         made.append(form)
         return real(form, *args, **kwargs)
 
-    monkeypatch.setattr(linear, "product", counted)
+    monkeypatch.setattr(fp8, "product", counted)
     return made
 
 
@@ -322,16 +278,15 @@ def test_what_needs_no_gradient_costs_none(scaling: str, monkeypatch: pytest.Mon
     assert made == ["NT"]
 
 
-@both
-def test_one_byte_an_element_is_held(scaling: str) -> None:
-    K = N = 256
+def test_one_byte_an_element_is_held() -> None:
+    K, N, scaling = 256, 256, ROWWISE
     w = torch.randn(N, K, requires_grad=True)
     h = torch.randn(4096, K).bfloat16().requires_grad_()
     fp8_linear(h, w, scaling=scaling).sum().backward()  # what kernels keep for ever
     before = bytes_alive()
     y = fp8_linear(h, w, scaling=scaling)
     held = bytes_alive() - before - y.numel() * y.element_size()
-    scales = 4 if scaling is TENSORWISE else 4 * K + 4 * N
+    scales = 4 * K + 4 * N
     assert 4096 * K <= held <= 4096 * K + scales + 64
     assert held <= 0.6 * 4 * 4096 * K
     y.sum().backward()
@@ -367,32 +322,6 @@ def test_a_second_derivative_is_refused_and_a_first_one_of_a_graph_is_not(scalin
             grad.float().sum().backward(retain_graph=True)
     with pytest.raises(UsageError, match="is_grads_batched"):
         torch.autograd.grad(y, x, torch.stack((g, g)), is_grads_batched=True)
-
-
-class Two(nn.Module):
-    def __init__(self, scaling: str) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.up, self.down, self.scaling = nn.Linear(64, 96), nn.Linear(96, 64), scaling
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.gelu(fp8_linear(x, self.up.weight, self.up.bias, scaling=self.scaling))
-        return fp8_linear(h, self.down.weight, self.down.bias, scaling=self.scaling)
-
-
-@both
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_gives_the_same_numbers(scaling: str, reentrant: bool) -> None:
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    grads = []
-    for wrap in (False, True):
-        model, own = Two(scaling), x.clone().requires_grad_()
-        y = checkpoint(model, own, use_reentrant=reentrant) if wrap else model(own)
-        (y.float() ** 2).sum().backward()
-        grads.append([own.grad, *(p.grad for p in model.parameters())])
-    for one, other in zip(*grads):
-        assert one is not None
-        assert torch.equal(one, other)
 
 
 def loss(x: Tensor, w: Tensor, b: Tensor, scaling: str) -> Tensor:
@@ -431,41 +360,15 @@ def test_function_transforms(scaling: str) -> None:
         torch.func.jacrev(torch.func.grad(loss))(x[:2], w, b, scaling)
 
 
-@both
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own use
-def test_forward_mode(scaling: str) -> None:
-    x, w, b, _ = given((17,), 64, 48)
-    assert b is not None
-    x, w, b = x.detach(), w.detach(), b.detach()
-    tangents = [torch.randn_like(t) for t in (x, w, b)]
-    y, tangent = torch.func.jvp(
-        lambda *inputs: fp8_linear(*inputs, scaling=scaling), (x, w, b), tuple(tangents)
-    )
-    assert torch.equal(y, fp8_linear(x, w, b, scaling=scaling))
-    exact = tangents[0].double() @ values(w, E4, scaling, 1).T
-    exact += values(x, E4, scaling, 1) @ tangents[1].double().T + tangents[2].double()
-    assert torch.allclose(tangent.double(), exact, rtol=2**-8, atol=1e-4)
-
-
-COMPILERS = [
-    pytest.param("aot_eager", marks=pytest.mark.heavy),
-    pytest.param(
-        "inductor",
-        marks=[
-            pytest.mark.heavy,
-            pytest.mark.compiler,
-            pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler"),
-        ],
-    ),
-]
-
-
-@both
-@pytest.mark.parametrize("backend", COMPILERS)
+@pytest.mark.heavy
+@pytest.mark.compiler
+@pytest.mark.parametrize(("backend", "scaling"), [("aot_eager", ROWWISE), ("inductor", TENSORWISE)])
 # Both are PyTorch's own: of Inductor, and of Dynamo where it traces an autograd function.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_whole(backend: str, scaling: str) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
     torch._dynamo.reset()
     *_, g = given((32,), 64, 48)
 

@@ -24,10 +24,9 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _row(launches: int | None, of_copy: float) -> dict[str, Any]:
-    names = (
-        None if launches is None else {"launches": ["kernel"] * launches + ["Memcpy HtoD (Pinned -> Device)"]}
-    )
-    return {"of_copy": of_copy, "gb_per_s": 1000 * of_copy, **(names or {})}
+    copies = ["Memcpy HtoD (Pinned -> Device)"]
+    names = {} if launches is None else {"launches": ["kernel"] * launches + copies}
+    return {"of_copy": of_copy, "gb_per_s": 1000 * of_copy, **names}
 
 
 # What a GPU could have answered.
@@ -110,7 +109,7 @@ def test_each_parts_failure_is_recorded_and_the_rest_runs(check: ModuleType, tmp
     assert not held["tests marked gpu pass"]
 
 
-def test_verdicts_on_a_fake_gpus_result(check: ModuleType) -> None:
+def test_verdicts_on_a_fake_gpus_result(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = check.verdicts({"optimizers": {"result": OPTIMIZERS}})
     assert {claim: value["held"] for claim, value in verdicts.items()} == {
         "optimizers: ran to its end": True,
@@ -122,6 +121,12 @@ def test_verdicts_on_a_fake_gpus_result(check: ModuleType) -> None:
         "mezzo none/int8, 128M, many: 85% of copy bandwidth": True,
         "mezzo split/bf16, 128M, many: runs": False,
     }
+    check.show({"environment": {"gpu": "Some GPU"}, "verdicts": verdicts}, Console(width=150))
+    printed = capsys.readouterr().out
+    assert "Some GPU" in printed
+    assert printed.count("DID NOT HOLD") == 3
+    only_skips = {"tests": 1, "failed": {}, "skipped": {"a": "no device"}}  # no test that ran is not a pass
+    assert check.verdicts({"tests": {"result": only_skips}})["tests marked gpu pass"]["held"] is False
 
 
 def _bar(what: str, verdict: str) -> dict[str, Any]:
@@ -169,22 +174,6 @@ def test_gpt2_is_judged_by_the_fastest_of_mezzos_loops(check: ModuleType, low: f
         "held": False,
         "measured": "out of memory",
     }
-
-
-def test_no_test_that_ran_is_not_a_pass(check: ModuleType) -> None:
-    only_skips = {"tests": 1, "failed": {}, "skipped": {"a": "no device"}}
-    assert check.verdicts({"tests": {"result": only_skips}})["tests marked gpu pass"]["held"] is False
-
-
-def test_the_table_shows_what_did_not_hold(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    report = {
-        "environment": {"gpu": "Some GPU"},
-        "verdicts": check.verdicts({"optimizers": {"result": OPTIMIZERS}}),
-    }
-    check.show(report, Console(width=150))
-    printed = capsys.readouterr().out
-    assert "Some GPU" in printed
-    assert printed.count("DID NOT HOLD") == 3
 
 
 def test_every_part_is_a_command_that_this_repository_has(check: ModuleType) -> None:

@@ -147,19 +147,8 @@ def test_the_norm_equals_the_reference_and_itself() -> None:
     grads = [each.grad for each in pair(ADAMW, special=False)[0] if each.grad is not None]
     grads.append(torch.randn(1_000_003, device="cuda"))
     ours = sum_of_squares(grads)
-    expected = norm_reference.sum_of_squares([grad.cpu() for grad in grads])
+    expected = norm_reference([grad.cpu() for grad in grads])
     assert abs(ours.item() / expected.item() - 1) < 1e-12
     assert all(torch.equal(sum_of_squares(grads), ours) for _ in range(5))
     grads[3][0] = float("nan")
     assert sum_of_squares(grads).isnan().item()
-
-
-def test_the_norm_in_a_cuda_graph() -> None:
-    grads = [torch.ones(100_000, device="cuda"), torch.ones(100, dtype=torch.bfloat16, device="cuda")]
-    sum_of_squares(grads)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        total = sum_of_squares(grads)
-    grads[0].fill_(2)
-    graph.replay()
-    assert total.item() == 400_100

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.pytorch.kernels.exponents import WORDS, count, reference
+from mezzo.pytorch.kernels.exponents import WORDS, counter, reference
 from mezzo.pytorch.monitor.ranges import RangeWatch
-from test_exponents import DTYPES, awkward
+from test_reductions import DTYPES, awkward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +28,8 @@ def test_counts_equal_the_reference(dtype: torch.dtype, size: int, odd: int) -> 
         torch.zeros(WORDS, dtype=torch.int64),
     )
     for _ in range(2):
-        count(x.cuda()[odd:], ours)
-        reference.count(x[odd:], expected)
+        counter("cuda")(x.cuda()[odd:], ours)
+        reference(x[odd:], expected)
     assert torch.equal(ours.cpu(), expected)
 
 

@@ -154,7 +154,6 @@ def test_exhaustion_says_so(tmp_path):
         "from mezzo.pytorch.region import identity\n"
         "from mezzo.core.policy import policy\n"
         "import mezzo.pytorch.region.autocast\n"
-        "identity._listeners.clear()\n"
         "identity._devices = identity.label_devices()[:2]\n"
         "for n in range(6): identity.successor(0, 'cpu', policy(f'bf16,loss_scale={2 ** n}'))\n"
         "try: identity.successor(0, 'cpu', policy('bf16,loss_scale=1024'))\n"

@@ -80,12 +80,6 @@ def test_a_wrong_name_in_the_environment_is_an_error_that_lists_the_right_ones(
         backend.implementation("cpu")
 
 
-def test_an_empty_variable_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "is_installed", lambda module: True)
-    monkeypatch.setenv(backend.KERNELS, "")
-    assert backend.implementation("cpu") == "numba"
-
-
 def test_no_compiler_is_imported_before_a_kernel_is_needed() -> None:
     code = (
         "import sys; from mezzo.pytorch.kernels import backend, gradient_norm, optimizer_step; "

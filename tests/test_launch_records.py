@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 from alive import bytes_alive
-from launching import Ran, launcher
-from mezzo.core.records import LossRecord, RunStarted, UpdateRecord
+from mezzo.core.finding import Finding, Maker, TensorFacts
+from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
+from mezzo.pytorch.launch.summary import findings
 
 TRAIN = """
 import sys
@@ -30,11 +30,6 @@ for step in range(5):
     optimizer.step()
     print(loss.item().hex(), out.dtype)
 """
-
-
-@pytest.fixture
-def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    return launcher(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
@@ -62,16 +57,6 @@ def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
     assert ran.of("end")[0].notes == []
     assert f"mezzo: policy {policy}\n" in ran.err
     assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
-
-
-def test_policies_differ_and_fp32_is_the_script_itself(
-    launch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exec(compile(TRAIN, "plain", "exec"), {"__name__": "__main__"})
-    plain = capsys.readouterr().out.splitlines()
-    printed = {policy: launch(TRAIN, policy=policy).lines for policy in ("fp32", "bf16", "fp16")}
-    assert printed["fp32"] == plain
-    assert len({tuple(lines) for lines in printed.values()}) == 3
 
 
 def test_everything_is_undone(launch: Any) -> None:
@@ -183,10 +168,6 @@ def test_no_model_and_no_backward(launch: Any) -> None:
     assert "1 call of Linear in bf16" in ran.err
 
 
-def test_summary_can_be_left_out(launch: Any) -> None:
-    assert launch("pass", policy="bf16", summary=False).err == ""
-
-
 def test_the_run_record_says_which_formats_the_device_has(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +239,7 @@ def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
 
     from torch.nn.utils.rnn import PackedSequence
 
-    from mezzo.pytorch.launch.outputs import to_fp32
+    from mezzo.pytorch.launch.calls import to_fp32
 
     low = torch.ones(2, dtype=torch.bfloat16)
     kept = [
@@ -325,48 +306,88 @@ def test_data_loader_workers_and_their_seeds(launch: Any) -> None:
     assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
 
 
-LEFT_ALONE = {
-    "autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    out = model(x)", "torch.autocast itself"),
-    "decorator": (
-        "out = torch.autocast('cpu', torch.bfloat16)(lambda: model(x))()",
-        "torch.autocast itself (script.py line",
+# ------------------------------------------------------------------------------------------- what is said at the end
+
+BAD = Finding("invalid", module="net", op="log", remedies=["one", "two", "three", "four", "five"])
+PROBE = Finding("loss scale")
+
+
+def overflows(*found: Finding) -> list[OverflowRecord]:
+    return [OverflowRecord(n, 0, 0.0, 1024.0, one) for n, one in enumerate(found)]
+
+
+# findings, skipped steps -> the last line
+LAST: dict[str, tuple[list[Finding], int, str]] = {
+    "the tracer's limit": (
+        [BAD] * 20,
+        40,
+        "and 20 more skipped steps that were not looked into: Mezzo stops looking after 20 findings",
     ),
-    "scaler": (
-        "out = model(x)\ntorch.amp.GradScaler('cpu', init_scale=2.0).scale(out.sum())",
-        "GradScaler itself",
-    ),
-    "bf16 weights": ("out = model.bfloat16()(x.bfloat16()).float()", "Linear holds bfloat16 parameters"),
+    "nobody": ([], 4, "4 skipped steps that were not looked into"),
+    "all": ([PROBE], 1, "1 step was skipped while the loss scale adjusted (normal)"),
 }
-NOT_LEFT_ALONE = {
-    "autocast off": "with torch.autocast('cpu', enabled=False):\n    out = model(x)",
-    "scaler off": "torch.amp.GradScaler('cpu', enabled=False).scale(model(x).sum())\nout = model(x)",
-    "only imported": "from torch.amp import autocast, GradScaler\nGradScaler('cpu')\nout = model(x)",
-    "checkpoint": "from torch.utils.checkpoint import checkpoint\nx.requires_grad_()\n"
-    "out = checkpoint(model, x, use_reentrant=False)\nout.sum().backward()",
-}
-AROUND = """
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_skipped_steps_that_nobody_looked_into_are_counted(case: str) -> None:
+    found, skipped, said = LAST[case]
+    assert findings(overflows(*found), skipped=skipped)[-1] == said
+
+
+def test_three_remedies_are_told_and_where_the_others_are() -> None:
+    told = findings(overflows(BAD), recorded=True)[1:]
+    assert told == [
+        "  try: one",
+        "   or: two",
+        "   or: three",
+        "  and 2 more in the records and the report that is made of them",
+    ]
+    assert findings(overflows(BAD))[-1] == "  and 2 more in the report of --out DIR"
+
+
+def test_one_place_is_told_once_whatever_its_numbers() -> None:
+    def too_large(size: float) -> Finding:
+        went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
+        came_out = TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)
+        maker = Maker("1", "mul", "net.py:3: x * 1e6", replace(went_in, name="output"))
+        return Finding("overflow", "2", "linear", inputs=[went_in], outputs=[came_out], maker=maker)
+
+    told = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
+    assert told == [
+        "update 0 skipped, and 2 later ones: forward of linear in 2: an input of 1e+06 does not fit fp16, whose "
+        "largest number is 65504; it was made by mul in 1 (net.py:3: x * 1e6), in fp32"
+    ]
+    assert len(findings(overflows(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
+
+
+def test_a_constant_scale_finds_no_place() -> None:
+    told = findings(overflows(*[PROBE] * 50), skipped=50, constant=1024.0)
+    assert (
+        told[0] == "50 steps were skipped because the constant loss scale 2^10 is too large for the gradients"
+    )
+    assert "`fp16,loss_scale=64`" in told[1]
+    assert "adjusted" not in "".join(told)
+    assert findings(overflows(PROBE), constant=1e3)[0] == (
+        "1 step was skipped because the constant loss scale 1000 is too large for the gradients"
+    )
+
+
+CONSTANT = """
 import torch
 torch.manual_seed(0)
-model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
-{}
-out = model(x.to(model.weight.dtype)).float()
-print(out.sum().item().hex())
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+for _ in range(STEPS):
+    loss = model(torch.full((2, 4), VALUE)).sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
 
 
-@pytest.mark.parametrize("row", LEFT_ALONE)
-def test_a_script_with_its_own_mixed_precision_is_left_alone(launch: Any, row: str) -> None:
-    lines, reason = LEFT_ALONE[row]
-    source = AROUND.format(lines)
-    ran = launch(source, policy="bf16")
-    assert ran.lines == launch(source, policy="fp32").lines
-    assert "this script ran as it is" in ran.err
-    assert reason in ran.notes
-
-
-@pytest.mark.parametrize("row", NOT_LEFT_ALONE)
-def test_what_is_no_use_of_mixed_precision(launch: Any, row: str) -> None:
-    source = AROUND.format(NOT_LEFT_ALONE[row])
-    ran = launch(source, policy="bf16")
-    assert ran.lines != launch(source, policy="fp32").lines
-    assert "left alone" not in ran.notes
+def test_a_run_says_all_of_it(launch: Any) -> None:
+    ran = launch(CONSTANT.replace("STEPS", "3").replace("VALUE", "1.0"), policy="fp16,loss_scale=1073741824")
+    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in ran.err
+    assert "`fp16,loss_scale=67108864`" in ran.err
+    assert "mezzo: loss scale 2^30 at the end" in ran.err
+    ran = launch(CONSTANT.replace("STEPS", "22").replace("VALUE", "3e20"), policy="fp16,loss_scale=1024")
+    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in ran.err
+    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in ran.err

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 import pytest
 import torch
 
-from launching import Ran, launcher
+from launching import Ran
 
 HEAD = """
 import copy, json, sys, warnings
@@ -61,11 +60,6 @@ print(json.dumps([p.flatten().tolist() for p in params]))
 # name -> what comes before the loop, and a step of it. `bad` tells that the batch overflows.
 WAYS: dict[str, tuple[str, str]] = {
     "backward": ("", "optimizer.zero_grad(); loss_of(x, y).backward(); optimizer.step()"),
-    "zero_grad in place": (
-        "",
-        "optimizer.zero_grad(set_to_none=False); loss_of(x, y).backward(); optimizer.step()",
-    ),
-    "the model's zero_grad": ("", "model.zero_grad(); loss_of(x, y).backward(); optimizer.step()"),
     "two backwards": (
         "",
         "optimizer.zero_grad(); loss_of(x[:4], y[:4]).backward(); loss_of(y.repeat(1, 2), y).backward()\n"
@@ -76,15 +70,9 @@ WAYS: dict[str, tuple[str, str]] = {
         "optimizer.zero_grad(); loss_of(x, y).backward()\n"
         "saved = [p.grad.clone() for p in params]\noptimizer.zero_grad(); put(saved); optimizer.step()",
     ),
-    "summed over tasks": ("", "a, b = tasks(x, y); put([p + q for p, q in zip(a, b)]); optimizer.step()"),
     "PCGrad": (
         "",
         "a, b = tasks(x, y); put([p + q for p, q in zip(project(a, b), project(b, a))]); optimizer.step()",
-    ),
-    "normalised": (
-        "",
-        "a, b = tasks(x, y)\n"
-        "put([p / (1 + p.norm()) + q / (1 + q.norm()) for p, q in zip(a, b)]); optimizer.step()",
     ),
     "accumulated by hand": (
         "",
@@ -93,12 +81,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "    now = [p.grad for p in params]\n"
         "    sums = now if sums is None else [s + n for s, n in zip(sums, now)]\n"
         "put(sums); optimizer.step()",
-    ),
-    "p.grad = p.grad + other": (
-        "",
-        "optimizer.zero_grad(); loss_of(x, y).backward()\nother = [p.grad.clone() for p in params]\n"
-        "optimizer.zero_grad(); loss_of(y.repeat(1, 2), y).backward()\n"
-        "for p, o in zip(params, other): p.grad = p.grad + o\noptimizer.step()",
     ),
     "autograd.grad assigned": ("", "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()"),
     "autograd.grad added": (
@@ -121,10 +103,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "flat.copy_(torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(x, y), params)]))\n"
         "optimizer.step(); flat.zero_()",
     ),
-    "expanded": (
-        "",
-        "put([g.mean().expand_as(g) for g in torch.autograd.grad(loss_of(x, y), params)]); optimizer.step()",
-    ),
     "create_graph": (
         "",
         "optimizer.zero_grad(); loss = loss_of(x, y)\n"
@@ -143,27 +121,10 @@ WAYS: dict[str, tuple[str, str]] = {
         "fast = {n: p - 0.1 * g for (n, p), g in zip(names.items(), slopes)}\n"
         "mse_loss(torch.func.functional_call(model, fast, (x[4:],)), y[4:]).backward(); optimizer.step()",
     ),
-    "first-order MAML": (
-        "",
-        "clone = copy.deepcopy(model); clone.zero_grad()\n"
-        "loss_of(x, y, clone).backward(); put([p.grad for p in clone.parameters()]); optimizer.step()",
-    ),
-    "Reptile": (
-        "",
-        "clone = copy.deepcopy(model)\n"
-        "slopes = torch.autograd.grad(loss_of(x, y, clone), list(clone.parameters()))\n"
-        "with torch.no_grad():\n    for q, g in zip(clone.parameters(), slopes): q -= 0.1 * g\n"
-        "put([(p - q).detach() for p, q in zip(params, clone.parameters())]); optimizer.step()",
-    ),
     "all_reduce by hand": (
         "",
         "optimizer.zero_grad(); loss_of(y.repeat(1, 2) if bad else x, y).backward()\n"
         "for p in params: p.grad.add_(INF if bad else 0.0).div_(2)  # what another process had\noptimizer.step()",
-    ),
-    "all_reduce of grad.data": (
-        "",
-        "optimizer.zero_grad(); loss_of(y.repeat(1, 2) if bad else x, y).backward()\n"
-        "for p in params: p.grad.data.mul_(float('nan') if bad else 1.0)\noptimizer.step()",
     ),
     "all_reduce in a step hook": (
         "def reduce(optimizer, args, kwargs):\n    for p in params: p.grad.mul_(INF if bad else 1.0)\n"
@@ -184,10 +145,6 @@ WAYS: dict[str, tuple[str, str]] = {
     "clipped by value": (
         "",
         "optimizer.zero_grad(); loss_of(x, y).backward(); nn.utils.clip_grad_value_(params, 0.5); optimizer.step()",
-    ),
-    "clipped by norm": (
-        "",
-        "put(torch.autograd.grad(loss_of(x, y), params)); nn.utils.clip_grad_norm_(params, 0.5); optimizer.step()",
     ),
     "nan_to_num_": (
         "",
@@ -224,10 +181,6 @@ WAYS: dict[str, tuple[str, str]] = {
     ),
     "fused": (
         "optimizer = torch.optim.AdamW(params, lr=0.01, fused=True)",
-        "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()",
-    ),
-    "foreach": (
-        "optimizer = Adam(params, lr=0.01, foreach=True)",
         "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()",
     ),
     "sparse": (
@@ -268,11 +221,6 @@ POLICY = "fp16,loss_scale=128"
 Launch = Callable[..., Ran]
 
 
-@pytest.fixture(name="launch")
-def launch_fixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
-    return launcher(tmp_path, capsys)
-
-
 def script(way: str) -> str:
     before, step = WAYS[way]
     start = "optimizer = Adam(params, lr=0.01)\n"
@@ -297,9 +245,7 @@ def test_a_bad_batch_is_left_out_and_good_ones_count(way: str, launch: Launch) -
     assert (expected - found).norm() <= 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "way", ["PCGrad", "autograd.grad assigned", "all_reduce by hand", "first-order MAML"]
-)
+@pytest.mark.parametrize("way", ["PCGrad", "autograd.grad assigned", "all_reduce by hand"])
 def test_the_loss_scale_backs_off_once(way: str, launch: Launch) -> None:
     """Also where Mezzo has tried smaller scales, none of which helped: the overflow was in forward."""
     ran = launch(script(way), "gbg", policy="fp16,loss_scale=dynamic(init=256)")

@@ -1,4 +1,4 @@
-"""The loss-scale machines: event tables, peers' faults, bounds for any history, the tensor form."""
+"""The loss scale: event tables, bounds for any history, on arrays, and on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.core.errors import LossScaleCollapseError, UnknownNameError, UsageError
@@ -19,11 +19,19 @@ from mezzo.core.loss_scale import (
     LossScale,
     NoLossScale,
     Observation,
+    ScaleArrays,
     StaticLossScale,
+    advance,
+    check,
     from_state_dict,
+    on_host,
+    start,
 )
 from mezzo.core.policy_text import as_loss_scale
+from mezzo.pytorch import loss_scaler
+from mezzo.pytorch.loss_scaler import LossScaler, inverse
 from scale_cases import TABLE
+from training_steps import Waits
 
 GOOD, BAD = Observation(found_inf=False), Observation(found_inf=True)
 
@@ -43,47 +51,6 @@ def test_event_by_event(
     assert (state.scale, state.good_steps, state.overflows, state.stuck) == (scale, good, overflows, stuck)
 
 
-# What peers do wrong (NUMERICS: each was run). A test each.
-
-
-def test_torch_floor_less_collapse_after_144_and_166_overflows() -> None:
-    state = DynamicLossScale(patience=10**6)
-    for count in range(1, 301):
-        state = state.next(BAD)
-        if count in (144, 166, 300):
-            assert state.scale == 2.0**-14
-            assert np.isfinite(np.float32(1) / np.float32(state.scale))
-
-
-def test_keras_zero_then_infinite_and_never_back() -> None:
-    state = DynamicLossScale(growth_interval=1, patience=10**6)
-    for _ in range(200):
-        state = state.next(GOOD)
-    assert state.scale == 2.0**24
-    assert after(state, "x").scale == 2.0**23
-    assert after(after(state, "x" * 200), ".").scale == 2.0**-13
-
-
-def test_flax_growth_comes_every_interval_not_interval_plus_one() -> None:
-    state, grown_at = DynamicLossScale(growth_interval=7), []
-    for step in range(1, 50):
-        before, state = state, state.next(GOOD)
-        if state.scale > before.scale:
-            grown_at.append(step)
-    assert grown_at == [7, 14, 21, 28, 35, 42, 49]
-
-
-def test_tensorflow_stuck_at_a_floor_of_one() -> None:
-    """A model whose scaled gradients overflow down to S = 2^-5: the default floor lets it train."""
-    state, moved = DynamicLossScale(), 0
-    for _ in range(100):
-        overflow = state.scale > 2.0**-5
-        moved += not overflow
-        state = state.next(BAD if overflow else GOOD)
-    assert state.scale == 2.0**-5
-    assert moved == 100 - 21
-
-
 def test_arithmetic_is_fp32() -> None:
     """0.1 and 1/3 are no FP32 numbers: the scale follows numpy's float32, not Python's double."""
     state = DynamicLossScale(init=0.1, backoff_factor=1 / 3, growth_factor=1.7, growth_interval=1)
@@ -100,10 +67,6 @@ def test_growth_never_reaches_infinity() -> None:
     assert after(state, "...").scale == 2.0**126
 
 
-def test_jmp_the_floor_is_the_one_asked_for() -> None:
-    assert after(DynamicLossScale(init=8.0, floor=4.0), "xxx").scale == 4.0
-
-
 # Patience.
 
 
@@ -116,23 +79,11 @@ def test_patience_runs_out_at_the_floor_only() -> None:
     assert after(state, "xxxx.xx.xx").stuck == 2  # a good step forgives
 
 
-def test_patience_default_tolerates_49_skips_at_the_floor() -> None:
-    state = after(DynamicLossScale(), "x" * (30 + 49))
-    assert (state.scale, state.stuck) == (2.0**-14, 49)
-    with pytest.raises(LossScaleCollapseError):
-        state.next(BAD)
-
-
 def test_a_static_scale_stays_and_loses_patience() -> None:
     state = after(StaticLossScale(8.0, patience=3), "xx.xx")
     assert (state.scale, state.skips) == (8.0, 2)
     with pytest.raises(LossScaleCollapseError, match=r"constant loss scale 2\^3.*from_largest"):
         state.next(BAD)
-
-
-def test_no_loss_scale_learns_nothing() -> None:
-    assert after(NoLossScale(), "x." * 100) == NoLossScale()
-    assert NoLossScale().scale == 1.0
 
 
 # The constant from the largest gradient.
@@ -169,11 +120,13 @@ def test_from_largest_is_the_largest_that_fits(largest: float, headroom: int) ->
 # Bounds and identity for any history.
 
 events = st.text(alphabet=".x", max_size=300)
+
+
 powers = st.integers(-20, 30)
 
 
 @st.composite
-def machines(draw: st.DrawFn, any_factor: bool = True) -> DynamicLossScale:
+def machines(draw: st.DrawFn, any_factor: bool = True, impatient: bool = False) -> DynamicLossScale:
     low, init, high = sorted(draw(st.tuples(powers, powers, powers)))
     factor = st.floats(1.0625, 64.0, width=32) if any_factor else st.sampled_from([2.0, 4.0])
     backoff = st.floats(0.0625, 0.9375, width=32) if any_factor else st.sampled_from([0.5, 0.25])
@@ -185,8 +138,11 @@ def machines(draw: st.DrawFn, any_factor: bool = True) -> DynamicLossScale:
         backoff_factor=draw(backoff),
         growth_interval=draw(st.integers(1, 5)),
         hysteresis=draw(st.integers(1, 4)),
-        patience=10**6,
+        patience=draw(st.integers(1, 5)) if impatient else 10**6,
     )
+
+
+statics = st.builds(StaticLossScale, st.sampled_from([1.0, 3.0, 1024.0]), st.integers(1, 5))
 
 
 @given(machines(), events)
@@ -325,8 +281,117 @@ def test_unknown_names_have_the_nearest() -> None:
         from_state_dict({"kind": "dynamik"})
 
 
-def test_states_are_frozen_and_hashable() -> None:
-    state = DynamicLossScale()
-    with pytest.raises(AttributeError):
-        state.scale = 1.0  # type: ignore[misc]
-    assert hash(after(state, "x.")) == hash(replace(after(state, "x."), stuck=0))
+KINDS = {
+    "numpy": (np, np.asarray, np.float32, np.int32),
+    "torch": (torch, torch.tensor, torch.float32, torch.int32),
+}
+
+
+def arrays(pure: Any, kind: str) -> ScaleArrays:
+    _, make, fp32, int32 = KINDS[kind]
+    state = start(pure)
+    counts = {n: make(getattr(state, n), dtype=int32) for n in ("good_steps", "overflows", "stuck")}
+    return ScaleArrays(make(state.scale, dtype=fp32), **counts)
+
+
+def follows(pure: Any, history: str, kind: str) -> None:
+    xp, make = KINDS[kind][:2]
+    state = arrays(pure, kind)
+    for event in history:
+        pure = pure.next(Observation(event == "x"))
+        state = advance(pure, state, make(event == "x"), xp)
+        assert on_host(pure, state) == pure
+        assert state.scale.dtype == KINDS[kind][2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(machines(), events)
+def test_any_history(kind: str, machine: DynamicLossScale, history: str) -> None:
+    follows(machine, history[:60], kind)
+
+
+@pytest.mark.parametrize(
+    "pure", [DynamicLossScale(init=4.0, floor=1.0, patience=3), StaticLossScale(8.0, patience=3)]
+)
+def test_patience_is_the_pure_machines_and_words_too(pure: Any) -> None:
+    state, last, bad = arrays(pure, "numpy"), pure, Observation(found_inf=True)
+    for _ in range(4 if isinstance(pure, DynamicLossScale) else 2):  # 4 -> 2 -> 1, the floor, and two there
+        state, last = advance(pure, state, np.asarray(True), np), last.next(bad)
+        check(pure, state)
+    with pytest.raises(LossScaleCollapseError) as expected:
+        last.next(bad)
+    state = advance(pure, state, np.asarray(True), np)
+    with pytest.raises(LossScaleCollapseError) as raised:
+        check(pure, state)
+    assert str(raised.value) == str(expected.value)
+    check(NoLossScale(), replace(state, stuck=np.asarray(10**6)))
+
+
+FORMS = ("host", "device")
+
+
+def on_device(pure: LossScale, form: str) -> LossScaler | None:
+    """The form of a CPU, or that of an accelerator, with its tensors on the CPU."""
+    with pytest.MonkeyPatch.context() as patches:
+        if form == "device":
+            patches.setattr(loss_scaler, "reading_is_free", lambda tensor: False)
+        return LossScaler.of(pure, torch.device("cpu"))
+
+
+def stepped_or_raised(pure: LossScale, event: int) -> tuple[LossScale, str]:
+    """The next state, or what was raised in its place."""
+    try:
+        return pure.next(Observation(found_inf=event != 0)), ""
+    except LossScaleCollapseError as error:
+        return pure, str(error)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(deadline=None)
+@given(
+    pure=st.one_of(machines(impatient=True), statics),
+    events=st.lists(st.sampled_from([0, 0, 0, 1, 1, 2]), max_size=40),
+)
+def test_device_form_equals_pure_form(form: str, pure: LossScale, events: list[int]) -> None:
+    device = on_device(pure, form)
+    assert device is not None
+    for event in events:
+        device.update(torch.tensor(float(event)))
+        pure, expected = stepped_or_raised(pure, event)
+        if expected:
+            with pytest.raises(LossScaleCollapseError) as raised:
+                device.check()
+            assert str(raised.value) == expected
+            return
+        device.check()
+        assert device.on_host() == pure
+        assert device.scale.item() == pure.scale
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_next_does_not_wait(hysteresis: int, found: float) -> None:
+    machine = on_device(DynamicLossScale(hysteresis=hysteresis), "device")
+    assert machine is not None
+    flag = torch.tensor(found)
+    with Waits() as waits:
+        machine.update(flag)
+    assert not waits.seen
+    with Waits() as waits:
+        machine.check()
+    assert waits.seen == {"_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_keeps_the_scale_that_it_was_scaled_with(form: str) -> None:
+    machine = on_device(DynamicLossScale(growth_interval=1), form)
+    assert machine is not None
+    before, value = machine.scale, float(machine.scale)
+    machine.update(torch.tensor(1.0))
+    assert float(machine.scale) == value / 2
+    assert float(before) == value
+
+
+@pytest.mark.parametrize("exponent", [-126, -14, 0, 16, 24, 126])
+def test_inverse_is_exact_and_finite_over_the_whole_range(exponent: int) -> None:
+    assert float(inverse(torch.tensor(2.0**exponent))) == 2.0**-exponent

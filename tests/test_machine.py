@@ -68,10 +68,8 @@ def test_describe_tells_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 CPUS = [
     ({"avx512_bf16": True}, {"bf16"}),
     ({"amx_bf16": True, "amx_fp16": True}, {"bf16"}),
-    ({"avx512_fp16": True, "avx512_f": True}, set()),
     ({"avx_ne_convert": True, "avx2": True}, set()),
     ({"bf16": True, "fp16_arith": True}, {"bf16"}),
-    ({"avx512_bf16": False}, set()),
     ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True}, set()),
     ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, {"bf16"}),
     ({"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"bf16"}),
@@ -93,9 +91,7 @@ def test_a_cpu_has_bf16_by_its_instructions_and_never_fp16(
 CAPABILITIES = [
     ((6, 1), set()),
     ((7, 0), {"fp16"}),
-    ((7, 5), {"fp16"}),
     ((8, 0), {"fp16", "bf16"}),
-    ((8, 9), {"fp16", "bf16"}),
     ((12, 0), {"fp16", "bf16"}),
 ]
 
@@ -146,13 +142,11 @@ A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81920 << 20, 2)
 T4 = Gpu("Tesla T4, by name with a comma", (7, 5), 15360 << 20, 1)
 VISIBLE = [
     (None, A100),
-    ("0,1", A100),
     ("1", T4),
     ("1,0", Gpu(T4.name, T4.capability, T4.memory_bytes, 2)),
     ("GPU-bbbb", T4),
     ("1,7,0", T4),
     ("7", None),
-    ("-1", None),
     ("", None),
 ]
 
@@ -160,11 +154,6 @@ VISIBLE = [
 @pytest.mark.parametrize(("visible", "expected"), VISIBLE)
 def test_the_gpu_is_the_first_that_this_process_may_see(visible: str | None, expected: Gpu | None) -> None:
     assert visible_gpu(LISTING, visible) == expected
-
-
-def test_an_empty_listing_is_no_gpu() -> None:
-    assert visible_gpu("", None) is None
-    assert visible_gpu("No devices were found\n", None) is None
 
 
 def test_the_drivers_tool_is_asked_before_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +182,6 @@ def test_pytorch_is_asked_once_it_has_a_context(monkeypatch: pytest.MonkeyPatch)
     assert machine.gpu() == Gpu("NVIDIA L4", (8, 9), 24 << 30, 1)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert machine.gpu() == Gpu("NVIDIA L4", None, 24 << 30, 1)
-
-
-def test_a_tool_that_is_missing_or_fails_is_no_answer() -> None:
-    assert machine._output(["no-such-tool-anywhere"]) is None
-    assert machine._output(["false"]) is None
-    assert machine._output(["echo", "yes"]) == "yes"
 
 
 def test_nothing_is_asked_at_import() -> None:

@@ -60,19 +60,6 @@ def freed_before_the_next() -> object:
     return None
 
 
-def alive_together() -> object:
-    return [torch.ones(256) for _ in range(5)]
-
-
-def sixteen_bits() -> object:
-    return torch.ones(256, dtype=torch.bfloat16)
-
-
-def cast_holds_both() -> object:
-    a = torch.ones(256)
-    return a, a.to(torch.bfloat16)
-
-
 def in_place_adds_nothing() -> object:
     return torch.ones(256).mul_(2).add_(1)
 
@@ -81,10 +68,6 @@ def resized() -> object:
     a = torch.ones(256)
     a.resize_(1024)
     return a.add_(1)
-
-
-def foreach_makes_a_list() -> object:
-    return torch._foreach_add([torch.ones(256), torch.ones(256)], 1.0)
 
 
 def saved_for_backward() -> object:
@@ -106,12 +89,8 @@ def from_numpy_is_seen_when_read() -> object:
         (one_tensor, KB),
         (views_count_once, KB),
         (freed_before_the_next, KB),
-        (alive_together, 5 * KB),
-        (sixteen_bits, KB // 2),
-        (cast_holds_both, KB + KB // 2),
         (in_place_adds_nothing, KB),
         (resized, 4 * KB),
-        (foreach_makes_a_list, 4 * KB),
         (saved_for_backward, 3 * KB + 4),
         (from_numpy_is_seen_when_read, KB),
     ],
@@ -120,7 +99,7 @@ def test_known_sizes(work: Callable[[], object], expected: int) -> None:
     assert peak_above_start(work) == expected
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_a_step_of_an_mlp_by_hand(dtype: torch.dtype, size: int) -> None:
     """Two linear layers, no bias, a ReLU between, B rows of width W: the peak is in the 1st one's dW."""
     B, W = 8, 64
@@ -235,18 +214,6 @@ def test_watching_does_not_keep_dynamo_from_compiling_and_compiled_code_is_count
     f(x)
     assert peak.stop().peak_bytes == first.peak_bytes + 2 * 4 * KB
     del before
-
-
-def test_sixteen_bit_activations_save_bytes() -> None:
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
-    x = torch.randn(4096, 64)
-
-    def step(enabled: bool) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            model(x).float().sum().backward()
-        model.zero_grad()
-
-    assert peak_above_start(lambda: step(True)) < 0.65 * peak_above_start(lambda: step(False))
 
 
 class Passing(TorchDispatchMode):

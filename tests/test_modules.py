@@ -57,7 +57,6 @@ ROWS = [
     ("bf16,module.head=fp32", [BF16, BF16, FP32]),
     ("bf16,module.blocks.*=fp32", [FP32, FP32, BF16]),
     ("bf16,module.blocks=fp32,module.blocks.1=bf16", [FP32, BF16, BF16]),
-    ("bf16,module.head=fp16", [BF16, BF16, FP16]),
     ("fp16,module.blocks.0=bf16,module.head=fp32", [BF16, FP16, FP32]),
     ("fp32,module.blocks=bf16", [BF16, BF16, FP32]),
     ("bf16,module.**.linear=fp32", [FP32, FP32, FP32]),
@@ -126,17 +125,6 @@ def test_a_copy_is_overridden_and_is_its_own(net, duplicate):
     assert twin.products == net.products == [BF16, BF16, FP32]
 
 
-def test_hooks_state_and_class_stay(net):
-    keys, calls = list(net.state_dict()), []
-    net.head.register_forward_hook(lambda *_: calls.append("hook"))
-    apply_module_overrides(net, policy("bf16,module.head=fp32"), "cpu")
-    with mezzo.autocast("bf16", "cpu"):
-        net(X)
-    assert calls == ["hook"]
-    assert list(net.state_dict()) == keys
-    assert type(net.head) is Probe
-
-
 def test_a_pattern_that_matches_nothing(net):
     with pytest.raises(
         UnknownNameError, match=r"'heads' matches no module of the model\. The nearest is 'head'"
@@ -145,12 +133,11 @@ def test_a_pattern_that_matches_nothing(net):
     assert not any("forward" in module.__dict__ for module in net.modules())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_overrides_compile_whole(net, backend):
+def test_overrides_compile_whole(net):
     torch._dynamo.reset()
     chosen = policy("bf16,module.head=fp32")
     apply_module_overrides(net, chosen, "cpu")
-    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     with mezzo.autocast(chosen, "cpu"):
         expected, got = net(X), compiled(X)
     assert got.dtype is FP32

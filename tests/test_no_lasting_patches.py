@@ -139,6 +139,16 @@ USES = {
             mp.close()
         mezzo.explain(net, x, precision="bf16")
     """,
+    "contexts that begin and end within a replay": """
+        from mezzo.pytorch.monitor.replay import nothing_left
+        with nothing_left(net), mezzo.autocast("bf16", "cpu"):
+            pass
+        context = mezzo.autocast("bf16", "cpu")
+        with nothing_left(net):
+            context.__enter__()
+        with nothing_left(net):
+            context.__exit__(None, None, None)
+    """,
     "GradScaler": """
         optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), mezzo.GradScaler("cpu")
         with mezzo.autocast("fp16", "cpu"):
@@ -164,12 +174,21 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_nothing_of_torch_stays_replaced(use: str) -> None:
-    script = textwrap.dedent(SETUP) + textwrap.dedent(USES[use])
-    script += "print(json.dumps(differing(before, contents())))\n"
+CONTEXTS = [use for use in USES if use.startswith("autocast")]
+COMPILED = ["checkpointing", "torch.compile"]
+PROCESSES = [CONTEXTS, COMPILED, [use for use in USES if use not in (*CONTEXTS, *COMPILED)]]
+
+
+@pytest.mark.parametrize("uses", PROCESSES, ids=", ".join)
+def test_nothing_of_torch_stays_replaced(uses: list[str]) -> None:
+    script = textwrap.dedent(SETUP) + "found = {}\n"
+    for use in uses:
+        script += textwrap.dedent(USES[use]) + f"found[{use!r}] = differing(before, contents())\n"
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", script + "print(json.dumps(found))\n"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == []
+    assert json.loads(ran.stdout.splitlines()[-1]) == {use: [] for use in uses}

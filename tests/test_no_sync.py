@@ -16,28 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.scaling import device_scale, scaler
-from mezzo.pytorch.training import mixed_precision, turns
-
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
-
-
-class Waits(TorchDispatchMode):
-    """Counts the ops that would make the host wait for an accelerator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if any(name.startswith(wait) for wait in WAITS):
-            self.seen[name] += 1
-        return func(*args, **(kwargs or {}))
+from mezzo.pytorch.training import mixed_precision
+from training_steps import Waits, as_on_an_accelerator
 
 
 def _net() -> nn.Module:
@@ -66,17 +49,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _reading_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (turns, scaler, device_scale):
-        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
-
-
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host doesn't read, and the kernel at the end of a step of Mezzo's optimizers is left out."""
     for other in list(mixed_precision._ALIVE):  # of other tests: steps of several networks do wait
         other.close()
-    _reading_waits(monkeypatch)
+    as_on_an_accelerator(monkeypatch)
     monkeypatch.setenv("MEZZO_KERNELS", "reference")
     monkeypatch.setattr(
         FusedOptimizer, "_stepper", lambda self, device, partial: lambda groups, **numbers: None
@@ -168,7 +146,7 @@ def _own_waits(make: Any) -> Counter[str]:
 def test_any_other_optimizer_costs_one_wait_for_the_skip(
     make: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _reading_waits(monkeypatch)
+    as_on_an_accelerator(monkeypatch)
     net = _net()
     optimizer = make(net.parameters())
     if way == "scaler":
@@ -188,7 +166,7 @@ def test_any_other_optimizer_costs_one_wait_for_the_skip(
 
 def test_records_are_read_together(tmp_path: Any) -> None:
     from mezzo.core import records
-    from mezzo.pytorch.training.journal import EVERY
+    from mezzo.pytorch.training.result import EVERY
 
     net, path = _net(), tmp_path / "run.jsonl"
     writer = records.RecordWriter(path)

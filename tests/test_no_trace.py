@@ -1,13 +1,14 @@
 """A skipped step leaves no trace: a run with bad batches ends bit for bit where the run without them does.
 
 Every optimizer of torch and of Mezzo, every way to store weights, who decides (the host or the device), the scheduler
-and the average handed over. `test_no_trace_buffers.py` has the normalisations and whatever else a forward pass changes.
+and the average handed over, the normalisations and whatever else a forward pass changes.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import mezzo
-from bad_steps import CLOSURES, OPTIMIZERS, RUNS, Make, batches, is_finite, network, same
+from bad_steps import CLOSURES, INF, OPTIMIZERS, RUNS, Make, batches, is_finite, network, same
+from mezzo.core.masters import MASTERS
 from mezzo.pytorch.optim.optimizers import SGD, Adam, AdamW, Lion
+from moving_buffers import NORMS, OWN
 from training_steps import as_on_an_accelerator, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALE = 128.0
@@ -35,7 +38,7 @@ def trained(run: str, make: Make, model: nn.Module, precision: str, **arguments:
     for x, y in batches(run):
         with mp.autocast():
             loss = nn.functional.cross_entropy(model(x), y)
-        moved.append(mp.step(loss).moved)
+        moved.append(mp.step(loss).stepped)
     assert moved == [event == "g" for event in run]
     mp.close()
     return {
@@ -107,14 +110,15 @@ OURS: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "AdamW bf16 state": (lambda p: AdamW(p, lr=0.05, state="bf16"), "bf16", {}),
     "AdamW int8 state": (lambda p: AdamW(p, lr=0.05, state="int8"), "bf16", {}),
     "Lion int8 state": (lambda p: Lion(p, lr=0.01, state="int8"), "fp16", {}),
-    "split": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"weights": "split"}),
-    "split sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "bf16", {"weights": "split"}),
-    "split8": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"weights": "split8"}),
-    "split8 int8": (lambda p: torch.optim.Adam(p, lr=0.05), "bf16", {"weights": "split8", "state": "int8"}),
-    "masters fp16": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"weights": "masters"}),
-    "masters bf16": (lambda p: torch.optim.SGD(p, lr=0.1), "bf16", {"weights": "masters"}),
-    "with masters": (lambda p: torch.optim.RMSprop(p, lr=0.01), "fp16", {"weights": "masters"}),
-    "with masters nadam": (lambda p: torch.optim.NAdam(p, lr=0.01), "bf16", {"weights": "masters"}),
+    "split": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"masters": "split"}),
+    "split sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "bf16", {"masters": "split"}),
+    "split8": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"masters": "split8"}),
+    "split8 int8": (lambda p: torch.optim.Adam(p, lr=0.05), "bf16", {"masters": "split8", "state": "int8"}),
+    "none": (lambda p: torch.optim.AdamW(p, lr=0.05), "bf16", {"masters": "none"}),
+    "masters fp16": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"masters": "fp32"}),
+    "masters bf16": (lambda p: torch.optim.SGD(p, lr=0.1), "bf16", {"masters": "fp32"}),
+    "with masters": (lambda p: torch.optim.RMSprop(p, lr=0.01), "fp16", {"masters": "fp32"}),
+    "with masters nadam": (lambda p: torch.optim.NAdam(p, lr=0.01), "bf16", {"masters": "fp32"}),
     "clip norm": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"clip_norm": 0.1}),
     "clip value": (lambda p: torch.optim.AdamW(p, lr=0.05), "fp16", {"clip_value": 0.01}),
     "one pass, clipped": (lambda p: AdamW(p, lr=0.05), "fp16", {"clip_norm": 0.1}),
@@ -122,7 +126,7 @@ OURS: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "release split8": (
         lambda p: torch.optim.AdamW(p, lr=0.05),
         "bf16",
-        {"release_gradients": True, "weights": "split8"},
+        {"release_gradients": True, "masters": "split8"},
     ),
 }
 
@@ -145,10 +149,8 @@ def test_the_same_where_only_the_device_knows(row: str, run: str, monkeypatch: p
 
 
 def test_every_way_to_store_weights_has_a_row() -> None:
-    from mezzo.pytorch.training import weight_modes
-
-    used = {arguments.get("weights", "fp32") for _, _, arguments in OURS.values()}
-    assert used == set(weight_modes.WEIGHTS)
+    used = {arguments.get("masters", "auto") for _, _, arguments in OURS.values()}
+    assert used == {"auto", *MASTERS}
 
 
 # With mezzo.GradScaler. It is handed optimizers, not models, so it can put back no buffer: no BatchNorm here.
@@ -224,3 +226,49 @@ def test_a_window_of_which_one_loss_is_bad_is_skipped_whole(accumulate: int, bad
 
     for run in RUNS:
         assert same(end(run), end(without_bad(run))), run
+
+
+RUN = ["bg", "ggggbgbbg"]
+
+
+def with_buffers(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 2))
+
+
+def ended(run: str, make: Callable[[], nn.Module], **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The model after a run, and everything that it and the optimizer hold. A bad batch is one of large numbers."""
+    model = with_buffers(make)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=128, **arguments)
+    good, moved = 0, []
+    for event in run:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(good))
+        with mp.autocast():
+            loss = model(x * (INF if event == "b" else 1.0)).float().square().mean()
+        moved.append(mp.step(loss).stepped)
+        good += event == "g"
+    assert moved == [event == "g" for event in run]
+    mp.close()
+    state = {
+        "parameters": dict(model.named_parameters()),
+        "buffers": {name: b for m, module in model.named_modules() for name, b in _buffers(m, module)},
+        "optimizer": optimizer.state_dict(),
+    }
+    return model, state
+
+
+def _buffers(prefix: str, module: nn.Module) -> list[tuple[str, Any]]:
+    return [(f"{prefix}.{name}", buffer) for name, buffer in module._buffers.items()]
+
+
+@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("name", [*NORMS, *OWN])
+def test_no_trace(name: str, run: str, decides: str) -> None:
+    make = {**NORMS, **OWN}[name]
+    _, ours = ended(run, make)
+    _, clean = ended(run.replace("b", ""), make)
+    for part in clean:
+        assert same(ours[part], clean[part]), part
+    del clean["buffers"]
+    assert is_finite(clean)

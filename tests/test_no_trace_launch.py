@@ -105,10 +105,13 @@ print(json.dumps({
     "finite": all(bool(t.isfinite().all()) for t in model.state_dict().values()),
 }))
 """
+
+
 FAMILIES = (
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
     "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
+
 
 Launch = Callable[..., Ran]
 
@@ -130,42 +133,13 @@ def ended(launch: Launch, kind: str, run: str, policy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_no_trace(kind: str, launch: Launch) -> None:
     policy = "fp16,loss_scale=128"
-    clean = {run: ended(launch, kind, run, policy) for run in ("g", "ggg")}
-    assert ended(launch, kind, "bg", policy) == clean["g"]
-    assert ended(launch, kind, "gbbgbg", policy) == clean["ggg"]
+    assert ended(launch, kind, "bgbbgbg", policy) == ended(launch, kind, "ggg", policy)
 
 
 @pytest.mark.parametrize("masters", ["split", pytest.param("split8,state=int8", marks=pytest.mark.heavy)])
 def test_no_trace_in_16_bit_weights(masters: str, launch: Launch) -> None:
     policy = f"bf16,masters={masters},loss_scale=128"
     assert ended(launch, "AdamW", "gbbgbg", policy) == ended(launch, "AdamW", "ggg", policy)
-
-
-GAN = """
-import torch
-from torch import nn
-torch.manual_seed(0)
-maker = nn.Linear(4, 4)
-judge = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-making, judging = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (maker, judge))
-for step in range(4):
-    judging.zero_grad()
-    judge(maker(torch.randn(8, 4)).detach()).square().mean().backward()
-    judging.step()
-    before = [buffer.clone() for buffer in judge.buffers()]
-    making.zero_grad()
-    made = maker(torch.randn(8, 4)) * (float("inf") if step == 2 else 1.0)
-    judge(made).square().mean().backward()
-    making.step()
-    print(all(map(torch.equal, before, judge.buffers())))
-"""
-
-
-def test_a_generator_s_skipped_step_leaves_no_trace_in_its_discriminator(launch: Launch) -> None:
-    ran = launch(GAN, policy="fp16,loss_scale=128")
-    assert ran.status == 0, ran.err
-    assert [update.moved for update in ran.of("update")] == [True] * 5 + [False] + [True] * 2
-    assert ran.lines == ["False", "False", "True", "False"]
 
 
 def test_every_optimizer_of_torch_has_a_row() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,61 +77,6 @@ def test_a_weight_s_layout_and_format_may_change_on_the_way(masters: str, state:
     assert ("remainder" in optimizer.state[param]) is masters.startswith("split")
 
 
-def test_a_new_storage_is_moved_and_not_the_old_one() -> None:
-    optimizer = AdamW([param := one(5)], lr=0.1, masters="split")
-    optimizer.step()
-    old = param.data
-    kept = old.clone()
-    param.data = torch.full((5,), 3.0, dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.equal(old, kept)
-    assert (param < 3).all()
-    assert (param > 2.8).all()
-
-
-EDITS = {
-    "zero": lambda weight: weight.data.zero_(),
-    "clamp": lambda weight: weight.data.clamp_(-0.25, 0.25),
-    "copy": lambda weight: weight.data.copy_(torch.linspace(-3, 3, weight.numel()).view_as(weight)),
-    "prune": lambda weight: weight.data.mul_(torch.arange(weight.numel()).view_as(weight) % 2),
-    "infinity": lambda weight: weight.data.view(-1)[:3].fill_(math.inf),
-}
-
-
-@pytest.mark.parametrize("masters", MASTERS)
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_weight_is_never_nan_and_off_by_an_ulp_at_most(edit: str, masters: str) -> None:
-    (weight,) = parameters(shapes=[(130, 7)])
-    optimizer = SGD([weight], lr=1e-3, masters=masters)
-    run(optimizer, [weight], range(3))
-    EDITS[edit](weight)
-    wanted = weight.detach().float().clone()
-    master = optimizer.master(weight)
-    ulp = torch.maximum(wanted.abs(), torch.tensor(2.0**-126)) * 2.0**-7
-    finite = wanted.isfinite()
-    assert ((master - wanted).abs() <= ulp)[finite].all()
-    assert (master[~finite] >= 3.39e38).all()  # from there on a master's weight is infinite
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert not weight.isnan().any()
-    assert torch.equal(weight.isinf(), wanted.isinf())
-    assert (weight[wanted == 0] == 0).all()
-    assert ((weight.float() - wanted).abs() <= ulp)[finite].all()
-
-
-@pytest.mark.parametrize("masters", MASTERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_either_format_is_loaded_into_the_model(dtype: torch.dtype, masters: str) -> None:
-    model = nn.Linear(9, 7).bfloat16()
-    optimizer = AdamW(model.parameters(), lr=1e-3, masters=masters)
-    run(optimizer, list(model.parameters()), range(2))
-    checkpoint = nn.Linear(9, 7).to(dtype).state_dict()
-    model.load_state_dict(checkpoint)
-    for name, param in model.named_parameters():
-        ulp = checkpoint[name].float().abs() * 2.0**-7
-        assert ((optimizer.master(param) - checkpoint[name].float()).abs() <= ulp).all()
-
-
 @pytest.mark.parametrize(
     ("masters", "dtype"), [(m, torch.bfloat16) for m in MASTERS] + [("fp32", torch.float16)]
 )
@@ -149,16 +92,6 @@ def test_a_master_that_is_set_is_what_is_read(masters: str, dtype: torch.dtype) 
         optimizer.set_master(param, torch.zeros(3))
     with pytest.raises(UsageError, match="none of its groups"):
         optimizer.master(one(2))
-
-
-def test_reading_a_master_moves_no_weight() -> None:
-    for masters in MASTERS:
-        weights = [torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)]
-        param = nn.Parameter(weights[0].clone())
-        optimizer = AdamW([param], masters=masters)
-        assert torch.equal(bits(param), bits(weights[0]))
-        assert torch.equal(optimizer.master(param).nan_to_num(7), weights[0].float().nan_to_num(7))
-        assert torch.equal(bits(param), bits(weights[0]))
 
 
 @pytest.mark.parametrize("masters", ["fp32", "split", "split8", "none"])
@@ -178,19 +111,6 @@ def test_what_lowering_kept_aside_becomes_the_master(masters: str) -> None:
         assert ((optimizer.master(param) - wanted[name]).abs() <= wanted[name].abs() * tolerance).all()
 
 
-def test_an_average_of_the_weights_follows_them() -> None:
-    model = nn.Linear(5, 3).bfloat16()
-    optimizer = AdamW(model.parameters(), lr=0.1, masters="split")
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-    for step in range(4):
-        run(optimizer, list(model.parameters()), [step])
-        average.update_parameters(model)
-    assert not torch.equal(average.module.weight, model.weight)
-    assert (average.module.weight - model.weight).abs().max() < 0.2
-
-
 def test_saved_tensors_notice_that_a_step_moved_the_weight() -> None:
     weight = one(3, dtype=torch.float32)
     optimizer = SGD([weight], lr=0.1)
@@ -204,17 +124,6 @@ def test_saved_tensors_notice_that_a_step_moved_the_weight() -> None:
     optimizer._steppers = {key: lambda *_, **__: None for key in optimizer._steppers}
     optimizer.step()
     assert weight._version > version  # whatever a kernel writes through
-
-
-def test_an_overflow_of_a_weight_is_noted() -> None:
-    param = nn.Parameter(torch.tensor([3.38e38, 1.0], dtype=torch.bfloat16))
-    optimizer = SGD([param], lr=1.0, masters="split")
-    param.grad = torch.tensor([-2e36, 0.0], dtype=torch.bfloat16)
-    assert float(optimizer.weight_overflow) == 0
-    optimizer.step()
-    assert float(optimizer.weight_overflow) == 1
-    assert param[0].isinf()
-    assert optimizer.master(param)[0].isfinite()
 
 
 BYTES = [
@@ -239,15 +148,6 @@ def test_bytes_a_parameter_are_what_the_table_says(masters: str, state: str, exp
     for param in params:
         param.grad = torch.zeros_like(param)
     assert bytes_per_parameter(optimizer)["total"] == expected + 2
-
-
-def test_a_lean_adamw_takes_at_most_7_1_bytes() -> None:
-    params = parameters(shapes=[(256, 130), (1000,), (64,)])
-    optimizer = AdamW(params, masters="split8", state="int8")
-    run(optimizer, params, range(1), each=lambda _: None)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    assert bytes_per_parameter(optimizer)["total"] <= 7.1
 
 
 def test_the_same_memory_may_become_another_format() -> None:

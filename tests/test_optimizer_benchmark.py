@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -93,61 +91,6 @@ def test_rounds_rotate_and_a_slow_contender_stops_after_three(
     b, q, s = names
     assert order == [b, q, s, q, s, b, s, b, q, b, q, q, b]
     assert [len(runner.seconds) for runner in runners.values()] == [5, 5, 3]
-
-
-@pytest.mark.heavy
-def test_what_a_contender_raises_is_a_row_and_the_others_run(
-    optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: Any) -> Any:
-        raise RuntimeError("no such instruction\nand more")
-
-    made = optimizers.CONTENDERS[optimizers.BASELINE]
-    table = {
-        optimizers.BASELINE: made,
-        "broken": optimizers.Contender("", torch.float32, broken),
-        "bf16": optimizers.CONTENDERS["torch fused, bf16"],
-        "elsewhere": optimizers.Contender("", torch.float32, broken, devices=("cuda",)),
-    }
-    monkeypatch.setattr(optimizers, "CONTENDERS", table)
-    monkeypatch.setitem(optimizers.LAYOUTS, "one", lambda size: [(1000,)])
-    arguments = argparse.Namespace(device="cpu", rounds=3, patience=60.0, memory=1e-6)
-    found = optimizers.cell("1M", "one", list(table), arguments, 1e9, QUIET)
-    assert found["raised"] == {
-        "broken": "RuntimeError: no such instruction",
-        "elsewhere": "not run on cpu: it exists for cuda",
-    }
-    assert list(found["rows"]) == [optimizers.BASELINE, "bf16"]
-    assert found["rows"]["bf16"]["bytes_per_parameter"]["total"] == pytest.approx(8, abs=0.02)
-    assert found["rows"][optimizers.BASELINE]["ratio"] == 1.0
-
-
-@pytest.mark.heavy
-def test_batches_each_have_the_baseline(optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [optimizers.BASELINE, "torch fused, bf16", "torch foreach, bf16"]
-    started: list[Any] = []
-    start = optimizers.start
-
-    def counted(contender: Any, *rest: Any) -> Any:
-        started.append(contender)
-        return start(contender, *rest)
-
-    monkeypatch.setattr(optimizers, "start", counted)
-    monkeypatch.setitem(optimizers.LAYOUTS, "one", lambda size: [(1000,)])
-    arguments = argparse.Namespace(device="cpu", rounds=2, patience=60.0, memory=1e-6)
-    found = optimizers.cell("1M", "one", names, arguments, 1e9, QUIET)
-    baseline, fused, foreach = (optimizers.CONTENDERS[name] for name in names)
-    assert found["batches"] == 2
-    assert started == [baseline, fused, baseline, foreach]
-
-
-def test_a_contenders_environment_is_put_back(
-    optimizers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEZZO_KERNELS", "numba")
-    with optimizers.CONTENDERS["mezzo split/fp32, fallback"].environment():
-        assert os.environ["MEZZO_KERNELS"] == "reference"
-    assert os.environ["MEZZO_KERNELS"] == "numba"
 
 
 @pytest.mark.heavy

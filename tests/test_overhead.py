@@ -88,7 +88,7 @@ def test_a_step_in_bf16_dispatches_what_torch_amp_does() -> None:
     assert _ops(_loop(lambda: mezzo.autocast("bf16", "cpu"), None)) == expected
     short = _ops(_short("bf16"))
     assert short - expected == {"aten.detach.default": 1}  # the loss that the result tells
-    split = _ops(_short("bf16", weights="split"))
+    split = _ops(_short("bf16", masters="split"))
     casts = "aten._to_copy.default"
     assert split[casts] < expected[casts]
 
@@ -202,11 +202,6 @@ def test_many_labels_are_left_behind_nowhere() -> None:
             assert _state() == first
 
 
-def test_asking_for_the_same_region_gives_the_same_object() -> None:
-    assert mezzo.autocast("bf16", "cpu") is mezzo.autocast("bf16", "cpu")
-    assert mezzo.autocast("bf16", "cpu") is not mezzo.autocast("bf16", "cpu", cache_enabled=False)
-
-
 def test_under_a_function_mode_genuine_objects_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     original = torch.autocast.__enter__
@@ -228,12 +223,3 @@ def test_under_a_function_mode_genuine_objects_are_entered(monkeypatch: pytest.M
     with Mode(), mezzo.autocast("bf16", "cpu"):
         pass
     assert made == ["cpu"]
-
-
-def test_a_policy_that_recomputes_pushes_its_hooks_and_pops_them() -> None:
-    layer = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    with mezzo.autocast("bf16,recompute=gelu", "cpu"):
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        out = layer(torch.randn(2, 4))
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    out.sum().backward()

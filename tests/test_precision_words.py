@@ -12,8 +12,7 @@ import torch
 import mezzo
 from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
-from mezzo.core.format_names import ALIASES
-from mezzo.core.formats import FORMATS, named
+from mezzo.core.formats import ALIASES, FORMATS, named
 from mezzo.pytorch.dtypes import DTYPES
 
 
@@ -54,11 +53,11 @@ def test_a_torch_dtype_is_a_precision(where: str, name: str) -> None:
 
 
 def test_a_torch_dtype_is_a_format_of_state_and_of_weights() -> None:
-    assert trained("bf16", weights="split", state=torch.bfloat16) == trained(
-        "bf16", weights="split", state="bf16"
+    assert trained("bf16", masters="split", state=torch.bfloat16) == trained(
+        "bf16", masters="split", state="bf16"
     )
     optimizer = mezzo.optim.AdamW(linear().parameters(), state=torch.bfloat16)
-    assert optimizer.param_groups[0]["state_format"] == "bf16"
+    assert optimizer.param_groups[0]["state"] == "bf16"
     model = linear()
     mezzo.lower_weights(model, torch.bfloat16)
     assert model.weight.dtype is torch.bfloat16

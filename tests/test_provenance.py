@@ -1,6 +1,6 @@
 """A step that was skipped: what is found out about it, what it costs, and that nothing comes of looking.
 
-That faults of many kinds are named by the right module is the corpus' matter: tests/test_faults_named.py.
+That faults of many kinds are named by the right module is the corpus' matter: tests/test_faults.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from alive import bytes_alive
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, RecordWriter, from_line, read, to_line
-from mezzo.pytorch.monitor.again import nothing_left
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from mezzo.pytorch.monitor.replay import nothing_left
 from ranks import two_ranks
 
 LOW = 2.0**6  # a loss scale that nothing here overflows by itself
@@ -202,55 +202,6 @@ def test_a_loss_scale_that_looks_for_its_place_is_no_alarm(where: str) -> None:
     assert (told.module, told.direction) == (OUTSIDE if where == "the loss" else "last", "backward")
 
 
-def test_a_fault_behind_a_loss_scale_that_is_too_large_is_found() -> None:
-    net = Net()
-    mp = trainer(net, 2.0**24)
-    net.place.fault = root_of_nothing
-    assert found(mp).op == "sqrt"
-
-
-# mask -> whether it is a fault
-MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "written": (lambda s: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf")), ""),
-    "added": (lambda s: s + torch.full_like(s, float("-inf")).triu(1), ""),
-    "put": (lambda s: torch.where(torch.ones_like(s).tril() > 0, s, float("-inf")), ""),
-    "a whole row": (lambda s: s.masked_fill(torch.ones_like(s, dtype=torch.bool), float("-inf")), "softmax"),
-}
-
-
-@pytest.mark.parametrize("name", list(MASKS))
-def test_a_mask_is_no_fault_but_a_row_without_an_open_place_is(name: str) -> None:
-    mask, op = MASKS[name]
-
-    def attend(x: Tensor) -> Tensor:
-        return torch.softmax(mask(x @ x.T), -1) @ x
-
-    net = Net()
-    mp = trainer(net, 2.0**24)
-    net.place.fault = attend
-    for _ in range(12):
-        result = step(mp)
-        if op:
-            assert (result.finding.op, result.finding.cause) == (op, "invalid")
-        elif result.skipped:
-            assert not result.finding.alarms, str(result.finding)
-
-
-def test_the_batch_and_a_weight_are_told_from_operations() -> None:
-    net = Net()
-    mp = trainer(net)
-    with mp.autocast():
-        value = net(batch(0)[0].index_fill(0, torch.tensor(2), float("nan"))).sum()
-    told = mp.step(value).finding
-    assert told is not None
-    assert (told.cause, told.op, told.inputs[0].nans) == ("input", "", 6)
-
-    with torch.no_grad():
-        net.last.weight[0, 0] = float("inf")
-    told = found(mp)
-    assert (told.cause, told.module, told.op) == ("state", "last", "weight")
-
-
 def test_running_statistics_that_the_step_itself_has_spoiled_are_no_state() -> None:
     net = Net()
     mp = trainer(net)
@@ -276,6 +227,14 @@ def test_a_loss_is_named_at_once_and_its_line_the_second_time() -> None:
     assert not mp._observing.watches_live
 
 
+def test_a_loss_whose_graph_does_not_tell_the_operation_is_named_the_second_time() -> None:
+    mp = trainer(Net())
+    first, second = (found(mp, n, lambda out, y: F.cross_entropy(out, y).float() * 1e39) for n in (0, 1))
+    assert (first.cause, first.module, first.op, first.alarms) == ("loss", OUTSIDE, "", True)
+    assert (second.cause, second.module, second.op) == ("overflow", OUTSIDE, "mul")
+    assert "* 1e39" in second.line
+
+
 def test_live_watching_ends_by_itself() -> None:
     mp = trainer(Net())
     assert found(mp, 0, log_of_nothing).line == ""
@@ -286,33 +245,101 @@ def test_live_watching_ends_by_itself() -> None:
     assert seen == 50
 
 
-def test_arithmetic_between_two_losses_of_a_penalty_in_backward() -> None:
-    mp = trainer(Net())
-    told = found(mp, 0, lambda out, y: F.cross_entropy(out, y) + (out.float() * 0).norm(dim=1).sqrt().sum())
-    assert (told.cause, told.module, told.op, told.direction) == ("invalid", OUTSIDE, "sqrt", "backward")
+# ------------------------------------------------------------------------------------------- lines outside
+
+
+def told_of(mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], size: int = 5) -> Finding:
+    x = torch.randn(size, 6, generator=torch.Generator().manual_seed(size))
+    with mp.autocast():
+        value = loss(mp.model(x), torch.arange(size) % 3)
+    finding = mp.step(value).finding
+    assert finding is not None
+    return finding
+
+
+@pytest.fixture
+def mp() -> Iterator[mezzo.MixedPrecision]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    made = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), "fp16", loss_scale=1.0, trace=True
+    )
+    yield made
+    made.close()
+
+
+def logarithm(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
+
+
+def logarithm_elsewhere(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y).exp() + torch.log(out[0, 0] * 0)
+
+
+def root(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) + (out.float() * 0).norm(dim=1).sqrt().sum()
+
+
+def second_of_two(out: Tensor, y: Tensor) -> Tensor:
+    first = torch.log(out[0, 0].float().abs() + 1)
+    return first + torch.log(out[1, 1].float().abs() * 0)
+
+
+def first_of_two(out: Tensor, y: Tensor) -> Tensor:
+    first = torch.log(out[0, 0].float().abs() * 0)
+    return first + torch.log(out[1, 1].float().abs() + 1)
+
+
+@pytest.mark.parametrize(("loss", "code"), [(logarithm, "torch.log(out[0, 0] * 0)"), (root, ".sqrt().sum()")])
+def test_a_line_that_was_learnt_is_said_at_every_later_overflow(
+    mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], code: str
+) -> None:
+    assert told_of(mp, loss).line == ""
+    learnt = told_of(mp, loss)
+    assert learnt.line.endswith(code)
+    assert "earlier" not in learnt.note
+    for size in (5, 4, 7):  # whatever the batch
+        told = told_of(mp, loss, size)
+        assert (told.line, told.op, told.module) == (learnt.line, learnt.op, OUTSIDE)
+        assert "the line is that of an earlier overflow" in told.note
+        assert not mp._observing.watches_live  # and no step is slow for it
+
+
+def test_another_fault_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
+    told_of(mp, logarithm)
+    assert told_of(mp, logarithm).line.endswith("torch.log(out[0, 0] * 0)")
+    assert told_of(mp, logarithm_elsewhere).line == ""
+    own = told_of(mp, logarithm_elsewhere).line
+    assert "exp()" in own
+    assert told_of(mp, root).line == ""
+    assert told_of(mp, root).line.endswith(".sqrt().sum()")
+    again = {told_of(mp, loss).line for loss in (logarithm, logarithm_elsewhere, root)}
+    assert len(again) == 3
+    assert "" not in again
+
+
+def test_the_same_operation_at_another_place_of_a_loss_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
+    told_of(mp, second_of_two)
+    assert "out[1, 1]" in told_of(mp, second_of_two).line
+    told = told_of(mp, first_of_two)
+    assert told.op == "log"
+    assert told.line == ""
+    assert "out[0, 0]" in told_of(mp, first_of_two).line
+    assert "out[1, 1]" in told_of(mp, second_of_two).line
+
+
+def test_the_same_graph_from_another_line_of_the_loop_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
+    told_of(mp, logarithm)
+    assert told_of(mp, logarithm).line
+    x = torch.randn(5, 6)
+    with mp.autocast():
+        value = logarithm(mp.model(x), torch.arange(5) % 3)
+    told = mp.step(value).finding
+    assert told is not None
+    assert (told.op, told.line) == ("log", "")
 
 
 # -------------------------------------------------------------------------------------- all the ways to train
-
-
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("fault", [grows, root_of_nothing])
-def test_within_a_checkpoint(fault: Callable[[Tensor], Tensor], how: str) -> None:
-    net = Net(how)
-    mp = trainer(net)
-    net.place.fault = fault
-    told = found(mp)
-    assert (told.module, told.op) == ("place", "mul" if fault is grows else "sqrt")
-    assert told.direction == ("forward" if fault is grows else "backward")
-
-
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
-def test_the_module_in_a_checkpoint_is_offered_as_a_remedy(how: str) -> None:
-    net = Net(how)
-    mp = trainer(net)
-    net.place.fault = lambda x: (x * 300) * (x * 300) / 9e4
-    policies = [remedy.partition("`")[2].rstrip("`") for remedy in found(mp).remedies if "`" in remedy]
-    assert policies[0] == "fp16,module.place=fp32"
 
 
 class _Grows(nn.Module):
@@ -332,78 +359,29 @@ def test_a_remedy_under_which_gradients_may_overflow_at_this_loss_scale_says_so(
     }
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_in_any_loss_of_a_window(bad: int) -> None:
-    net = Net()
-    mp = trainer(net, accumulate=3)
-    for number in range(3):
-        net.place.fault = root_of_nothing if number == bad else None
-        result = step(mp, number)
-    # The module is the identity again when the call is run again, unless it was the last.
-    assert result.skipped
-    if bad == 2:
-        assert result.finding.op == "sqrt"
-
-
-def test_in_any_loss_of_a_window_by_its_batch() -> None:
-    for bad in range(3):
-        mp = trainer(Net(), accumulate=3)
-        for number in range(3):
-            x, y = batch(number)
-            with mp.autocast():
-                value = F.cross_entropy(mp.model(x * (1e6 if number == bad else 1)), y)
-            result = mp.step(value)
-        assert (result.finding.module, result.finding.op) == ("first.0", "linear")
-        assert result.finding.inputs[0].largest > 1e5
-
-
-@pytest.mark.parametrize(
-    "options", [{"release_gradients": True}, {"weights": "masters"}, {"clip_norm": 1.0}],
-    ids=["released", "masters", "clipped"],
-)  # fmt: skip
-def test_with_every_kind_of_turn(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    net = Net()
-    mp = mezzo.MixedPrecision(net, mezzo.optim.AdamW(net.parameters()), "fp16", loss_scale=LOW, **options)
-    net.place.fault = root_of_nothing
-    assert found(mp).module == "place"
-
-
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.place = nn.Linear(6, 4), Planted()
+        self.body = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.place(self.body(x)).mean()
+        return self.body(x).mean()
 
 
-@pytest.mark.parametrize("whose", ["maker", "critic", "between"])
-def test_several_models_in_one_loss(whose: str) -> None:
+def test_between_several_models_in_one_loss() -> None:
     """The generator's loss comes through the discriminator's call."""
-    maker, critic = nn.Sequential(nn.Linear(6, 6), Planted()), Critic()
+    maker, critic = nn.Sequential(nn.Linear(6, 6)), Critic()
     makes, judges = trainer(maker), trainer(critic)
-    between = whose == "between"
-    if whose == "maker":
-        maker[1].fault = root_of_nothing
     for _ in range(2):
         x, _y = batch(0)
         with judges.autocast():
             value = critic(x) - critic(maker(x).detach())
         assert not judges.step(value).skipped
-        critic.place.fault = root_of_nothing if whose == "critic" else None
         with makes.autocast():
-            made = maker(x)
-            value = -critic(root_of_nothing(made) if between else made)
-        result = makes.step(value)
-        critic.place.fault = None
-    assert result.skipped
-    told = result.finding
-    if whose == "critic":  # run again, it is the identity: what is told comes of a call that is as it was
-        assert told is not None
-        return
-    assert (told.op, told.direction) == ("sqrt", "backward")
-    assert told.module == ("1" if whose == "maker" else OUTSIDE)
+            value = -critic(root_of_nothing(maker(x)))
+        told = makes.step(value).finding
+    assert told is not None
+    assert (told.op, told.direction, told.module) == ("sqrt", "backward", OUTSIDE)
 
 
 def test_what_another_model_made_and_this_one_was_given_detached_is_no_fault_of_the_data() -> None:
@@ -514,8 +492,7 @@ def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fit
     )  # fmt: skip
     assert told.alarms == (cause == "overflow")
     if module == OUTSIDE:
-        assert [fact.largest for fact in told.inputs] == pytest.approx([told.inputs[0].largest] * 2)
-        assert all(fact.finite for fact in told.inputs)
+        assert not told.outputs[0].finite
         assert not any("autocast" in remedy for remedy in told.remedies)
 
 
@@ -624,13 +601,10 @@ def test_without_tracing_nothing_is_on_the_model() -> None:
     net.place.fault = grows
     assert step(mp).finding is None
     assert mp.findings == []
-
-
-def test_by_default_steps_without_a_loss_scale_are_not_looked_at() -> None:
+    # Without a loss scale no step is skipped, and none is looked at by default.
     net = Net()
-    mp = mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16")
+    mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16")
     assert not net._forward_pre_hooks
-    assert not mp._observing
 
 
 @pytest.mark.parametrize("fault", [None, grows, root_of_nothing])
@@ -729,8 +703,8 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
 
     target = {
         "call_begins": "mezzo.pytorch.monitor.overflow_tracer.SavedCall",
-        "call_ended": "mezzo.pytorch.monitor.saved_call.SideEffects.after",
-        "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.LossGraphWatch",
+        "call_ended": "mezzo.pytorch.monitor.replay.SideEffects.learn",
+        "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.watch_loss",
         "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
         "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._note",
     }[broken]

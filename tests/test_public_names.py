@@ -45,8 +45,19 @@ TENSORFLOW = {
 }
 
 FORMATS = {
-    *("FORMATS", "OVERFLOW", "Format", "Number", "bits", "decode", "exactly", "named", "overflow_named"),
-    *("power_of_two", "round", "ulp"),
+    *(
+        "ALIASES",
+        "Bits",
+        "FORMATS",
+        "OVERFLOW",
+        "Format",
+        "bits",
+        "decode",
+        "dtype_name",
+        "format_name",
+        "named",
+    ),
+    *("round", "ulp"),
 }
 
 
@@ -101,8 +112,8 @@ def test_the_names_of_mezzo_formats_are_these() -> None:
         if not name.startswith("_") and getattr(value, "__module__", module.__name__) == module.__name__
     }
     modules = {name for name in own if type(getattr(module, name)) is type(sys)}
-    assert own - modules - {"TYPE_CHECKING", "annotations"} == FORMATS - {"Number"}
-    assert hasattr(module, "Number")
+    assert own - modules - {"TYPE_CHECKING", "annotations"} == FORMATS
+    assert all(hasattr(module, name) for name in ("Number", "exactly", "power_of_two"))
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
@@ -130,7 +141,7 @@ NO_FRAMEWORK = [
     "import mezzo; mezzo.Policy; mezzo.policy('bf16')",
     "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
     "import mezzo; mezzo.keras; mezzo.tensorflow",
-    "import mezzo.scripts.seeds, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
+    "import mezzo.keras.run, mezzo.verify.request, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
     "import mezzo.core.records, mezzo.core.errors",
     "import mezzo; mezzo.formats.round(0.1, 'bf16'); mezzo.formats.bits(0.1, 'fp16')",
     "import mezzo, numpy; mezzo.formats.round(numpy.ones(3, numpy.float32), 'fp16')",

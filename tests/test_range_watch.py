@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,112 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.core.ranges import WHAT
+from mezzo.core import records
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.finding import OUTSIDE
+from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.monitor.ranges import RangeWatch
-from watched_training import SEEN, Net, batches, by_key, everything, histogram, hooks, trained, watch_of
+from mezzo.pytorch.monitor.counted import ratios
+from mezzo.pytorch.monitor.module_paths import parameter_paths, paths
+from mezzo.pytorch.monitor.ranges import KEPT, RangeWatch
+
+
+def histogram(*tensors: Tensor, scale: float = 1.0) -> Histogram:
+    """Of all elements of some tensors together, divided by a power of two."""
+    every = torch.cat([t.detach().float().flatten() for t in tensors]) / scale
+    finite = every[every.isfinite()].abs()
+    field = (every.view(torch.int32) >> 23) & 255  # the exponent's, which is the index of a bin
+    index = torch.where(every == 0, ZERO, torch.where(every.isnan(), NAN, field))
+    bins = torch.bincount(index, minlength=BINS)
+    return Histogram.from_bins(bins.tolist(), float(finite.max()) if finite.numel() else 0.0)
+
+
+class Net(nn.Module):
+    """A block that is run twice, a normalisation, dropout, and an output in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = Head()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = self.first(x)
+        x = self.block(self.block(x))
+        return {"out": self.head(self.drop(self.norm(x)))[0], "count": 3}
+
+
+class Head(nn.Module):
+    """Two outputs, of which one has no use, and a parameter of its own beside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 2))
+        self.softplus = nn.Softplus()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.softplus(x @ self.weight), torch.arange(3)
+
+
+SEEN = ["first", "block.0", "block.1", "norm", "drop", "head", "head.softplus"]
+"""Paths of the modules of `Net` whose outputs are looked at, in the order of their calls."""
+
+
+def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(12, 6, generator=generator)
+
+
+def trained(
+    precision: str = "fp16",
+    updates: int = 4,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    spike: int = -1,
+    **options: Any,
+) -> tuple[Net, mezzo.MixedPrecision, list[Tensor]]:
+    torch.manual_seed(0)
+    model = Net()
+    mp = mezzo.MixedPrecision(model, optimizer(model.parameters(), lr=1e-2), precision, **options)
+    losses = []
+    for number, x in enumerate(batches(updates * mp.accumulate)):
+        with mp.autocast():
+            loss = model(x)["out"].float().square().mean()
+        if number == spike:
+            loss = loss * 1e30
+        losses.append(mp.step(loss).loss_tensor)
+    return model, mp, losses
+
+
+def everything(model: nn.Module, mp: mezzo.MixedPrecision, losses: list[Tensor]) -> list[Any]:
+    state = mp.optimizer.state_dict()["state"]
+    held = [value for one in state.values() for value in one.values()]
+    return [*model.state_dict().values(), *losses, *held, torch.get_rng_state(), torch.tensor(mp.loss_scale)]
+
+
+# What a training does besides -> options of MixedPrecision.
+
+
+def by_key(rows: list[RangeRow]) -> dict[tuple[str, str, str], RangeRow]:
+    found = {(row.what, row.module, row.name): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def watch_of(mp: mezzo.MixedPrecision) -> RangeWatch:
+    (watch,) = (one for one in mp._observing._observers if isinstance(one, RangeWatch))
+    return watch
+
+
+def hooks(model: nn.Module) -> int:
+    """Hooks on all modules and parameters."""
+    on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return on_modules + sum(
+        len(p._post_accumulate_grad_hooks or ()) + len(p._backward_hooks or ()) for p in model.parameters()
+    )
+
 
 TRAININGS: dict[str, dict[str, Any]] = {
     "fp16": {},
@@ -23,8 +128,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate": 3},
     "clipped": {"clip_norm": 0.1, "clip_value": 0.05},
     "skipping": {"spike": 1},
-    "split": {"precision": "bf16", "weights": "split"},
-    "masters, the first step skipped": {"weights": "masters", "spike": 0},
+    "split": {"precision": "bf16", "masters": "split"},
+    "masters, the first step skipped": {"masters": "fp32", "spike": 0},
     "released": {"precision": "bf16", "release_gradients": True, "optimizer": mezzo.optim.AdamW},
     "released in two passes": {"release_gradients": True, "optimizer": mezzo.optim.AdamW, "clip_norm": 0.1},
     "sgd": {"optimizer": torch.optim.SGD},
@@ -164,7 +269,7 @@ def test_a_skipped_update_has_no_ratios_and_shows_the_infinities() -> None:
 
 
 def test_masters_are_what_weights_are() -> None:
-    model, mp, _ = trained("bf16", 1, watch=2, weights="split", optimizer=torch.optim.SGD)
+    model, mp, _ = trained("bf16", 1, watch=2, masters="split", optimizer=torch.optim.SGD)
     master = mezzo.master_state_dict(model, mp.optimizer)
     x = next(batches(1, seed=7))
     for _ in range(2):
@@ -287,3 +392,257 @@ def test_a_call_that_raised_and_a_graph_that_is_kept_add_nothing() -> None:
     for what in ("activation", "activation gradient"):
         for module in ("0", "1"):
             assert rows[what, module, ""].histogram.elements == 2 * 48
+
+
+# ------------------------------------- several models and optimizers, records, notes, paths, and what goes wrong
+
+
+def test_two_optimizers_of_one_loop_see_their_own() -> None:
+    """A GAN: each has its own model and interval; the discriminator's gradients in the other's step are not its own."""
+    torch.manual_seed(0)
+    maker, judge = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 1))
+    mps = [
+        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16", watch=every)
+        for model, every in ((judge, 1), (maker, 2))
+    ]
+    for _ in range(3):
+        noise, real = torch.randn(5, 3), torch.randn(5, 4)
+        with mps[0].autocast():
+            loss = judge(maker(noise).detach()).float().mean() - judge(real).float().mean()
+        mps[0].step(loss)
+        with mps[1].autocast():
+            loss = -judge(maker(noise)).float().mean()
+        mps[1].step(loss)
+    of_judge, of_maker = (watch_of(mp).drain() for mp in mps)
+    assert [record.update for record in of_judge] == [0, 1, 2]
+    assert [record.update for record in of_maker] == [0, 2]
+    assert {row.module for record in of_maker for row in record.rows} == {"0", "1"}
+    for record in of_judge:
+        rows = by_key(record.rows)
+        assert rows["activation gradient", "0", ""].histogram.elements == 10
+        # d mean / d out is 1/5, whatever the loss scale is
+        assert rows["activation gradient", "0", ""].histogram.lowest == -3
+
+
+def test_any_optimizer_and_any_model_where_none_is_named() -> None:
+    """What a launched script has: models that are called, and optimizers that step."""
+    torch.manual_seed(0)
+    models = [nn.Linear(2, 2), nn.Linear(2, 3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    stray = nn.Parameter(torch.ones(2))
+    optimizers[1].add_param_group({"params": [stray]})
+    watch = RangeWatch(None, None, every=2, clock=lambda: 1.5)
+    index = 0
+    for _ in range(3):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers)):
+            x = torch.ones(1, 2)
+            watch.call_begins(model, (x,), {})
+            out = model(x)
+            watch.call_ended(model, out)
+            loss = out.sum() + stray.sum()
+            watch.backward_begins(loss, 4.0)
+            (loss * 4).backward()
+            watch.update_begins(optimizer, 4.0)
+            optimizer.step()
+            watch.update_ended(optimizer, index=index, number=number, skipped=False, loss_scale=4.0)
+            optimizer.zero_grad()
+            index += 1
+    found = watch.drain()
+    assert [(r.update, r.optimizer, r.loss_scale, r.at) for r in found] == [
+        (0, 0, 4.0, 1.5),
+        (1, 1, 4.0, 1.5),
+        (4, 0, 4.0, 1.5),
+        (5, 1, 4.0, 1.5),
+    ]
+    assert {row.module for row in found[2].rows} == {""}
+    last = by_key(found[3].rows)
+    assert {module for _, module, _ in last} == {"Linear", OUTSIDE}
+    assert last["activation gradient", "Linear", ""].histogram == Histogram(0, [3], largest=1.0)
+    assert last["weight gradient", OUTSIDE, "parameter 2"].histogram.lowest in (0, 1)
+    assert watch.finding is None
+
+
+def test_parts_that_are_called_themselves_keep_their_paths_and_notes_go_where_they_are_wanted() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1))
+    other, optimizer = nn.Linear(1, 1), torch.optim.SGD(model.parameters())
+    notes: list[str] = []
+    watch = RangeWatch(model, None, every=1, kinds=("activation",), note=notes.append)
+    for index in range(2):
+        for part, x in (
+            (model[0], torch.ones(1, 2)),
+            (other, torch.ones(1, 1)),
+            (nn.Linear(1, 1), torch.ones(1, 1)),
+        ):
+            watch.call_begins(part, (x,), {})
+            watch.call_ended(part, part(x))
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+        assert [row.module for row in watch.rows] == ["0.0", "Linear", "Linear2"]
+    for index in range(2):
+        watch.update_begins(optimizer, 1.0)
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+    assert len(notes) == 1
+    assert notes == watch.notes
+
+
+def test_sparse_gradients_are_seen_by_their_values() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
+    mp = mezzo.MixedPrecision(model, torch.optim.SparseAdam(model.parameters()), "fp32", watch=1)
+    with mp.autocast():
+        loss = model(torch.tensor([3, 3, 7])).sum()
+    mp.step(loss)
+    rows = by_key(mp.ranges)
+    assert rows["weight gradient", "0", "weight"].histogram == Histogram(0, [4, 4], largest=2.0)
+    assert rows["weight", "0", "weight"].histogram.elements == 400
+    assert rows["update ratio", "0", "weight"].histogram.zeros == 392
+
+
+def test_a_backward_that_raises_leaves_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    mp = mezzo.MixedPrecision(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1, trace=False
+    )
+    own = hooks(model)
+    (x,) = batches(1)
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    with mp.autocast():
+        out = model(x)
+    out.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mp.step(out.sum())
+    assert hooks(model) == own
+    assert mp.ranges == []
+    with mp.autocast():
+        loss = model(x).sum()
+    mp.step(loss)
+    rows = by_key(mp.ranges)
+    assert rows["activation", "0", ""].histogram.elements == 48
+    assert [record.update for record in watch_of(mp).drain()] == [0]
+    with mp.autocast():
+        model(x)
+    mp.close()
+    assert hooks(model) == 0
+
+
+def test_records_are_written_beside_the_updates(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = records.RecordWriter(path)
+    _, mp, _ = trained(updates=5, watch=2, records=writer)
+    mp.close()
+    writer.close()
+    read = list(records.read(path))
+    updates = [r for r in read if isinstance(r, records.UpdateRecord)]
+    ranges = [r for r in read if isinstance(r, records.RangesRecord)]
+    assert [r.update for r in ranges] == [0, 2, 4]
+    assert [r.loss_scale for r in ranges] == [updates[r.update].loss_scale for r in ranges]
+    assert ranges[-1].rows == mp.ranges
+    assert all(r.at > 0 for r in ranges)
+
+
+def test_only_the_last_records_wait_for_a_reader() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    watch = RangeWatch(model, optimizer, every=1, kinds=("weight",))
+    for index in range(KEPT + 5):
+        watch.update_begins(optimizer, 1.0)
+        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
+    assert [record.update for record in watch.drain()] == list(range(5, KEPT + 5))
+    assert [row.what for row in watch.rows] == ["weight", "weight"]
+
+
+def test_what_only_the_device_knows_is_read_when_somebody_asks() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    watch = RangeWatch(model, optimizer, every=1, kinds=("weight gradient", "update ratio"))
+    for skipped in (True, False):
+        model.weight.grad = torch.full((1, 2), 64.0)
+        scale = torch.tensor(16.0)
+        watch.update_begins(optimizer, scale)
+        optimizer.step()
+        watch.update_ended(optimizer, index=0, number=0, skipped=torch.tensor(skipped), loss_scale=scale)
+        scale.zero_()  # whoever owns it may go on with it
+        (record,) = watch.drain()
+        assert record.loss_scale == 16.0
+        rows = by_key(record.rows)
+        assert rows["weight gradient", "", "weight"].histogram == Histogram(2, [2], largest=4.0)
+        assert (("update ratio", "", "weight") in rows) is not skipped
+
+
+def test_ratios_by_blocks() -> None:
+    before = torch.tensor([1.0, -2.0, 0.0, 0.0, math.inf, 4.0]).repeat(100_000)
+    after = torch.tensor([1.5, -1.0, 0.0, 3.0, 1.0, 4.0]).repeat(100_000)
+    found = torch.cat(list(ratios(before, after)))
+    assert torch.equal(
+        found[:6].nan_to_num(nan=-1.0, posinf=-2.0), torch.tensor([0.5, 0.5, 0.0, -2.0, -1.0, 0.0])
+    )
+    assert torch.equal(found.nan_to_num(nan=-1.0), found[:6].nan_to_num(nan=-1.0).repeat(100_000))
+    (low,) = ratios(torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([258.0], dtype=torch.bfloat16))
+    assert low.dtype is torch.float32
+    assert low.item() == 2 / 256
+
+
+def test_compiled_insides_are_left_out_and_said_so_once() -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
+    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 2))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in batches(2):
+            with mp.autocast():
+                loss = model(x).sum()
+            mp.step(loss)
+    assert len([w for w in caught if str(w.message).startswith("watch:")]) == 1
+    assert "the modules of 0 are compiled into one graph" in watch_of(mp).notes[0]
+    rows = by_key(mp.ranges)
+    assert {module for what, module, _ in rows if what == "activation"} == {"0", "1"}
+    assert {module for what, module, _ in rows if what == "weight gradient"} == {"0.0", "1"}
+
+
+def test_a_model_that_is_never_called_is_said_to_be() -> None:
+    model = nn.Sequential(nn.Linear(6, 4))
+    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=1)
+    for x in batches(2):
+        with mp.autocast():
+            loss = model[0](x).sum()
+        if watch_of(mp).notes:
+            mp.step(loss)
+        else:
+            with pytest.warns(UserWarning, match="no call of the model was seen"):
+                mp.step(loss)
+    assert len(watch_of(mp).notes) == 1
+    assert {row.what for row in mp.ranges} == {"weight", "weight gradient", "update ratio"}
+
+
+def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
+    net = Net()
+    wrapped = nn.DataParallel(torch.compile(net, backend="eager"))
+    assert parameter_paths(wrapped) == parameter_paths(net)
+    assert parameter_paths(net)[id(net.block[0].bias)] == ("block.0", "bias")
+    assert list(paths(wrapped).seen) == [""]
+    assert paths(wrapped).compiled == [""]
+    assert list(paths(nn.DataParallel(net)).seen) == SEEN
+    holder = nn.Module()
+    holder.module = net  # not everything of this name is a wrapper
+    assert next(iter(paths(holder).seen)) == "module.first"
+    net.block.compile(backend="eager")
+    assert paths(net).compiled == ["block"]
+    assert "block.0" not in paths(net).seen
+
+
+BAD = {
+    "interval of -1": ({"every": -1}, UsageError, "watch=-1"),
+    "interval of 0.5": ({"every": 0.5}, UsageError, "watch=0.5"),
+    "kind": ({"kinds": ("weigth",)}, UnknownNameError, "Did you mean 'weight'"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_arguments(name: str) -> None:
+    options, error, words = BAD[name]
+    model = nn.Linear(1, 1)
+    with pytest.raises(error, match=words):
+        RangeWatch(model, torch.optim.SGD(model.parameters()), **options)

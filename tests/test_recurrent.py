@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
 import mezzo
@@ -33,7 +33,7 @@ CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
     "rnn_tanh": nn.RNNCell,
     "rnn_relu": lambda *sizes, **rest: nn.RNNCell(*sizes, nonlinearity="relu", **rest),
 }
-SPECS = ["bf16", "fp16", "bf16,hidden=fp32", "fp16,hidden=fp32", "fp16,hidden=compute"]
+SPECS = ["bf16", "fp16", "bf16,hidden=fp32", "fp16,hidden=fp32"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +61,8 @@ class Row:
 ROWS = [
     *(Row(kind) for kind in LAYERS),
     Row("lstm", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
-    Row("gru", {"num_layers": 3, "bias": False}),
-    Row("rnn_tanh", {"num_layers": 2, "bidirectional": True}),
     Row("lstm", {"proj_size": 3, "num_layers": 2, "bidirectional": True}),
-    Row("lstm", {"proj_size": 3, "bias": False}),
     Row("gru", {"num_layers": 3, "dropout": 0.4, "bidirectional": True}),
-    Row("lstm", {"num_layers": 2, "dropout": 0.5, "batch_first": True}),
 ]
 KINDS = pytest.mark.parametrize("kind", list(LAYERS))
 NATIVE = pytest.mark.skipif(
@@ -125,30 +121,6 @@ def test_modules_give_what_pytorch_gives(row: Row, spec: str) -> None:
             torch.testing.assert_close(got.float(), true, rtol=0, atol=6 * torch.finfo(compute).eps)
 
 
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.built.get("batch_first")], ids=str)
-def test_a_packed_batch_is_its_sequences_one_by_one(row: Row, spec: str) -> None:
-    module = row.module().eval()
-    lengths = [9, 4, 4, 1]
-    x = torch.randn(STEPS, len(lengths), IN)
-    rows = module.num_layers * (1 + module.bidirectional)
-    states = [torch.randn(rows, len(lengths), module.proj_size or WIDTH) * 0.3]
-    if row.kind == "lstm":
-        states.append(torch.randn(rows, len(lengths), WIDTH) * 0.3)
-
-    def hx(part: slice) -> Any:
-        chosen = tuple(state[:, part] for state in states)
-        return chosen if row.kind == "lstm" else chosen[0]
-
-    packed, ends = inside(spec, module, pack_padded_sequence(x, torch.tensor(lengths)), hx(slice(None)))
-    padded, _ = pad_packed_sequence(packed)
-    for i, length in enumerate(lengths):
-        alone, ends_alone = inside(spec, module, x[:length, i : i + 1], hx(slice(i, i + 1)))
-        torch.testing.assert_close(padded[:length, i : i + 1].float(), alone.float(), rtol=0, atol=0.02)
-        for end, end_alone in zip(floating(ends), floating(ends_alone), strict=True):
-            torch.testing.assert_close(end[:, i : i + 1], end_alone, rtol=0, atol=0.01)
-
-
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @KINDS
 def test_an_fp32_state_that_is_handed_on_loses_nothing(kind: str, compute: str) -> None:
@@ -166,9 +138,9 @@ def test_an_fp32_state_that_is_handed_on_loses_nothing(kind: str, compute: str) 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("of_states", FORMATS, ids=str)
-@pytest.mark.parametrize("of_weights", FORMATS, ids=str)
-@pytest.mark.parametrize("of_input", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("of_input", "of_weights", "of_states"), [FORMATS, FORMATS[1:] + FORMATS[:1], FORMATS[2:] + FORMATS[:2]]
+)
 @pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
 def test_every_input_dtype(
     spec: str, of_input: torch.dtype, of_weights: torch.dtype, of_states: torch.dtype
@@ -204,13 +176,10 @@ def gradients_of(module: nn.RNNBase, x: Tensor, slope: Tensor, spec: str, dtype:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("built", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
-@KINDS
+@pytest.mark.parametrize(("kind", "built"), [("lstm", {}), ("gru", {"num_layers": 2, "bidirectional": True})])
 def test_gradients_are_no_further_off_than_pytorchs(kind: str, built: dict[str, Any]) -> None:
     """Against FP64, the mean error of the seeds for each tensor: an FP32 state and fp16 against torch.autocast in bf16,
     and bf16 against PyTorch's bf16 layer (torch.autocast keeps the state of a GRU on a CPU in FP32).
-
-    Where relu's slope jumps, both are off by whole units that were switched the other way: chance, to a tenth.
     """
     seeds = 8
     runs = [
@@ -229,30 +198,9 @@ def test_gradients_are_no_further_off_than_pytorchs(kind: str, built: dict[str, 
             found = gradients_of(module, x, slope, spec, dtype)
             for name, (got, true) in enumerate(zip(found, truth, strict=True)):
                 errors.setdefault(name, [0.0] * len(runs))[number] += off(got, true) / seeds
-    allowed = 1.1 if kind == "rnn_relu" else 1.0
     for name, (autocast, layer, fp32_state, fp16, bf16) in errors.items():
-        assert max(fp32_state, fp16) <= allowed * autocast, (name, autocast, fp32_state, fp16)
-        assert bf16 <= allowed * layer, (name, layer, bf16)
-
-
-GRU = [torch.zeros(shape) for shape in ((12, 3), (12, 4), (12,), (12,))]
-REST = (True, 1, 0.0, False, False)
-X, H = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)
-COMPLAINTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "no steps": ((X[:0], H, GRU, *REST, False), "larger than 0"),
-    "width": ((torch.zeros(5, 2, 7), H, GRU, *REST, False), "shapes"),
-    "layers": ((X, torch.zeros(2, 2, 4), GRU, *REST, False), "hidden states"),
-    "devices": ((X, H.to("meta"), GRU, *REST, False), "device"),
-    "growing": ((torch.zeros(6, 3), torch.tensor([2, 3, 1]), H, GRU, *REST), "match the size"),
-}
-
-
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-@pytest.mark.parametrize("case", COMPLAINTS)
-def test_what_does_not_fit_raises_as_in_pytorch(case: str, spec: str) -> None:
-    args, message = COMPLAINTS[case]
-    with pytest.raises(RuntimeError, match=message):
-        inside(spec, torch.gru, *args)
+        assert max(fp32_state, fp16) <= autocast, (name, autocast, fp32_state, fp16)
+        assert bf16 <= layer, (name, layer, bf16)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -271,13 +219,9 @@ def test_an_empty_batch(spec: str) -> None:
         assert out.shape == (STEPS, 0, WIDTH)
         assert out.dtype is compute_of(spec)
         assert {end.dtype for end in ends} == {state_of(spec)}
-        cell = CELLS[kind](IN, WIDTH)
-        assert {(s.shape, s.dtype) for s in floating(inside(spec, cell, torch.zeros(0, IN)))} == {
-            ((0, WIDTH), state_of(spec))
-        }
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
 @KINDS
 def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
     module = Row(kind).module()
@@ -302,10 +246,9 @@ def chain(cell: nn.Module, xs: Tensor, state: Any = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("bias", [True, False])
 @KINDS
-def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, bias: bool, spec: str) -> None:
-    cell = CELLS[kind](IN, WIDTH, bias=bias)
+def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, spec: str) -> None:
+    cell = CELLS[kind](IN, WIDTH)
     xs = torch.randn(STEPS, BATCH, IN)
     assert floating(inside(spec, cell, xs[0, 0]))[0].shape == (WIDTH,)  # without a batch
 
@@ -324,22 +267,7 @@ def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, bias: bool, spec: s
             assert not torch.equal(state, state.to(compute_of(spec)).float())
     for gradient, true in zip(gradients, true_gradients, strict=True):
         assert gradient.dtype is torch.float32
-        if (
-            kind != "rnn_relu" or bias
-        ):  # without biases some unit is so close to 0 that a rounding turns its slope
-            assert off(gradient, true) < 6 * eps
-
-
-@KINDS
-def test_a_loop_of_cells_is_the_layer(kind: str) -> None:
-    layer, cell = Row(kind).module(), CELLS[kind](IN, WIDTH)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in layer.state_dict().items()})
-    xs = torch.randn(STEPS, BATCH, IN)
-    for spec in SPECS:
-        seen = inside(spec, chain, cell, xs)
-        ends = floating(inside(spec, layer, xs)[1])
-        for mine, end in zip(seen[-len(ends) :], ends, strict=True):
-            torch.testing.assert_close(mine.float(), end[0].float(), rtol=0.02, atol=0.02)
+        assert off(gradient, true) < 6 * eps
 
 
 @KINDS
@@ -356,18 +284,9 @@ def test_a_weight_that_changed_is_rounded_anew(kind: str) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("spec", ["bf16", "bf16,hidden=fp32"])
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_negated_tensors_are_read_as_their_values(kind: str, spec: str) -> None:
-    module, x = Row(kind).module(), torch.randn(STEPS, BATCH, IN)
-    got = inside(spec, module, torch._neg_view(-x))[0]
-    torch.testing.assert_close(got.float(), module(x)[0], rtol=0, atol=0.05)
-
-
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize(("kind", "spec"), [("lstm", "fp16"), ("gru", "bf16,hidden=fp32")])
 def test_compiled(kind: str, spec: str) -> None:
     """Once as Dynamo does it, which leaves the layer out of its graph, and once with the layer in it.
 
@@ -397,37 +316,12 @@ def test_compiled(kind: str, spec: str) -> None:
             torch.testing.assert_close(got, true, rtol=0, atol=0.02)
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh"])
-def test_a_compiled_loop_of_cells(kind: str) -> None:
-    module = CELLS[kind](IN, WIDTH)
-    x = torch.randn(3, BATCH, IN)
-
-    def loop(x: Tensor) -> list[Tensor]:
-        state, seen = None, []
-        with mezzo.autocast("bf16,hidden=fp32", "cpu"):
-            for step in x:
-                state = module(step, state)
-                seen += [state] if isinstance(state, Tensor) else list(state)
-        return seen
-
-    truth = loop(x)
-    torch._dynamo.reset()
-    found = torch.compile(loop, backend="aot_eager", fullgraph=True)(x)
-    for got, true in zip(found, truth, strict=True):
-        assert got.dtype is true.dtype is torch.float32
-        torch.testing.assert_close(got, true, rtol=0, atol=0.02)
-    found[-1].sum().backward()
-    assert all(p.grad is not None for p in module.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own, of `mkldnn.flags`
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
 )  # and of its forward mode
 @pytest.mark.parametrize("spec", ["fp16", "fp16,hidden=fp32"])
-@pytest.mark.parametrize("of", ["layer", "cell"])
-@KINDS
+@pytest.mark.parametrize(("kind", "of"), [("lstm", "layer"), ("gru", "cell")])
 def test_torch_func_and_higher_derivatives(kind: str, of: str, spec: str) -> None:
     module = Row(kind, {"num_layers": 2}).module() if of == "layer" else CELLS[kind](IN, WIDTH)
     x, along = torch.randn(STEPS, BATCH, IN), torch.randn(STEPS, BATCH, IN)
@@ -454,27 +348,6 @@ def test_torch_func_and_higher_derivatives(kind: str, of: str, spec: str) -> Non
         _, slope = torch.func.jvp(loss, (x,), (along,))
         torch.testing.assert_close(slope, (truth * along).sum(), rtol=0.02, atol=0.02)
         assert off(second(spec), second("")) < 0.05
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_checkpointed(spec: str) -> None:
-    module = Row("lstm", {"num_layers": 2, "dropout": 0.5}).module()
-    x = torch.randn(STEPS, BATCH, IN, requires_grad=True)
-
-    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        torch.manual_seed(3)
-        return list(torch.autograd.grad(run(x).float().square().sum(), [x, *module.parameters()]))
-
-    def plain(x: Tensor) -> Tensor:
-        found: Tensor = inside(spec, module, x)[0]
-        return found
-
-    def again(x: Tensor) -> Tensor:
-        found: Tensor = torch.utils.checkpoint.checkpoint(plain, x, use_reentrant=False)
-        return found
-
-    for one, other in zip(gradients(plain), gradients(again), strict=True):
-        assert torch.equal(one, other)
 
 
 # Why a state is kept in FP32: what a step adds to a state 256 times larger is lost in bf16.
@@ -510,13 +383,6 @@ def counted(kind: str, spec: str, steps: int = LONG) -> float:
     return float(floating(inside(spec, counter(kind), torch.zeros(steps, 1, 1)))[-1])
 
 
-@torch.no_grad()
-def counted_by_cells(kind: str, spec: str, steps: int) -> float:
-    module, cell = counter(kind), CELLS[kind](1, 1)
-    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in module.state_dict().items()})
-    return float(inside(spec, chain, cell, torch.zeros(steps, 1, 1))[-1])
-
-
 def reached(kind: str, steps: int) -> float:
     """Where a counter is after so many steps by arithmetic."""
     return steps * GROWTH if kind == "lstm" else 1 - (1 - RATE) ** steps
@@ -528,7 +394,6 @@ def test_an_fp32_state_counts_on(kind: str, compute: str) -> None:
     """The biases are rounded, as every factor is."""
     spec = f"{compute},hidden=fp32"
     assert counted(kind, spec) == pytest.approx(reached(kind, LONG), rel=0.02)
-    assert counted_by_cells(kind, spec, 600) == pytest.approx(reached(kind, 600), rel=0.02)
 
 
 @NATIVE
@@ -537,63 +402,6 @@ def test_an_fp32_state_counts_on(kind: str, compute: str) -> None:
 def test_a_rounded_state_sticks(kind: str, spec: str) -> None:
     assert counted(kind, spec) < 0.5 * reached(kind, LONG)
     assert counted(kind, spec) == counted(kind, spec, 2 * LONG)  # for good
-
-
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_a_cells_rounded_state_sticks(kind: str) -> None:
-    assert counted_by_cells(kind, "bf16", 2000) < 0.7 * reached(kind, 2000)
-
-
-def share(steps: int, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Zeros and ones [steps, batch, 1], and which share of a sequence are ones [batch, 1]."""
-    chance = torch.rand(1, batch, 1, generator=generator)
-    x = (torch.rand(steps, batch, 1, generator=generator) < chance).float()
-    return x, x.mean(0)
-
-
-def trained(spec: str, seed: int, steps: int = 1000, width: int = 16, updates: int = 80) -> float:
-    """What an LSTM that has learnt to say the share of ones leaves unexplained, of 1: on other data, as trained.
-
-    It starts as one that is to remember for so many steps: forget gates 1 - 1/T and input gates 1/T, T up to `steps`
-    (Tallec and Ollivier, "Can recurrent neural networks warp time?", arXiv 1804.11188, section 2).
-    """
-    torch.manual_seed(seed)
-    lstm, head = nn.LSTM(1, width), nn.Linear(width, 1)
-    with torch.no_grad():
-        times = (torch.rand(width) * (steps - 2) + 1).log()
-        lstm.bias_hh_l0.zero_()
-        lstm.bias_ih_l0.zero_()
-        lstm.bias_ih_l0[:width], lstm.bias_ih_l0[width : 2 * width] = -times, times
-    parameters = [*lstm.parameters(), *head.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=0.02)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
-
-    def said(x: Tensor) -> Tensor:
-        answer: Tensor = head(inside(spec, lstm, x)[0][-1].float())
-        return answer
-
-    data = torch.Generator().manual_seed(seed)
-    for _ in range(updates):
-        x, y = share(steps, 32, data)
-        loss = (said(x) - y).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-    with torch.no_grad():
-        x, y = share(steps, 256, torch.Generator().manual_seed(99))
-        return float((said(x) - y).square().mean() / y.var())
-
-
-@NATIVE
-@pytest.mark.heavy
-def test_training_with_a_rounded_state_ends_worse() -> None:
-    """Two seeds; the same start, data and order, and only the format of what goes from step to step differs."""
-    kept, rounded = ([trained(f"bf16,hidden={how}", seed) for seed in (0, 1)] for how in ("fp32", "compute"))
-    assert max(kept) < 0.02, kept
-    assert min(rounded) > 1.5 * max(kept), (kept, rounded)
-    assert sum(rounded) > 3 * sum(kept), (kept, rounded)
 
 
 def test_the_page_runs() -> None:

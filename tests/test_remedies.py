@@ -213,3 +213,63 @@ def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float)
     first = re.findall(r"`(fp16,[^`]*)`", told[0])[0]
     assert mezzo.policy(first).loss_scale == mezzo.policy(f"fp16,loss_scale={smaller!r}").loss_scale
     assert "fp16,loss_scale=dynamic" in told[1]
+
+
+# ------------------------------------------------------------------------------------------ the sentence of a finding
+
+BAD = fact("fp32", 1.5, nans=4)
+
+# finding -> what its sentence has to name
+SAID: dict[str, tuple[Finding, list[str]]] = {
+    "an operation": (
+        Finding("overflow", "blocks.2", "exp", "forward", line="net.py:9: x.exp()"),
+        ["forward of exp in blocks.2 (net.py:9: x.exp())", CAUSES["overflow"]],
+    ),
+    "a slope": (Finding("invalid", "", "div", "backward"), ["backward of div in the model", "divisor is 0"]),
+    "outside": (Finding("invalid", OUTSIDE, "log"), ["forward of log outside the model", "only above 0"]),
+    "no known case": (Finding("invalid", "", "my_op"), ["my_op in the model", "no finite result"]),
+    "an input": (Finding("input", inputs=[BAD]), ["input 0", CAUSES["input"]]),
+    "a parameter": (
+        Finding("state", "head", "weight", inputs=[fact("fp32", 0.0, "weight", infinities=1)]),
+        ["weight of head", CAUSES["state"]],
+    ),
+    "nothing": (Finding("unknown", note="a call raised"), [CAUSES["unknown"], "a call raised"]),
+    "not run again": (
+        Finding("unknown", note="no update", how="Concluded"),
+        ["can't be run again", "no update"],
+    ),
+    "the loss": (Finding("loss", note="the loss was nan"), [CAUSES["loss"], "the loss was nan"]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_finding_s_sentence_names_place_and_cause(name: str) -> None:
+    given, words = SAID[name]
+    assert [word for word in words if word not in str(given)] == []
+
+
+def test_what_is_told_of_a_tensor_and_which_findings_alarm_and_are_the_same() -> None:
+    assert str(BAD) == "input 0 fp32 2x3, largest 1.5, 4 NaN"
+    assert not BAD.finite
+    assert [cause for cause in CAUSES if not Finding(cause).alarms] == ["loss scale"]
+    nan, infinite = (Finding("loss", note=f"the loss was {number}") for number in ("nan", "inf"))
+    assert nan.place != infinite.place
+
+
+# what went in -> the format of what came out -> what does not fit
+BEYOND: dict[str, tuple[list[TensorFacts], str, str]] = {
+    "an input": ([fact("fp32", 3e20), fact("fp32", 1.0, "weight")], "fp16", "an input of 3e+20"),
+    "a weight": ([fact("fp32", 1.0), fact("fp32", 7e4, "weight")], "fp16", "a weight of 7e+04"),
+    "rounded to the largest": ([fact("fp32", 65519.0)], "fp16", ""),
+    "rounded to infinity": ([fact("fp32", 65520.0)], "fp16", "an input of 6.552e+04"),
+    "bf16 holds it": ([fact("fp32", 3e20)], "bf16", ""),
+    "FP32 computes": ([fact("fp32", 3e20)], "fp32", ""),
+    "nothing known": ([], "fp16", ""),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_number_that_did_not_fit_before_is_told_from_a_result_that_does_not(name: str) -> None:
+    inputs, form, what = BEYOND[name]
+    given = Finding("overflow", "head", "linear", inputs=inputs, outputs=[fact(form, 1.0, infinities=1)])
+    assert f"{what} does not fit fp16" in str(given) if what else CAUSES["overflow"] in str(given)

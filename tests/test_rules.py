@@ -15,22 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mezzo
-from mezzo.core.rules import (
-    NATIVE_FP32_ACCUMULATION,
-    OWN_GIVES_FP32,
-    OWN_KERNEL,
-    READ_IN_SOURCE,
-    RULES,
-    SHOWN_BY_TEST,
-    TABLE_VERSION,
-    OpRule,
-    Rule,
-    bare,
-    native_evidence,
-    own_kernel,
-)
+from mezzo.core.rules import READ, RULES, TABLE_VERSION, TESTED, OpRule, Rule, bare
 from mezzo.pytorch.kernels import backend
 
+CLAIMED = [(fmt, op) for op, row in RULES.items() if row.evidence("cpu") for fmt in ("bf16", "fp16")]
+ON_CUDA = [(fmt, op) for op, row in RULES.items() if row.evidence("cuda") for fmt in ("bf16", "fp16")]
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
 
@@ -250,17 +239,16 @@ def _distance(one: Tensor, two: Tensor) -> float:
     return float((one.double() - two.double()).norm() / two.double().norm())
 
 
-@pytest.mark.parametrize(("device", "fmt", "op"), sorted(SHOWN_BY_TEST))
-def test_each_kernel_that_is_said_to_accumulate_in_fp32_does(device: str, fmt: str, op: str) -> None:
-    assert device == "cpu"
+@pytest.mark.parametrize(("fmt", "op"), CLAIMED)
+def test_each_kernel_that_is_said_to_accumulate_in_fp32_does(fmt: str, op: str) -> None:
     assert departures(op, fmt) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("device", "fmt", "op"), sorted(READ_IN_SOURCE))
-def test_each_kernel_that_is_said_to_by_its_source_does(device: str, fmt: str, op: str) -> None:
-    assert departures(op, fmt, device) == []
+@pytest.mark.parametrize(("fmt", "op"), ON_CUDA)
+def test_each_kernel_that_is_said_to_by_its_source_does(fmt: str, op: str) -> None:
+    assert departures(op, fmt, "cuda") == []
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
@@ -276,28 +264,23 @@ def test_each_kernel_that_is_said_to_by_its_source_does(device: str, fmt: str, o
 )
 def test_each_kernel_that_was_tried_and_left_out_still_departs(op: str, words: str, fmt: str) -> None:
     """Also the proof that the check above can fail. If this fails PyTorch has mended the op: claim it."""
-    assert ("cpu", fmt, op) not in NATIVE_FP32_ACCUMULATION
+    assert not RULES[op].evidence("cpu")
     assert any(words in departure for departure in departures(op, fmt))
 
 
-def test_evidence_is_for_internal_fp32_rows_and_says_what_it_is() -> None:
-    assert SHOWN_BY_TEST | READ_IN_SOURCE == NATIVE_FP32_ACCUMULATION
-    assert {RULES[op].rule for _, _, op in NATIVE_FP32_ACCUMULATION} == {Rule.INTERNAL_FP32}
-    assert {device for device, _, _ in SHOWN_BY_TEST} == {"cpu"}
-    assert "test" in native_evidence("cpu", "bf16", "gelu")
-    assert "source" in native_evidence("cuda", "bf16", "gelu")
-    assert native_evidence("cuda", "bf16", "layer_norm") == native_evidence("mps", "bf16", "gelu") == ""
-
-
-def test_own_kernels_are_where_the_table_says_and_say_what_they_do() -> None:
-    assert {op for _, _, op in OWN_KERNEL} == set(backend.CUSTOM)
-    assert not OWN_KERNEL & NATIVE_FP32_ACCUMULATION
-    for op in backend.CUSTOM:
-        assert callable(backend.custom_kernel(op))
-        assert own_kernel("cpu", "bf16", op).startswith("Mezzo's own kernel")
-        assert RULES[op].rule is (Rule.FP32 if op in OWN_GIVES_FP32 | {"softmax"} else Rule.INTERNAL_FP32)
-    assert "without an FP32 copy" in own_kernel("cpu", "fp16", "cross_entropy_loss")
-    assert own_kernel("cpu", "bf16", "gelu") == own_kernel("mps", "bf16", "layer_norm") == ""
+def test_evidence_and_kernels_are_where_the_table_says() -> None:
+    for op, row in RULES.items():
+        assert set(dict(row.native).items()) <= {("cpu", TESTED), ("cuda", READ)}
+        assert not row.native or row.rule is Rule.INTERNAL_FP32, op
+        if row.kernel is None or row.kernel.kind not in ("inside", "result"):
+            continue
+        assert callable(backend.kernel(row.kernel.path))
+        assert row.kernel.why.startswith("Mezzo's own kernel")
+        assert not any(row.evidence(device) for device in row.kernel.devices)
+        wide = row.kernel.kind == "result" or op == "softmax"
+        assert row.rule is (Rule.FP32 if wide else Rule.INTERNAL_FP32)
+    assert RULES["layer_norm"].kernel_on("mps") is RULES["gelu"].kernel_on("cpu") is None
+    assert RULES["layer_norm"].evidence("cuda") == RULES["gelu"].evidence("mps") == ""
 
 
 # Why softmax is FP32 in bf16 too, whose range holds every probability that FP32's holds.

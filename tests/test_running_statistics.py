@@ -1,4 +1,4 @@
-"""RunningStatistics by itself: what is copied, what that costs, what is learned, saved and mended."""
+"""MovingBuffers by itself: what is copied, what that costs, what is learned, saved and mended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bad_steps import INF, is_finite, same
-from mezzo.pytorch.training.buffers_before import SMALL
-from mezzo.pytorch.training.running_statistics import RunningStatistics
+from mezzo.pytorch.training.buffers import SMALL, MovingBuffers
 from moving_buffers import Averages, in_place, replaced, through_data, written_then_replaced, zeros
 
 
@@ -35,7 +34,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps_of(statistics: RunningStatistics, forward: Callable[[], Any], number: int) -> None:
+def steps_of(statistics: MovingBuffers, forward: Callable[[], Any], number: int) -> None:
     for _ in range(number):
         statistics.remember()
         forward()
@@ -44,7 +43,7 @@ def steps_of(statistics: RunningStatistics, forward: Callable[[], Any], number: 
 
 def test_what_holds_still_is_not_copied_any_more() -> None:
     model = nn.Sequential(Averages(in_place, mask=zeros(7, 7), large=zeros(SMALL)), nn.BatchNorm1d(4))
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
     with Ops() as ops:
         statistics.remember()
@@ -52,13 +51,13 @@ def test_what_holds_still_is_not_copied_any_more() -> None:
     assert (7, 7) not in ops.copied
     assert (SMALL,) not in ops.copied
     assert ops.names.count("cat") == 2  # FP32 and the counter of BatchNorm
-    kept = {each.place.name: each.copy is not None for each in statistics._still._kept}
+    kept = {each.place.name: each.copy is not None for each in statistics._still}
     assert kept == {"mask": True, "large": False}
 
 
 def test_a_model_whose_buffers_hold_still_costs_no_op_at_all() -> None:
     model = nn.Sequential(*[Averages(lambda module, x: None, mask=zeros(3, 3)) for _ in range(5)])
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
     with Ops() as ops:
         steps_of(statistics, lambda: None, 3)
@@ -68,24 +67,16 @@ def test_a_model_whose_buffers_hold_still_costs_no_op_at_all() -> None:
 @pytest.mark.parametrize("layers", [1, 20])
 def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning(layers: int) -> None:
     model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(layers)])
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     with Ops() as ops:
         statistics.remember()
         statistics.restore(False)
     assert [name for name in ops.names if name not in ("view", "_unsafe_view", "reshape")] == ["cat", "cat"]
 
 
-def test_a_layer_in_evaluation_mode_is_not_copied() -> None:
-    model = nn.BatchNorm1d(4).eval()
-    statistics = RunningStatistics(model)
-    with Ops() as ops:
-        statistics.remember()
-    assert ops.names == []
-
-
 def test_after_the_learning_steps_a_skip_that_only_the_device_knows_of_is_not_waited_for() -> None:
     model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), Averages(replaced), nn.BatchNorm1d(4))
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     forward = lambda: model(torch.randn(8, 4))  # noqa: E731
     steps_of(statistics, forward, 2)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -107,7 +98,7 @@ def test_after_the_learning_steps_a_skip_that_only_the_device_knows_of_is_not_wa
 def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     """A checkpoint that is loaded, a mask that the loop replaces: no forward pass did that."""
     module = Averages(lambda module, x: None, mask=zeros(size), other=zeros(size))
-    statistics = RunningStatistics(module)
+    statistics = MovingBuffers(module)
     forward = lambda: module(torch.randn(8, 4))  # noqa: E731
     steps_of(statistics, forward, 3)
     module.mask.fill_(5.0)
@@ -121,7 +112,7 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
 
 def test_a_large_buffer_that_is_replaced_late_is_put_back_without_a_copy() -> None:
     module = Averages(lambda module, x: None, large=zeros(SMALL))
-    statistics = RunningStatistics(module)
+    statistics = MovingBuffers(module)
     steps_of(statistics, lambda: module(torch.randn(8, 4)), 3)
     before = module.large
     statistics.remember()
@@ -133,7 +124,7 @@ def test_a_large_buffer_that_is_replaced_late_is_put_back_without_a_copy() -> No
 
 def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
     model.append(nn.BatchNorm1d(4))
     statistics.remember()
@@ -144,48 +135,14 @@ def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:
     assert is_finite(model.state_dict())
 
 
-def best_so_far(module: Any, x: Tensor) -> None:
-    module.mean[1:] += x.mean(0)[1:]
-
-
-def test_what_was_infinite_before_is_not_spoiled() -> None:
-    """A running maximum that has seen nothing yet is -inf."""
-    model = Averages(best_so_far)
-    model.mean[0] = -INF
-    statistics = RunningStatistics(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), 3)
-    statistics.remember()
-    model(torch.randn(8, 4))
-    after = model.mean.clone()
-    statistics.mend()
-    assert torch.equal(model.mean, after)
-
-
-def test_another_network_s_skip_mends_what_it_spoiled_and_leaves_the_rest() -> None:
-    """A mask of -inf is no spoiled statistic."""
-    model = nn.Sequential(Averages(in_place, mask=torch.full((2, 2), -INF)), Averages(replaced))
-    for steps in (0, 3):
-        statistics = RunningStatistics(model)
-        steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
-        statistics.remember()
-        model(torch.randn(8, 4))
-        good = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        statistics.mend()
-        assert same(dict(model.named_buffers()), good)
-        model(torch.full((8, 4), INF))
-        assert not is_finite(model[0].mean)
-        statistics.mend()
-        assert is_finite([model[0].mean, model[1].mean])
-
-
 @pytest.mark.parametrize("steps", [0, 3])
 def test_an_open_window_s_copies_are_saved_and_loaded(steps: int) -> None:
     """`MixedPrecision.state_dict` in the middle of a window: the copies are of its start."""
 
-    def made() -> tuple[nn.Module, RunningStatistics]:
+    def made() -> tuple[nn.Module, MovingBuffers]:
         torch.manual_seed(0)
         model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), nn.BatchNorm1d(4), Averages(replaced))
-        return model, RunningStatistics(model)
+        return model, MovingBuffers(model)
 
     model, statistics = made()
     steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
@@ -210,7 +167,7 @@ def test_an_open_window_s_copies_are_saved_and_loaded(steps: int) -> None:
 
 def test_it_holds_no_model_alive() -> None:
     model = nn.BatchNorm1d(4)
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     statistics.remember()
     alive = weakref.ref(model)
     del model
@@ -236,7 +193,7 @@ class Factor(nn.Module):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_graph_that_is_alive_goes_on_with_the_values_that_it_saw(steps: int, write: Any) -> None:
     model = Factor(write)
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     steps_of(statistics, lambda: model(torch.randn(8, 4)), steps)
     before = model.mean.clone()
     statistics.remember()
@@ -254,7 +211,7 @@ def test_a_graph_that_is_alive_goes_on_with_the_values_that_it_saw(steps: int, w
 def test_a_graph_through_a_normalisation_does_not_see_that_its_statistics_went_back(found_inf: Any) -> None:
     model = nn.BatchNorm1d(4)
     buffer = model.running_mean
-    statistics = RunningStatistics(model)
+    statistics = MovingBuffers(model)
     statistics.remember()
     out = model(torch.randn(8, 4))
     statistics.restore(found_inf)

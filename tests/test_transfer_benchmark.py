@@ -58,10 +58,6 @@ def test_a_row_pairs_the_same_steps_and_leaves_out_what_a_run_did_not_reach(benc
     assert [stage["ratio"], *stage["interval"]] == pytest.approx([4.0] * 3)
 
 
-def test_rounds_turn_so_that_no_precision_is_always_first(benchmark: ModuleType) -> None:
-    assert [benchmark.turned(["a", "b", "c"], number)[0] for number in range(4)] == ["a", "c", "a", "c"]
-
-
 @pytest.mark.parametrize(("load", "shown"), [(0.5, True), (1.5, False)])
 def test_the_table_leaves_times_out_where_the_machine_was_busy(
     load: float, shown: bool, tmp_path: Path, benchmark: ModuleType, page: ModuleType
@@ -85,7 +81,3 @@ def test_the_table_leaves_times_out_where_the_machine_was_busy(
     assert table.count("5 MB") == 2
     assert "85.8 % with it, 60.5 % without" in table
     assert "keras 3, jax 1; 2 runs of each (1 in mixed_float16), ended after 60 s" in table
-
-
-def test_without_a_file_the_page_says_what_makes_one(tmp_path: Path, page: ModuleType) -> None:
-    assert "python benchmarks/transfer.py" in page.table(tmp_path / "none.json")

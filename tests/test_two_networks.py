@@ -15,7 +15,9 @@ from moving_buffers import NORMS, OWN
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 from two_networks import LAST, OF_A_SCRIPT, ORDERS, train
 
-OVERFLOWS = ("", "a", "b", "ab")
+OVERFLOWS = ("a", "b", "ab")
+
+
 SCRIPT = """
 import sys
 from torch import nn
@@ -23,6 +25,7 @@ from two_networks import train
 name, bad, left_out = sys.argv[1:]
 train(name, bad, lambda: nn.BatchNorm1d(4), separate=False, left_out=left_out == "left out")
 """
+
 
 Launch = Callable[..., Ran]
 

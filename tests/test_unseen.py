@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mezzo
 from bad_steps import INF
-from mezzo.pytorch.monitor.again import nothing_left
+from mezzo.pytorch.monitor.replay import nothing_left
 from mezzo.pytorch.snapshot import Snapshot
 
 

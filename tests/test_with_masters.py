@@ -3,21 +3,98 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
-from mastered import DTYPES, OPTIMIZERS, give_gradients, masters, model_of, same, trained
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step.storage import encode_nearest
-from mezzo.pytorch.optim.with_masters import with_masters
+from mezzo.pytorch.kernels.optimizer_step.reference import encode_master
+from mezzo.pytorch.optim.with_masters import WithMasters, with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SignOfMomentum(torch.optim.Optimizer):
+    """A user's optimizer, which asks `in` whether a parameter has a state, and replaces `.data`."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "moved": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["moved"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p not in self.state:
+                    self.state[p]["m"] = torch.zeros_like(p)
+                self.state[p]["m"].lerp_(p.grad, 0.1)
+                p.data = p.data - group["lr"] * self.state[p]["m"].sign()
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "custom": SignOfMomentum,
+}
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def give_gradients(low: nn.Module, wide: nn.Module | None = None, seed: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    others = list(wide.parameters()) if wide is not None else [None] * len(list(low.parameters()))
+    for p, q in zip(low.parameters(), others):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = grad * scale
+        if q is not None:
+            q.grad = grad.float()
+
+
+def masters(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    return [optimizer.master(p) for p in model.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b.detach()) for a, b in zip(left, right, strict=True))
+
+
+def trained(name: str, steps: int = 3) -> tuple[nn.Sequential, WithMasters]:
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(OPTIMIZERS[name](model.parameters()))
+    for index in range(steps):
+        give_gradients(model, seed=index)
+        optimizer.step()
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    for index in range(3):
+        give_gradients(model, seed=10 + index)
+        optimizer.step()
+    return masters(model, optimizer)
+
 
 NAN = float("nan")
 
@@ -39,7 +116,7 @@ def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt:
         assert all(p.grad is g for p, g in zip(model.parameters(), kept))
     assert same(masters(model, optimizer), list(exact.parameters()))
     for p, q in zip(model.parameters(), exact.parameters()):
-        weight = q.detach() if p.dtype is torch.float32 else encode_nearest(q.detach(), p.dtype)
+        weight = q.detach() if p.dtype is torch.float32 else encode_master("fp32", q.detach(), p.dtype)[0]
         assert torch.equal(p, weight)
         entry = {k: v for k, v in optimizer.state[p].items() if k != "master"}
         assert entry.keys() == reference.state[q].keys()
@@ -47,17 +124,6 @@ def test_fifty_steps_equal_the_same_optimizer_in_fp32_to_the_bit(name: str, fmt:
             assert torch.equal(entry[key], value) if isinstance(value, Tensor) else entry[key] == value
     if name == "custom":
         assert optimizer.param_groups[0]["moved"] == 50
-
-
-def test_nothing_of_fp32_is_left_of_the_gradients() -> None:
-    model = model_of()
-    lower_weights(model)
-    optimizer = with_masters(torch.optim.SGD(model.parameters(), lr=0.1))
-    give_gradients(model)
-    optimizer.step()
-    assert all(master.grad is None for master in optimizer._masters.values())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_fp32_parameters_pass_through() -> None:
@@ -161,7 +227,9 @@ def test_a_closure_sees_the_weights_that_its_evaluation_is_of() -> None:
         counts[0] += 1
         for p in model.parameters():
             master = optimizer.state[p].get("master", p.detach())
-            assert torch.equal(p, encode_nearest(master, p.dtype) if p.dtype is torch.bfloat16 else master)
+            assert torch.equal(
+                p, encode_master("fp32", master, p.dtype)[0] if p.dtype is torch.bfloat16 else master
+            )
         seen.append(model[0].weight.detach().clone())
         give_gradients(model, seed=counts[0])
         return torch.tensor(float(counts[0]))
@@ -215,19 +283,6 @@ def test_an_edited_weight_starts_its_master_anew_element_by_element(fmt: str) ->
     optimizer.step()
     torch.testing.assert_close(optimizer.master(weight), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(weight.isnan(), expected.isnan())
-
-
-def test_clipping_hooks_of_the_inner_optimizer_see_fp32_gradients() -> None:
-    model = model_of()
-    lower_weights(model)
-    inside = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    inside.register_step_pre_hook(
-        lambda o, *_: seen.append({p.grad.dtype for g in o.param_groups for p in g["params"]})
-    )
-    give_gradients(model)
-    with_masters(inside).step()
-    assert seen == [{torch.float32}]
 
 
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mezzo.GradScaler])
@@ -325,19 +380,6 @@ def test_the_model_may_be_brought_back_to_fp32() -> None:
         optimizer.step()
 
 
-def test_frozen_parameters_and_those_without_gradient_stay() -> None:
-    model = model_of()
-    lower_weights(model)
-    model[0].weight.requires_grad_(False)
-    optimizer = with_masters(OPTIMIZERS["adamw"](model.parameters()))
-    before = masters(model, optimizer)
-    give_gradients(model)
-    model[0].weight.grad = model[2].bias.grad = None
-    optimizer.step()
-    after = masters(model, optimizer)
-    assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, False, False, False, False, True]
-
-
 def test_what_is_refused() -> None:
     model, optimizer = trained("adamw")
     with pytest.raises(UsageError, match="WithMasters has masters already"):
@@ -385,32 +427,134 @@ def test_a_weight_has_its_master_with_one_optimizer() -> None:
         with_masters(adopted)
 
 
-def test_it_goes_when_nothing_holds_it() -> None:
-    _, optimizer = trained("adamw")
-    gone = weakref.ref(optimizer)
-    del optimizer, _
-    gc.collect()
-    assert gone() is None
+# States.
 
 
-def test_averages_of_masters_equal_those_of_fp32_training() -> None:
-    """`AveragedModel` averages what it finds, so over bf16 weights in bf16: average an FP32 shadow instead."""
-    model, exact = model_of(), model_of()
+def saved_and_loaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "order"),
+    [
+        *((name, 3, "model first") for name in OPTIMIZERS),
+        ("adamw", 0, "model first"),
+        ("custom", 3, "reversed"),
+    ],
+)
+def test_a_saved_state_goes_on_to_the_bit(name: str, steps: int, order: str) -> None:
+    model, optimizer = trained(name, steps)
+    states = saved_and_loaded([model.state_dict(), optimizer.state_dict()])
+    other = model_of(seed=1)
+    lower_weights(other)
+    resumed = with_masters(OPTIMIZERS[name](other.parameters()))
+    loads = [lambda: other.load_state_dict(states[0]), lambda: resumed.load_state_dict(states[1])]
+    for load in loads if order == "model first" else loads[::-1]:
+        load()
+    assert same(masters(other, resumed), masters(model, optimizer))
+    assert same(go_on(other, resumed), go_on(model, optimizer))
+
+
+def test_a_state_of_the_plain_optimizer_is_taken() -> None:
+    exact, model = model_of(), model_of()
+    plain = OPTIMIZERS["adamw"](exact.parameters())
     lower_weights(model)
-    optimizer, reference = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, exact))
-    optimizer = with_masters(optimizer)
-    shadow = copy.deepcopy(model).float()
-    average = AveragedModel(shadow, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    expected = AveragedModel(exact, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    low = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for index in range(10):
-        give_gradients(model, exact, seed=index)
-        optimizer.step()
-        reference.step()
-        shadow.load_state_dict(mezzo.master_state_dict(model, optimizer))
-        average.update_parameters(shadow)
-        expected.update_parameters(exact)
-        low.update_parameters(model)
-    assert same(list(average.parameters()), list(expected.parameters()))
-    for p, q in zip(low.parameters(), expected.parameters()):
-        torch.testing.assert_close(p.float(), q, rtol=0.02, atol=0.02)
+    optimizer = with_masters(OPTIMIZERS["adamw"](model.parameters()))
+    give_gradients(model, exact)
+    plain.step()
+    optimizer.step()
+    kept = masters(model, optimizer)
+    give_gradients(model, exact, seed=5)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    assert same(masters(model, optimizer), kept)
+    for p, q in zip(model.parameters(), exact.parameters()):
+        assert torch.equal(optimizer.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+        assert optimizer.state[p]["step"] == 2
+
+
+def test_a_state_that_is_there_already_is_kept_in_fp32() -> None:
+    model = model_of()
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    give_gradients(model)
+    plain.step()
+    wanted = plain.state[model[0].weight]["exp_avg"].clone()
+    lower_weights(model)
+    optimizer = with_masters(plain)
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], wanted)
+    low = nn.Linear(3, 3).bfloat16()
+    plain = OPTIMIZERS["adamw"](low.parameters())
+    give_gradients(low)
+    plain.step()
+    assert with_masters(plain).state[low.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    _, optimizer = trained("adamw")
+    good = copy.deepcopy(optimizer.state_dict())
+
+    def broken(change: Callable[[Any], Any]) -> Any:
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    cases: list[tuple[Any, str]] = [
+        (broken(lambda s: s["state"][0].pop("master")), r"has masters, but none for parameter 0, .*bfloat16"),
+        (
+            broken(lambda s: s["state"][2].update(master=torch.zeros(16))),
+            r"parameter 2, which is float32 here",
+        ),
+        (
+            broken(lambda s: s["state"][0].update(master=torch.zeros(2, 2))),
+            r"'master' of parameter 0 is \(2, 2\)",
+        ),
+        (
+            broken(lambda s: s["state"][1].update(exp_avg=torch.zeros(2))),
+            r"'exp_avg' of parameter 1 is \(2,\)",
+        ),
+        (broken(lambda s: s["param_groups"][0]["params"].pop()), r"groups of \[5\] parameters.* of \[6\]"),
+        (broken(lambda s: s["param_groups"].append({"params": []})), r"groups of \[6, 0\]"),
+        ({"model": 1}, "no optimizer's state: it has model"),
+    ]
+    before = copy.deepcopy(optimizer.state_dict())
+    for state, message in cases:
+        with pytest.raises(UsageError, match=message):
+            optimizer.load_state_dict(state)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_inner_optimizer_that_fails_to_load_leaves_all_as_it_was() -> None:
+    class Fussy(SignOfMomentum):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            raise KeyError("no such thing")
+
+    model = model_of()
+    lower_weights(model)
+    optimizer = with_masters(Fussy(model.parameters()))
+    give_gradients(model)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    changed = copy.deepcopy(before)
+    changed["param_groups"][0]["lr"] = 7.0
+    changed["state"][0]["m"].fill_(3.0)
+    with pytest.raises(KeyError, match="no such thing"):
+        optimizer.load_state_dict(changed)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_copies_of_model_and_optimizer_go_on_alike(copier: Callable[[Any], Any], steps: int) -> None:
+    pair = trained("adamw", steps)
+    model, optimizer = copier(pair)
+    assert model[0].weight is not pair[0][0].weight
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    expected = go_on(*pair)
+    assert same(go_on(model, optimizer), expected)
+    optimizer.inner.step()
+    assert not same(masters(model, optimizer), expected)

@@ -27,24 +27,24 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 ADAMW: Make = lambda p: torch.optim.AdamW(p, lr=0.05)  # noqa: E731
 
-# weights=, precision, the optimizer, state=
+# masters=, precision, the optimizer, state=
 MODES: dict[str, tuple[str, str, Make, str | None]] = {
     "split": ("split", "bf16", ADAMW, None),
     "split8 int8": ("split8", "bf16", ADAMW, "int8"),
     "split sgd": ("split", "bf16", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "bf16"),
-    "masters bf16": ("masters", "bf16", ADAMW, None),
-    "masters fp16": ("masters", "fp16", lambda p: torch.optim.Adam(p, lr=0.05), None),
-    "masters fp16 rmsprop": ("masters", "fp16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
-    "masters bf16 rmsprop": ("masters", "bf16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
+    "masters bf16": ("fp32", "bf16", ADAMW, None),
+    "masters fp16": ("fp32", "fp16", lambda p: torch.optim.Adam(p, lr=0.05), None),
+    "masters fp16 rmsprop": ("fp32", "fp16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
+    "masters bf16 rmsprop": ("fp32", "bf16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
     "given split": ("split", "bf16", lambda p: AdamW(p, lr=0.05, masters="split"), None),
-    "given fp16": ("masters", "fp16", lambda p: AdamW(p, lr=0.05), None),
-    "fp32 int8": ("fp32", "bf16", ADAMW, "int8"),
+    "given fp16": ("fp32", "fp16", lambda p: AdamW(p, lr=0.05), None),
+    "fp32 int8": ("auto", "bf16", ADAMW, "int8"),
 }
 
 
 def made(mode: str, model: nn.Module | None = None, **arguments: Any) -> Any:
-    weights, precision, optimizer, state = MODES[mode]
+    masters, precision, optimizer, state = MODES[mode]
     model = network() if model is None else model
     return mezzo.MixedPrecision(
-        model, optimizer(model.parameters()), precision, weights=weights, state=state, **arguments
+        model, optimizer(model.parameters()), precision, masters=masters, state=state, **arguments
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.pytorch.scaling import device_scale
-from mezzo.pytorch.training import mixed_precision, turns
+from mezzo.pytorch import loss_scaler
+from mezzo.pytorch.training import mixed_precision
 
 INF, NAN = float("inf"), float("nan")
 
@@ -35,8 +36,7 @@ def nobody_owns_anything() -> Iterator[None]:
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the CPU an accelerator, which must not be waited for."""
-    for module in (turns, device_scale):
-        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+    monkeypatch.setattr(loss_scaler, "reading_is_free", lambda tensor: False)
 
 
 @pytest.fixture(name="decides", params=["host", "device"])
@@ -78,14 +78,16 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 class Waits(TorchDispatchMode):
-    """Notes the ops that read a tensor on the host."""
+    """Counts the ops that would make the host wait for an accelerator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item"):
-            self.seen.append(name)
+        if name.startswith(
+            ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+        ):
+            self.seen[name] += 1
         return func(*args, **(kwargs or {}))

@@ -134,7 +134,7 @@ class Training:
             return
         self.expected.append(name not in self.bad)
         if not (self.left_out and name in self.bad):
-            self.moved.append(self._mps[name].step(loss, retain_graph=retain_graph).moved)
+            self.moved.append(self._mps[name].step(loss, retain_graph=retain_graph).stepped)
 
     def state(self) -> dict[str, Any]:
         """Parameters and buffers of all networks."""

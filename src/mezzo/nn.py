@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 # Public name -> the module that has it.
 _PUBLIC = {
-    "LinearCrossEntropy": "mezzo.pytorch.nn.linear_cross_entropy",
-    "linear_cross_entropy": "mezzo.pytorch.nn.linear_cross_entropy",
+    "LinearCrossEntropy": "mezzo.pytorch.linear_cross_entropy",
+    "linear_cross_entropy": "mezzo.pytorch.linear_cross_entropy",
 }
 
 __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+    from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
 
 def __getattr__(name: str) -> Any:

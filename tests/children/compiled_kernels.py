@@ -28,7 +28,7 @@ SIGNATURE = {
     "tickets": "*i32",
     **dict.fromkeys(("multiplier", "found_inf", "overflow"), "*fp32"),
     "blocks": "i32",
-    **dict.fromkeys(("RULE", "KINDS"), "constexpr"),
+    "KINDS": "constexpr",
 }
 WIDTHS = {"own": [4], "fp32": [2, 4], "fp16": [2, 4], "split": [2, 2], "split8": [2, 1], "none": [2]}
 VECTORS = {4: "v4.b32", 2: "v2.b32", 1: "b32"}
@@ -37,10 +37,8 @@ STATES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 def report(rule: str, modes: list[list[str]]) -> dict[str, object]:
     hyper = cases.HYPERS[rule]
-    number, variant, _ = step._RULES[type(hyper)]
     rows = [cases.row(hyper, (m, s, getattr(torch, g)), 1, 0) for m, s, g in modes]
-    kinds = {pointer_table.kind(row, row.grad.dtype, variant(hyper)) for row in rows if row.grad is not None}
-    constants = {"RULE": number, "KINDS": tuple(sorted(kinds))}
+    constants = {"KINDS": tuple(sorted({pointer_table.kind(row, hyper) for row in rows}))}
     source = ASTSource(step.step_kernel, signature=SIGNATURE, constexprs=constants)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(step.OPTIONS))
     assembly = made.asm["ptx"]

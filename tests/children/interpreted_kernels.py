@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,12 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import reference
-from mezzo.pytorch.kernels.optimizer_step import storage as plain
-from mezzo.pytorch.kernels.optimizer_step import triton_rules as rules
-from mezzo.pytorch.kernels.optimizer_step import triton_storage as storage
-from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper
-from mezzo.pytorch.kernels.optimizer_step.triton_rules import fma
+from mezzo.pytorch.kernels.optimizer_step import formulas, reference
+from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper, f, power
 from test_fma import CASES as FMA_CASES
 from test_fma import assert_exact
 
@@ -39,10 +34,10 @@ ONE = torch.ones(())
 
 @pytest.mark.parametrize("number", range(len(cases.HYPERS)))
 def test_step_equals_the_reference(number: int) -> None:
-    """Many modes in one launch: for AdamW every kind of master with every state, for the others a seventh of all."""
+    """Many modes in one launch: for AdamW a fourth of all, for the others a ninth."""
     name = sorted(cases.HYPERS)[number]
     hyper = cases.HYPERS[name]
-    ours = cases.rows(hyper, cases.MODES[::2] if name == "adamw" else cases.MODES[number % 7 :: 7])
+    ours = cases.rows(hyper, cases.MODES[::4] if name == "adamw" else cases.MODES[number % 9 :: 9])
     expected = cases.copied(ours)
     stepper = DeviceStepper()
     overflows = torch.zeros(()), torch.zeros(())
@@ -92,7 +87,7 @@ def test_step_edge_settings_gradients_and_weights_that_change_between_steps() ->
     expected = cases.copied(ours)
     stepper = DeviceStepper()
     for step, lr in ((1, 1e-3), (2, 2e-3), (3, 2e-3)):
-        hyper = cases.AdamHyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
+        hyper = cases.adam_hyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
         cases.move(stepper, hyper, ours)
         cases.reference_move(hyper, expected)
         cases.assert_same(ours, expected)
@@ -118,10 +113,15 @@ def test_step_edge_found_inf_leaves_everything(found: float) -> None:
 
 
 @pytest.mark.parametrize("masters", [name for name in cases.WEIGHTS if name != "own"])
-@pytest.mark.parametrize("at", [0, 1500])  # in a whole block, in the last one
-def test_step_edge_overflow_is_told_of_16_bit_weights_alone(masters: str, at: int) -> None:
+def test_step_edge_overflow_is_told_of_16_bit_weights_alone(masters: str) -> None:
     sgd = cases.HYPERS["sgd"]
-    for kind, infinite in ((masters, True), (masters, False), ("own", True)):
+    # In a whole block, in the last one, and nowhere.
+    for kind, infinite, at in (
+        (masters, True, 0),
+        (masters, True, 1500),
+        (masters, False, 0),
+        ("own", True, 0),
+    ):
         ours = cases.row(sgd, (kind, "fp32", torch.float32), 1501, 0, special=False)
         ours.grad = torch.zeros(1501)
         ours.weight[:] = 1
@@ -176,49 +176,80 @@ def test_step_edge_tables_of_replaced_rows_are_let_go() -> None:
     assert [key[1] for key in stepper._tables] == [(id(ours[1]),), (id(replaced[0]),)]
 
 
-# The functions that the step is made of, on blocks.
+# The formulas on blocks: those of the reference, which have other words.
 
 
 @triton.jit
 def _apply(
     inputs: tl.tensor, noise_in: tl.tensor, first: tl.tensor, second: tl.tensor, NAME: tl.constexpr
 ) -> None:
-    groups = tl.program_id(0) * 16 + tl.arange(0, 16)
-    index = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
-    x = tl.load(inputs + index).to(tl.float32, bitcast=True)
+    index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    pattern = tl.load(inputs + index)
+    x = pattern.to(tl.float32, bitcast=True)
     r = tl.load(noise_in + index)
-    if NAME == "encode_split":
-        high, low = storage.encode_split(x)
-    elif NAME == "encode_split8":
-        high, low = storage.encode_split8(x, r)
-    elif NAME == "encode_stochastic":
-        high, low = storage.encode_stochastic(x, r), r * 0
-    elif NAME == "decode_split":
-        bits = tl.load(inputs + index)
-        high, low = storage.decode_split(bits >> 16, (bits << 16) >> 16).to(tl.int32, bitcast=True), r * 0
-    elif NAME == "decode_split8":
-        bits = tl.load(inputs + index)
-        high, low = storage.decode_split8(bits >> 16, (bits << 24) >> 24).to(tl.int32, bitcast=True), r * 0
-    elif NAME == "noise":
-        word = storage.noise_bits(storage.noise_key(r, r, 1), index)
-        high = word.to(tl.int32, bitcast=True)
-        low = (
-            storage.first_noise(word)
-            ^ (storage.second_noise(word) * 3)
-            ^ (storage.remainder_noise(word) * 5)
-            ^ (storage.weight_noise(word) * 7)
-        )
+    high, low = pattern >> 16, (pattern << 16) >> 16
+    if NAME == "bf16":
+        weight, _ = f.encode_bf16(x, r)
+        value = f.decode_bf16(high, x)
+    elif NAME == "fp16":
+        weight, _ = f.encode_fp16(x, r)
+        value = f.decode_fp16(high, x)
+    elif NAME == "split":
+        weight, _ = f.encode_split(x, r)
+        value = f.decode_split(high, low)
+    elif NAME == "split8":
+        weight, _ = f.encode_split8(x, r & 0xFF)
+        value = f.decode_split8(high, low >> 8)
+    elif NAME == "none":
+        weight, _ = f.encode_none(x, r & 0xFFFF)
+        value = f.decode_none(high, 0)
+    elif NAME == "signed":
+        weight = f.encode_signed(f.cut(x, f.magnitude(x)), f.group_inverse(f.magnitude(x)), r)
+        value = f.decode_signed(low >> 8, x)
+    elif NAME == "unsigned":
+        x = tl.abs(x)
+        weight = f.encode_unsigned(f.cut(x, f.magnitude(x)), f.group_inverse(f.magnitude(x)), r)
+        value = f.decode_unsigned((low >> 8) & 0xFF, x)
     else:
-        high, scale = storage.encode_int8(x, r & 0xFFFFF, NAME == "signed")
-        low = storage.decode_int8(high, scale, NAME == "signed").to(tl.int32, bitcast=True)
-    tl.store(first + index, high)
-    tl.store(second + index, low)
+        word = f.noise(f.noise_key(r, r, 1), f.place(index))
+        weight = f.first_noise(word) ^ (f.second_noise(word) * 3)
+        value = (f.remainder_noise(word) * 5 + f.weight_noise(word)).to(tl.float32)
+    tl.store(first + index, weight)
+    tl.store(second + index, value.to(tl.int32, bitcast=True))
 
 
-def applied(name: str, patterns: Tensor, noise_in: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = torch.empty_like(patterns), torch.empty_like(patterns)
-    _apply[(len(patterns) // 1024,)](patterns, noise_in, first, second, name)
-    return first, second
+def expected(name: str, pattern: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """What `_apply` makes, in the words of tensors."""
+    x = pattern.view(torch.float32)
+    high, low = pattern >> 16, (pattern << 16) >> 16
+    if name == "noise":
+        index = torch.arange(len(pattern))
+        word = formulas.noise(formulas.noise_key(r, r, 1), formulas.place(index))
+        value = formulas.remainder_noise(word) * 5 + formulas.weight_noise(word)
+        return formulas.first_noise(word) ^ (formulas.second_noise(word) * 3), value.float()
+    if name in ("signed", "unsigned"):
+        x = x if name == "signed" else x.abs()
+        largest = formulas.magnitude(x)
+        encode, decode = (getattr(formulas, f"{verb}_{name}") for verb in ("encode", "decode"))
+        made = encode(formulas.cut(x, largest), formulas.group_inverse(largest), r)
+        return made, decode(low >> 8 if name == "signed" else (low >> 8) & 0xFF, x)
+    noise = r & {"split8": 0xFF, "none": 0xFFFF}.get(name, 0)
+    kept = {"bf16": x, "fp16": x, "split": low, "split8": low >> 8}.get(name)
+    made, _ = getattr(formulas, f"encode_{name}")(x, noise)
+    return made, getattr(formulas, f"decode_{name}")(high, kept)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "split", "split8", "none", "signed", "unsigned", "noise"])
+def test_codec_equals_the_reference(name: str) -> None:
+    x = patterns()
+    r = torch.randint(0, 1 << 20, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    _apply[(len(x) // 1024,)](x, r, first, second, name)
+    made, value = expected(name, x, r)
+    same = (second == value.view(torch.int32)) | (value.isnan() & second.view(torch.float32).isnan())
+    of_nan = x.view(torch.float32).isnan() if name == "fp16" else torch.zeros_like(x, dtype=torch.bool)
+    assert torch.equal(first[~of_nan], made[~of_nan])  # of a NaN in fp16 no one promises the payload
+    assert same.all()
 
 
 def patterns(count: int = 1 << 17) -> Tensor:
@@ -233,65 +264,11 @@ def patterns(count: int = 1 << 17) -> Tensor:
 EDGES = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x3FFFFF, 0x400000, 0x7F7FFF, 0x7F8000, 0x7FFFFF)
 
 
-def bf16(high: Tensor) -> Tensor:
-    return high.to(torch.int16).view(torch.bfloat16)
-
-
-REFERENCES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
-    "encode_split": lambda x, r: plain.encode_split(x.view(torch.float32)),
-    "encode_split8": lambda x, r: plain.encode_split8(x.view(torch.float32), r),
-    "encode_stochastic": lambda x, r: (plain.encode_stochastic(x.view(torch.float32), r), None),
-    "decode_split": lambda x, r: (plain.decode_split(bf16(x >> 16), x.to(torch.int16)), None),
-    "decode_split8": lambda x, r: (plain.decode_split8(bf16(x >> 16), x.to(torch.int8)), None),
-}
-
-
-@pytest.mark.parametrize("name", sorted(REFERENCES))
-def test_codec_of_masters(name: str) -> None:
-    x = patterns()
-    r = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    first, second = applied(name, x, r)
-    high, low = REFERENCES[name](x, r)
-    expected = high.view(torch.int32 if high.element_size() == 4 else torch.int16).to(torch.int32)
-    assert torch.equal(first, expected)
-    assert low is None or torch.equal(second, low.to(torch.int32))
-
-
-@pytest.mark.parametrize("name", ["signed", "unsigned"])
-def test_codec_of_states(name: str) -> None:
-    signed = name == "signed"
-    generator = torch.Generator().manual_seed(3)
-    # Groups of one size each, from the smallest subnormals to the largest numbers, and some of any pattern.
-    size = torch.exp2(torch.linspace(-149, 125, 1 << 11))[:, None]
-    x = (torch.randn(1 << 11, 64, generator=generator) * size).view(-1)
-    x[: 1 << 13] = patterns(1 << 13).view(torch.float32)
-    x = x if signed else x.abs()
-    r = torch.randint(0, 1 << 20, x.shape, dtype=torch.int32, generator=generator)
-    first, second = applied(name, x.view(torch.int32), r)
-    codes, scales = plain.encode_int8(x, r, signed=signed)
-    assert torch.equal(first, codes.to(torch.int32))
-    value = plain.decode_int8(codes, scales, signed=signed)
-    same = (second == value.view(torch.int32)) | (value.isnan() & second.view(torch.float32).isnan())
-    assert same.all()
-
-
-def test_codec_of_noise() -> None:
-    index = torch.arange(4096)
-    r = torch.full((4096,), 77, dtype=torch.int32)
-    first, low = applied("noise", index.to(torch.int32), r)
-
-    word = plain.noise_bits(plain.noise_key(77, 77, 1), 0, 4096)
-    assert torch.equal(first, word)
-    of_states = plain.first_noise(word) ^ (plain.second_noise(word) * 3)
-    of_weights = (plain.remainder_noise(word) * 5) ^ (plain.weight_noise(word) * 7)
-    assert torch.equal(low, of_states ^ of_weights)
-
-
 @triton.jit
 def _fmas(a: tl.tensor, b: tl.tensor, c: tl.tensor, results: tl.tensor, count: tl.tensor) -> None:
     at = tl.arange(0, 65_536)
     here = at < count
-    made = fma(tl.load(a + at, here), tl.load(b + at, here), tl.load(c + at, here))
+    made = f.fma(tl.load(a + at, here), tl.load(b + at, here), tl.load(c + at, here))
     tl.store(results + at, made, here)
 
 
@@ -306,7 +283,7 @@ def test_codec_fma_rounds_once(case: str) -> None:
 @triton.jit
 def _powers(bases: tl.tensor, exponents: tl.tensor, results: tl.tensor) -> None:
     at = tl.program_id(0)
-    tl.store(results + at, rules.power(tl.load(bases + at), tl.load(exponents + at)))
+    tl.store(results + at, power(tl.load(bases + at), tl.load(exponents + at)))
 
 
 def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:

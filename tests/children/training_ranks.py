@@ -38,7 +38,7 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
         net,
         torch.optim.AdamW(net.parameters()),
         "fp16",
-        weights="masters",
+        masters="fp32",
         clip_norm=0.01,
         release_gradients=release,
         loss_scale=256,
@@ -49,7 +49,7 @@ def alone(rank: int, *, release: bool) -> dict[str, Any]:
         with mp.autocast():
             loss = net(x).float().square().mean()
         result = mp.step(loss)
-        told.append([result.moved, str(result.grad_norm)])
+        told.append([result.stepped, str(result.grad_norm)])
     return {"told": told, "steps": float(mp.optimizer.state[net[0].weight]["step"])}
 
 
@@ -76,7 +76,7 @@ def refused(rank: int) -> dict[str, Any]:
     net = DistributedDataParallel(model())
     before = hexed(net)
     told = []
-    for arguments in ({"weights": "split"}, {"release_gradients": True}):
+    for arguments in ({"masters": "split"}, {"release_gradients": True}):
         try:
             mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16", **arguments)
         except UsageError as error:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random as python_random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,20 +18,25 @@ from faults.models import (
     Carried,
     OwnCell,
     Trainee,
+    attends,
     autoencoder,
     cnn,
     encoder,
+    experts,
     gan,
-    others,
+    in_a_dataclass,
+    parts,
     recurrent,
     scored,
     stack,
     taught,
+    tied,
     transformer,
     two_heads,
+    two_losses,
+    weighed,
+    with_a_criterion,
 )
-from faults.plants import stateful
-from faults.runs import Around, Turn, owners, plainly, seed, turns
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -58,87 +61,6 @@ class Clean:
     steps: int = 12
     plant: Callable[[Trainee], Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-
-
-def of_clean(
-    run: Clean,
-    around: Around = plainly,
-    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
-    **options: Any,
-) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
-    seed(8)
-    trainee = run.make()
-    if run.plant is not None:
-        run.plant(trainee)
-    mps = owners(trainee, "fp16", run.scale, **{**run.options, **options})
-    try:
-        yield from turns(trainee, mps, range(run.steps), around)
-        if ended is not None:
-            ended(trainee, mps)
-    finally:
-        for mp in mps.values():
-            mp.close()
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The parameters that a backward of this loss reaches: other models' too."""
-    seen: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting.extend(following for following, _ in node.next_functions)
-
-
-class AtScaleOne:
-    """Computes each loss twice: once for a backward without a loss scale, that has to be finite, then as it is.
-
-    Attributes:
-        finite: for each loss, whether it and its gradients are.
-    """
-
-    def __init__(self) -> None:
-        self.finite: list[bool] = []
-
-    def __call__(self, part: str, mp: Any, compute: Callable[[], Tensor]) -> Tensor:
-        buffers = [(held, held.clone()) for held in mp.model.buffers()]
-        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Carried)]
-        random = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
-        own_generators = [
-            (held, held.get_state())
-            for module in mp.model.modules()
-            for held in vars(module).values()
-            if isinstance(held, torch.Generator)
-        ]
-        with mp.autocast():
-            loss = compute()
-        own = [p for group in mp.optimizer.param_groups for p in group["params"]]
-        params = list({id(p): p for p in (*own, *_leaves(loss))}.values())
-        before = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        loss.backward()
-        self.finite.append(
-            bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
-        )
-        for p, grad in zip(params, before):
-            p.grad = grad
-        torch.set_rng_state(random[0])
-        python_random.setstate(random[1])
-        np.random.set_state(random[2])
-        for generator, drawn in own_generators:
-            generator.set_state(drawn)
-        with torch.no_grad():
-            for held, value in buffers:
-                held.copy_(value)
-        for module, state in carried:
-            module.state = state
-        return plainly(part, mp, compute)
 
 
 def _large_but_fine(trainee: Trainee) -> None:
@@ -274,22 +196,22 @@ CLEAN: list[Clean] = [
         "Mezzo's AdamW, fp16 weights",
         "CNN",
         partial(cnn, optimizer=lambda p: mezzo.optim.AdamW(p, lr=1e-3)),
-        options={"weights": "masters"},
+        options={"masters": "fp32"},
     ),
-    Clean("a mask of -inf in a buffer", "transformer", others.attends, plant=_causal_buffer),
-    Clean("a dataclass returned", "perceptron", partial(others.in_a_dataclass)),
-    Clean("parts called one by one", "perceptron", others.parts),
-    Clean("experts", "perceptron", others.experts),
-    Clean("a language model with tied weights", "recurrent", others.tied),
-    Clean("a learned uncertainty", "perceptron", others.weighed),
-    Clean("a criterion with weights of its own", "perceptron", others.with_a_criterion),
-    Clean("two models of one graph", "perceptron", others.two_losses),
-    Clean("a generator of its own", "perceptron", partial(stack, tail=stateful.OwnGenerator)),
-    Clean("NumPy's generator", "perceptron", partial(stack, tail=stateful.NumpyRandom)),
-    Clean("a count of calls", "CNN", partial(cnn, tail=stateful.Counts)),
-    Clean("vmap", "perceptron", partial(stack, tail=stateful.PerSample)),
-    Clean("writes in place", "CNN", partial(cnn, middle=stateful.InPlaceChain)),
-    Clean("hooks of the script's own", "recurrent", partial(recurrent, tail=stateful.HookedBackward)),
+    Clean("a mask of -inf in a buffer", "transformer", attends, plant=_causal_buffer),
+    Clean("a dataclass returned", "perceptron", in_a_dataclass),
+    Clean("parts called one by one", "perceptron", parts),
+    Clean("experts", "perceptron", experts),
+    Clean("a language model with tied weights", "recurrent", tied),
+    Clean("a learned uncertainty", "perceptron", weighed),
+    Clean("a criterion with weights of its own", "perceptron", with_a_criterion),
+    Clean("two models of one graph", "perceptron", two_losses),
+    Clean("a generator of its own", "perceptron", partial(stack, tail=plants.OwnGenerator)),
+    Clean("NumPy's generator", "perceptron", partial(stack, tail=plants.NumpyRandom)),
+    Clean("a count of calls", "CNN", partial(cnn, tail=plants.Counts)),
+    Clean("vmap", "perceptron", partial(stack, tail=plants.PerSample)),
+    Clean("writes in place", "CNN", partial(cnn, middle=plants.InPlaceChain)),
+    Clean("hooks of the script's own", "recurrent", partial(recurrent, tail=plants.HookedBackward)),
     Clean("an output of -inf on purpose", "CNN", partial(cnn, end=plants.MasksLogits), plant=_allowed_labels),
     Clean("an autoencoder", "CNN", autoencoder),
     Clean("a draw around a mean", "CNN", partial(autoencoder, plants.Reparameterises)),

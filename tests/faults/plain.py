@@ -5,14 +5,17 @@ It is slow and knows modules only, not operations. It says which rows are true, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random as python_random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from faults.runs import Compute
+from faults.models import Carried
+from faults.runs import Compute, plainly
 from mezzo.core.finding import OUTSIDE
 
 
@@ -138,3 +141,63 @@ class Looks:
                     tensor.register_hook(entering)
 
         return ended
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The parameters that a backward of this loss reaches: other models' too."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+class AtScaleOne:
+    """Computes each loss twice: once for a backward without a loss scale, that has to be finite, then as it is.
+
+    Attributes:
+        finite: for each loss, whether it and its gradients are.
+    """
+
+    def __init__(self) -> None:
+        self.finite: list[bool] = []
+
+    def __call__(self, part: str, mp: Any, compute: Callable[[], Tensor]) -> Tensor:
+        buffers = [(held, held.clone()) for held in mp.model.buffers()]
+        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Carried)]
+        random = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
+        own_generators = [
+            (held, held.get_state())
+            for module in mp.model.modules()
+            for held in vars(module).values()
+            if isinstance(held, torch.Generator)
+        ]
+        with mp.autocast():
+            loss = compute()
+        own = [p for group in mp.optimizer.param_groups for p in group["params"]]
+        params = list({id(p): p for p in (*own, *_leaves(loss))}.values())
+        before = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        loss.backward()
+        self.finite.append(
+            bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in own if p.grad is not None)
+        )
+        for p, grad in zip(params, before):
+            p.grad = grad
+        torch.set_rng_state(random[0])
+        python_random.setstate(random[1])
+        np.random.set_state(random[2])
+        for generator, drawn in own_generators:
+            generator.set_state(drawn)
+        with torch.no_grad():
+            for held, value in buffers:
+                held.copy_(value)
+        for module, state in carried:
+            module.state = state
+        return plainly(part, mp, compute)

@@ -1,10 +1,16 @@
-"""Runs a trainee step by step under `MixedPrecision`."""
+"""Runs a row: step by step under `MixedPrecision`, under another policy, and as a plain script under `mezzo run`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +18,18 @@ import torch
 from torch import Tensor
 
 import mezzo
+from faults.clean import CLEAN, Clean
 from faults.models import Trainee
-from faults.rows import PLANTED, Fault
-from mezzo.core.loss_scale import DynamicLossScale
+from faults.rows import FAULTS, PLANTED, Fault
+from mezzo.core import records
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.finding import Finding
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.pytorch.launch.runner import run
+from mezzo.scripts.runner import RunRequest
+
+_FLOOR = DynamicLossScale().floor
+_QUOTED = re.compile(r"`([^`]+)`")
 
 Compute = Callable[[], Tensor]
 Around = Callable[[str, Any, Compute], Tensor]
@@ -150,3 +165,120 @@ def of_fault(
     finally:
         for mp in mps.values():
             mp.close()
+
+
+def of_clean(
+    run: Clean,
+    around: Around = plainly,
+    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
+    **options: Any,
+) -> Iterator[Turn]:
+    """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
+    seed(8)
+    trainee = run.make()
+    if run.plant is not None:
+        run.plant(trainee)
+    mps = owners(trainee, "fp16", run.scale, **{**run.options, **options})
+    try:
+        yield from turns(trainee, mps, range(run.steps), around)
+        if ended is not None:
+            ended(trainee, mps)
+    finally:
+        for mp in mps.values():
+            mp.close()
+
+
+def policies(finding: Finding) -> list[str]:
+    """The policies that a finding's remedies quote, in order."""
+    named = []
+    for sentence in finding.remedies:
+        for text in _QUOTED.findall(sentence):
+            with contextlib.suppress(UsageError, UnknownNameError):
+                mezzo.policy(text)
+                named.append(text)
+    return list(dict.fromkeys(named))
+
+
+def mends(row: Fault, part: str, policy: str) -> bool:
+    """Whether a fault's steps are taken under another policy, at the row's loss scale or at the smallest there is.
+
+    The smallest because forward may be mended, and its gradients then be what a dynamic loss scale has to come down to.
+
+    Args:
+        row: the fault.
+        part: whose steps.
+        policy: in place of the row's.
+    """
+    precision = defaultdict(lambda: row.precision, {part: policy})
+    constant = isinstance(mezzo.policy(policy).make_loss_scale(), StaticLossScale)
+    scales = [None] if constant else [row.scale, _FLOOR]
+    return any(_taken(row, part, precision, scale) for scale in scales)
+
+
+def _taken(row: Fault, part: str, precision: Mapping[str, str], scale: float | None) -> bool:
+    turns = of_fault(row, precision=precision, scale=scale, trace=False)
+    try:
+        return not any(turn.result.skipped for turn in turns if turn.part == part)
+    except UsageError:  # a policy that this model refuses
+        return False
+
+
+_SCRIPT = """
+import sys
+from faults.runs import train
+train(sys.argv[1])
+"""
+
+
+def _steps(trainee: Trainee, numbers: range) -> Iterator[None]:
+    for number in numbers:
+        for part, losses in groupby(trainee.step(number), key=lambda each: each[0]):
+            computing = [compute for _, compute in losses]
+            for compute in computing:
+                (compute() / len(computing)).backward()
+            trainee.optimizers[part].step()
+            for optimizer in trainee.optimizers.values():
+                optimizer.zero_grad()
+        yield
+
+
+def train(name: str) -> None:
+    """What the script does: a fault's good steps and those in which it acts, or a clean run's steps."""
+    row: Any = next(row for row in (*FAULTS, *CLEAN) if row.name == name)
+    seed(7)
+    trainee = row.make()
+    if isinstance(row, Clean):
+        if row.plant is not None:
+            row.plant(trainee)
+        list(_steps(trainee, range(row.steps)))
+        return
+    list(_steps(trainee, range(PLANTED)))
+    row.plant(trainee)
+    list(_steps(trainee, range(PLANTED, acting(row).stop)))
+
+
+def can_be_one(row: Fault | Clean) -> bool:
+    """Whether the row is the same thing in a script: no weights or clipping of MixedPrecision's, a scale that stays."""
+    options = row.options.keys() - {"accumulate"}
+    return not options and (row.scale < 2.0**20 if isinstance(row, Fault) else row.scale == 2.0**24)
+
+
+def launched(row: Fault | Clean, folder: Path) -> list[records.Record]:
+    """The records of a row's script under `mezzo run`, in this process, at a constant loss scale.
+
+    Args:
+        row: what is trained.
+        folder: where script and records are written.
+    """
+    script, file = folder / "script.py", folder / "run.jsonl"
+    script.write_text(_SCRIPT, encoding="utf-8")
+    file.unlink(missing_ok=True)
+    precision = row.precision if isinstance(row, Fault) else "fp16"
+    if "loss_scale=" not in precision:
+        precision += f",loss_scale={row.scale:.0f}"
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        status = run(RunRequest(str(script), (row.name,), records=file, policy=precision))
+    if status != 0:
+        raise RuntimeError(f"{row.name}: the script ended with {status}: {said.getvalue()}")
+    return list(records.read(file))

@@ -12,11 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from faults.clean import CLEAN, Clean, of_clean
-from faults.remedy import mends, policies
+from faults.clean import CLEAN, Clean
 from faults.rows import FAULTS, Expected, Fault
-from faults.runs import acting, of_fault
-from faults.scripted import can_be_one, launched
+from faults.runs import acting, can_be_one, launched, mends, of_clean, of_fault, policies
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, UpdateRecord
 
@@ -136,7 +134,7 @@ def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
 
     Args:
         row: the fault.
-        options: of `owners`, in place of the row's.
+        options: of `of_fault`, in place of the row's.
     """
     seen: dict[str, list[Any]] = {}
     for turn in of_fault(row, trace=True, **options):
@@ -153,9 +151,9 @@ def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
     return grades
 
 
-def grade_of_clean(row: Clean) -> CleanGrade:
+def grade_of_clean(row: Clean, **options: Any) -> CleanGrade:
     """Run without a fault, with tracing."""
-    skipped = [turn.result for turn in of_clean(row, trace=True) if turn.result.skipped]
+    skipped = [turn.result for turn in of_clean(row, trace=True, **options) if turn.result.skipped]
     alarms = [result.finding for result in skipped if result.finding is not None and result.finding.alarms]
     silent = sum(result.finding is None for result in skipped)
     return CleanGrade(row.name, row.family, len(skipped), alarms, silent)

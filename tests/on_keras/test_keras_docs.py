@@ -68,34 +68,22 @@ def functional(*made: keras.layers.Layer) -> keras.Model:
     return keras.Model(inputs, x)
 
 
-def test_keras_maps_cannot_name_layers_without_weights_and_leave_the_loss_unscaled() -> None:
+def test_what_the_page_says_of_keras_own() -> None:
     fp32 = keras.DTypePolicy("float32")
-    keras.config.set_dtype_policy(
-        keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": fp32, "bend": fp32, "hed": fp32})
-    )
+    maps = keras.dtype_policies.DTypePolicyMap
+    # A map can't name layers without weights, and leaves the loss unscaled; so is one float16 layer's.
+    keras.config.set_dtype_policy(maps("mixed_float16", {"head": fp32, "bend": fp32, "hed": fp32}))
     model = functional(layers.Dense(3, name="head"), layers.Activation("relu", name="bend"))
     head, bend = model.layers[1:]
     assert (head.compute_dtype, head.path) == ("float32", "head")
     assert (bend.compute_dtype, bend.path) == ("float16", None)
-    assert model.dtype_policy.name == "map_mixed_float16"
-    model.compile("sgd", "mse")
-    assert not isinstance(model.optimizer, KerasScaled)
-
-
-def test_keras_maps_refuse_a_path_that_two_keys_match() -> None:
-    fp32 = keras.DTypePolicy("float32")
-    policies = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head.*": fp32, ".*head": fp32})
+    keras.config.set_dtype_policy("float32")
+    for unscaled in (model, functional(layers.Dense(3, dtype="mixed_float16"), layers.Dense(3))):
+        unscaled.compile("sgd", "mse")
+        assert not isinstance(unscaled.optimizer, KerasScaled)
     with pytest.raises(ValueError, match="matches multiple dtype policy"):
-        policies["head"]
-
-
-def test_keras_leaves_one_float16_layer_unscaled() -> None:
-    model = functional(layers.Dense(3, dtype="mixed_float16"), layers.Dense(3))
-    model.compile("sgd", "mse")
-    assert not isinstance(model.optimizer, KerasScaled)
-
-
-def test_keras_forgets_the_policy_in_other_threads_and_when_its_session_is_cleared() -> None:
+        maps("mixed_float16", {"head.*": fp32, ".*head": fp32})["head"]
+    # It forgets the policy in other threads and when its session is cleared.
     keras.config.set_dtype_policy("mixed_float16")
     seen: list[str] = []
     thread = threading.Thread(target=lambda: seen.append(layers.Dense(1).compute_dtype))
@@ -103,13 +91,3 @@ def test_keras_forgets_the_policy_in_other_threads_and_when_its_session_is_clear
     thread.join()
     keras.utils.clear_session(free_memory=False)
     assert [*seen, layers.Dense(1).compute_dtype] == ["float32", "float32"]
-
-
-def test_keras_says_float32_of_a_mixed_layer_in_a_symbolic_call_on_pytorch() -> None:
-    from keras.src.backend import compute_output_spec
-
-    layer = layers.Dense(3, dtype="mixed_float16")
-    layer.build((None, 4))
-    told = compute_output_spec(layer, keras.KerasTensor((2, 4))).dtype
-    given = keras.backend.standardize_dtype(layer(keras.ops.ones((2, 4))).dtype)
-    assert (told, given) == ("float32" if BACKEND == "torch" else "float16", "float16")

@@ -1,4 +1,4 @@
-"""PrecisionMonitor counts the steps that were taken, whoever takes them: training steps of the model's own."""
+"""PrecisionMonitor where a model has a training step of its own, and where a skipped step leaves NaN for good."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import pytest
+from keras_steps import OwnStep
 
+import mezzo.keras
 from conftest import BACKEND
 from mezzo.core import records
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
+from mezzo.keras.callback import not_finite
 
 BATCH, BATCHES = 8, 5
 Array = npt.NDArray[Any]
@@ -34,77 +37,21 @@ def number(variable: Any) -> int:
     return int(keras.ops.convert_to_numpy(variable.value))
 
 
-class Own(keras.Model):  # type: ignore[misc]
-    """A training step that takes the gradients and applies them itself, and never tells Keras's loss tracker."""
-
-    def __init__(self) -> None:
-        super().__init__(name="own")
-        self.body = keras.layers.Dense(4, name="body")
-        self.head = keras.layers.Dense(1, name="head", dtype="float32")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.head(self.body(x))
-
-    def _loss(self, x: Any, y: Any) -> Any:
-        return keras.ops.mean((self(x, training=True) - y) ** 2)
-
-    def step_with(self, optimizer: Any, x: Any, y: Any, factor: float = 1.0) -> Any:
-        weights = self.trainable_variables
-        if BACKEND == "tensorflow":
-            import tensorflow as tf
-
-            with tf.GradientTape() as tape:
-                loss = self._loss(x, y)
-                scaled = _scaled(optimizer, loss) * factor
-            optimizer.apply(tape.gradient(scaled, weights), weights)
-            return loss
-        import torch
-
-        self.zero_grad()
-        loss = self._loss(x, y)
-        (_scaled(optimizer, loss) * factor).backward()
-        with torch.no_grad():
-            optimizer.apply([one.value.grad for one in weights], weights)
-        return loss
-
-    def jax_step(self, state: Any, batch: Any) -> Any:
-        import jax
-
-        weights, others, held, metrics = state
-        x, y = batch
-
-        def loss_of(weights: Any, others: Any) -> Any:
-            made, others = self.stateless_call(weights, others, x, training=True)
-            loss = keras.ops.mean((made - y) ** 2)
-            return self.optimizer.stateless_scale_loss(held, loss), (loss, others)
-
-        (_, (loss, others)), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights, others)
-        weights, held = self.optimizer.stateless_apply(held, gradients, weights)
-        return {"loss": loss}, (weights, others, held, metrics)
-
-    def train_step(self, *args: Any) -> Any:
-        if BACKEND == "jax":
-            return self.jax_step(*args)
-        return {"loss": self.step_with(self.optimizer, *args[0])}
-
-
-def _scaled(optimizer: Any, loss: Any) -> Any:
-    return optimizer.scale_loss(loss)
-
-
 def scaled(initial: float = 2.0**20) -> Any:
     """Its first steps overflow FP16, and later ones do not."""
     return LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial)
 
 
 @pytest.fixture(autouse=True)
-def _float16() -> None:
+def _float16() -> Iterator[None]:
     keras.config.set_dtype_policy("mixed_float16")
+    yield
+    mezzo.keras.set_policy("fp32")
 
 
 @pytest.mark.every_backend
 def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> None:
-    net = Own()
+    net = OwnStep(dtype="float32")
     net.compile(scaled(), "mse")
     x, y = data()
     net(x[:1])
@@ -133,26 +80,7 @@ def test_a_step_that_leaves_the_loss_tracker_out_is_counted(tmp_path: Path) -> N
     assert ["training step reports" in note for note in of("end", monitor.path)[0].notes] == [True]
 
 
-@pytest.mark.every_backend
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@pytest.mark.parametrize("own", [True, False])
-def test_data_of_unknown_length(tmp_path: Path, own: bool) -> None:
-    def batches() -> Iterator[tuple[Array, Array]]:
-        x, y = data()
-        for start in range(0, len(x), BATCH):
-            yield x[start : start + BATCH], y[start : start + BATCH]
-
-    net = Own() if own else keras.Sequential([keras.layers.Dense(1, dtype="float32")])
-    net.compile(scaled(), "mse")
-    net(data()[0][:1])
-    net.optimizer.build(net.trainable_variables)
-    monitor = PrecisionMonitor(tmp_path, verbose=False)
-    net.fit(batches(), verbose=0, shuffle=False, callbacks=[monitor])
-    assert [one.index for one in of("update", monitor.path)] == list(range(BATCHES))
-    assert len(of("loss", monitor.path)) == BATCHES
-
-
-class Two(Own):
+class Two(OwnStep):
     def compile(self, first: Any, second: Any) -> None:
         super().compile()
         self.first, self.second = first, second
@@ -168,7 +96,7 @@ class Two(Own):
     BACKEND == "jax", reason="a compiled step on JAX has the variables of compile's optimizer only"
 )
 def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    net = Two()
+    net = Two(dtype="float32")
     x, y = data()
     net(x[:1])
     net.compile(scaled(2.0**16), scaled(2.0**4))
@@ -194,20 +122,7 @@ def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.Cap
     assert {(one.optimizer, one.finding.note) for one in findings} == {(0, "no update after it was kept")}
     (note,) = (one for one in of("end", monitor.path)[0].notes if "never stepped" in one)
     assert "first, second" in note
-    assert "first: 5 skipped, loss scale 2048; second: 0 skipped, loss scale 16" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(
-    BACKEND == "jax", reason="a compiled step on JAX has the variables of compile's optimizer only"
-)
-def test_of_two_that_step_the_one_with_a_loss_scale_has_its_name(tmp_path: Path) -> None:
-    net = Two()
-    x, y = data()
-    net(x[:1])
-    net.compile(scaled(2.0**16), keras.optimizers.SGD(1e-3))
-    monitor = PrecisionMonitor(tmp_path, verbose=False)
-    history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history
-    assert set(history) == {"loss", "loss_scale_first", "skipped_steps_first"}
+    assert "loss_scale_first 2048, loss_scale_second 16" in capsys.readouterr().out
 
 
 def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> None:
@@ -229,20 +144,20 @@ def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> No
 
 
 def test_an_optimizer_that_never_steps_shows_no_loss_scale(tmp_path: Path) -> None:
-    class Still(Own):
+    class Still(OwnStep):
         def train_step(self, *args: Any) -> Any:
             if BACKEND == "jax":
                 return {"loss": keras.ops.mean(args[1][1])}, args[0]
             return {"loss": keras.ops.mean(args[0][1])}
 
-    net = Still()
+    net = Still(dtype="float32")
     net.compile(scaled(), "mse")
     x, y = data()
     monitor = PrecisionMonitor(tmp_path, verbose=False)
     history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history
     assert set(history) == {"loss"}
     assert not of("update", monitor.path)
-    assert any("never stepped" in one and "No other" in one for one in of("end", monitor.path)[0].notes)
+    assert any("never stepped" in one for one in of("end", monitor.path)[0].notes)
 
 
 def test_float16_without_a_loss_scale_is_told(tmp_path: Path) -> None:
@@ -257,11 +172,105 @@ def test_float16_without_a_loss_scale_is_told(tmp_path: Path) -> None:
         assert told != scale_it
 
 
-def test_micro_steps_of_gradient_accumulation_count(tmp_path: Path) -> None:
-    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
-    inner = keras.optimizers.SGD(1e-3, gradient_accumulation_steps=5)
-    net.compile(LossScaleOptimizer(inner, 16.0), "mse")
-    x, y = data()
-    monitor = PrecisionMonitor(tmp_path, verbose=False)
-    net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor])
-    assert [one.moved for one in of("update", monitor.path)] == [True] * BATCHES
+# Moving statistics that a skipped step has made NaN for good
+
+ROWS = 16
+
+
+def spoilt(row: float = 1e5) -> tuple[Array, Array]:
+    """One row is beyond FP16 in the fourth batch."""
+    x = np.random.default_rng(0).normal(size=(ROWS * 6, 8)).astype("float32")
+    y = x[:, :1].copy()
+    x[3 * ROWS + 2] = row
+    return x, y
+
+
+def normed(policy: str = "fp16", middle: Any = None) -> Any:
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    mezzo.keras.set_policy(f"{policy},module.net/head=fp32")
+    layers = keras.layers
+    middle = middle or layers.BatchNormalization(name="norm")
+    parts = [layers.Dense(8, activation="relu", name="first"), middle, layers.Dense(1, name="head")]
+    net = keras.Sequential([layers.Input((8,)), *parts], name="net")
+    net.compile(keras.optimizers.Adam(1e-2), "mse")
+    return net
+
+
+def notes(monitor: PrecisionMonitor) -> list[str]:
+    assert monitor.path is not None
+    return [
+        note
+        for record in records.read(monitor.path)
+        if record.kind == "end"
+        for note in record.notes
+        if "NaN or infinite" in note
+    ]
+
+
+def watched(net: Any, folder: Path, given: tuple[Array, Array], **options: Any) -> PrecisionMonitor:
+    monitor = PrecisionMonitor(folder)
+    settings = {"batch_size": ROWS, "epochs": 3, "verbose": 0, "shuffle": False, **options}
+    net.fit(*given, callbacks=[monitor], **settings)
+    return monitor
+
+
+def finite(net: Any) -> bool:
+    return all(np.isfinite(keras.ops.convert_to_numpy(one)).all() for one in net.non_trainable_variables)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_moving_statistics_that_are_lost_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], validates: bool
+) -> None:
+    x, y = spoilt()
+    net = normed()
+    more = {"validation_data": (x[:ROWS], y[:ROWS])} if validates else {}
+    monitor = watched(net, tmp_path, (x, y), **more)
+    assert int(keras.ops.convert_to_numpy(net.optimizer.skipped_steps)) > 0
+    weights = (keras.ops.convert_to_numpy(one) for one in net.trainable_variables)
+    assert all(np.isfinite(one).all() for one in weights)
+    assert not finite(net)
+    (note,) = notes(monitor)
+    for words in ("net/norm/moving_mean (as 1 more)", "the end of epoch 1,", "module.net/norm=fp32"):
+        assert words in note
+    said = [line for line in capsys.readouterr().out.splitlines() if "moving_mean" in line]
+    assert said == [f"mezzo: {note}."]
+    # Of a fit that begins with them as of the one that made them.
+    assert len(notes(watched(net, tmp_path, spoilt(1.0), epochs=2))) == 1
+
+
+def test_the_remedy_that_is_told_holds_and_the_layer_alone_does_not(tmp_path: Path) -> None:
+    both = normed("fp16,module.net/first=fp32,module.net/norm=fp32")
+    assert not notes(watched(both, tmp_path, spoilt()))
+    assert finite(both)
+    narrow = normed("bf16")
+    assert not notes(watched(narrow, tmp_path, spoilt()))
+    assert finite(narrow)
+    alone = normed("fp16,module.net/norm=fp32")
+    assert notes(watched(alone, tmp_path, spoilt()))
+    assert not finite(alone)
+
+
+class Masked(keras.layers.Layer):  # type: ignore[misc]
+    """Adds a constant that is infinite in places, and holds whole numbers as well."""
+
+    def build(self, shape: Any) -> None:
+        self.mask = self.add_weight(shape=(2,), trainable=False, name="mask", initializer="zeros")
+        self.seen = self.add_weight(
+            shape=(), trainable=False, name="seen", dtype="int32", initializer="zeros"
+        )
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def test_a_mask_of_infinities_is_not_told_and_a_nan_in_it_is(tmp_path: Path) -> None:
+    net = normed(middle=Masked(name="masked"))
+    net.layers[1].mask.assign([0.0, -math.inf])
+    assert not notes(watched(net, tmp_path, spoilt(1.0)))
+    assert [(one.path, is_nan) for one, is_nan in not_finite(net)] == [("net/masked/mask", False)]
+    net.layers[1].mask.assign([math.nan, -math.inf])
+    assert [is_nan for _, is_nan in not_finite(net)] == [True]
+    (note,) = notes(watched(net, tmp_path, spoilt(1.0)))
+    assert note.startswith("net/masked/mask is NaN")

@@ -31,34 +31,14 @@ FILES = (
 )
 NAMED = "LossScaleOptimizerTest or loss_scal or blocks_nested_optimizers"
 
-UNSCALED = "The loss was not scaled"
-WHY_UNSCALED = "the test applies gradients that nobody scaled, which ours refuses unless on_unscaled='ignore'"
-
-# on_unscaled -> test, without the form at its end -> what its error says, and why ours differs.
-DIFFERENCES: dict[str, dict[str, tuple[str, str]]] = {
-    "raise": {
-        name: (UNSCALED, WHY_UNSCALED)
-        for name in (
-            "test_infinite_step",
-            "test_finite_step_with_overwrite",
-            "test_downscaling",
-            "test_upscaling",
-            "test_iterations_update",
-            "test_sparse_correctness_loss_scale_optimizer_sgd",
-            "test_sparse_gradients_loss_scale_optimizer_sgd",
-        )
-    },
-    "ignore": {
-        "test_serialization": ("5 != 4", "get_config has a fifth key for a setting that is not the default"),
-        "test_sparse_gradients_loss_scale_optimizer_sgd": (
-            "directly on a variable",
-            "the test lets nobody but the inner optimizer write to a vector; ours keeps which gradients were bad",
-        ),
-    },
+# Test, without the form at its end -> what its error says, and why ours differs.
+DIFFERENCES: dict[str, tuple[str, str]] = {
+    "test_serialization": ("5 != 4", "get_config has a fifth key for a setting that is not the default"),
+    "test_sparse_gradients_loss_scale_optimizer_sgd": (
+        "directly on a variable",
+        "the test lets nobody but the inner optimizer write to a vector; ours keeps which gradients were bad",
+    ),
 }
-# Refusing unscaled gradients matters to the first two alone, whose tests call `apply`.
-FILES_OF = {"raise": FILES[:2], "ignore": FILES}
-AT_LEAST = {"raise": 31, "ignore": 37}
 
 # What Keras's tests skip, by their own conditions on the backend.
 SKIPPED = {
@@ -68,7 +48,7 @@ SKIPPED = {
 }[BACKEND]
 
 
-def outcomes(on_unscaled: str, folder: Path) -> dict[str, Any]:
+def outcomes(folder: Path) -> dict[str, Any]:
     missing = [name for name in FILES if not (KERAS / name).is_file()]
     if missing:
         pytest.skip(f"the installed Keras {keras.__version__} comes without its tests: {', '.join(missing)}")
@@ -77,12 +57,11 @@ def outcomes(on_unscaled: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         [*(sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "stand_in", "-p", "no:cacheprovider")]
         + ["-c", str(ini), "--rootdir", str(folder), "-k", NAMED]
-        + [str(KERAS / name) for name in FILES_OF[on_unscaled]],
+        + [str(KERAS / name) for name in FILES],
         cwd=folder,
         env={
             **os.environ,
             "KERAS_BACKEND": BACKEND,
-            "MEZZO_ON_UNSCALED": on_unscaled,
             "MEZZO_OUTCOMES": str(written),
             "PYTHONPATH": str(HERE),
             "TORCHDYNAMO_DISABLE": "1",  # one of them compiles on PyTorch, for half a minute; no part of what is tested
@@ -95,24 +74,20 @@ def outcomes(on_unscaled: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("on_unscaled", DIFFERENCES)
-def test_keras_s_own_tests_pass_with_ours(on_unscaled: str, tmp_path: Path) -> None:
-    found = outcomes(on_unscaled, tmp_path)
+def test_keras_s_own_tests_pass_with_ours(tmp_path: Path) -> None:
+    found = outcomes(tmp_path)
     by_outcome: dict[str, dict[str, str]] = {"passed": {}, "failed": {}, "skipped": {}}
     for name, told in found["tests"].items():
         by_outcome[told["outcome"]][name] = told["why"]
     assert found["made"] >= 28, "the tests did not run with ours"
-    assert sum(map(len, by_outcome.values())) >= AT_LEAST[on_unscaled]
+    assert sum(map(len, by_outcome.values())) >= 37
     assert {why for why in by_outcome["skipped"].values() if not re.search(SKIPPED, why)} == set()
-    expected = DIFFERENCES[on_unscaled]
     failed = {name: base(name) for name in by_outcome["failed"]}
-    unforeseen = {name: by_outcome["failed"][name] for name in failed if failed[name] not in expected}
-    assert unforeseen == {}
+    assert {name: by_outcome["failed"][name] for name in failed if failed[name] not in DIFFERENCES} == {}
     for name, of in failed.items():
-        assert expected[of][0] in by_outcome["failed"][name]
+        assert DIFFERENCES[of][0] in by_outcome["failed"][name]
     # A difference that is none any more, on this backend, goes from the table.
-    skipped = {base(name) for name in by_outcome["skipped"]}
-    assert set(expected) - set(failed.values()) <= skipped
+    assert set(DIFFERENCES) - set(failed.values()) <= {base(name) for name in by_outcome["skipped"]}
 
 
 def base(name: str) -> str:

@@ -60,7 +60,6 @@ def wrapped(linear: Any, **arguments: Any) -> Any:
         ("wrapped", "fp16,loss_scale=1024", torch.float16),
         ("attribute", "fp16,loss_scale=1024", torch.float16),
         ("wrapped", "bf16", torch.bfloat16),
-        ("wrapped", "fp16,module.body=fp32,loss_scale=1024", torch.float32),
         ("attribute", "fp16,module.torch_module_wrapper*=fp32,loss_scale=1024", torch.float32),
     ],
 )
@@ -93,47 +92,19 @@ def test_a_module_trains_as_the_layer_of_keras_does(how: str, precision: str, dt
     assert np.abs(expected).max() > 0.01
 
 
-def test_a_module_in_fp32_within_one_in_16_bits_is_fp32() -> None:
-    set_policy("bf16,module.body=fp32")
-    inner = wrapped(torch.nn.Linear(4, 8))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert inner(torch.from_numpy(X)).dtype == torch.float32
-
-
 def test_what_a_module_cannot_compute_is_told_with_the_line_that_mends_it() -> None:
     class Values(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return torch.dot(x[0], torch.ones(4))[None, None]  # autocast leaves it as it is
 
     set_policy("fp16")
-    with pytest.raises(
-        UsageError, match=r"Values in the layer 'body' cannot compute in float16 on cpu.*Half"
-    ):
+    with pytest.raises(UsageError, match=r"Values in the layer 'body' cannot compute in float16.*Half"):
         Model(wrapped(Values()))(X)
     set_policy("fp16,module.body=fp32")
     assert Model(wrapped(Values()))(X).dtype == torch.float32
 
 
-def test_an_error_of_a_modules_own_stays() -> None:
-    class Wrong(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            raise RuntimeError("my own")
-
-    set_policy("fp16")
-    with pytest.raises(RuntimeError, match="my own") as error:
-        wrapped(Wrong())(X)
-    assert not isinstance(error.value, UsageError)
-
-
-def test_fp32_undoes_it() -> None:
-    before = layers.TorchModuleWrapper.call
-    set_policy("bf16")
-    assert layers.TorchModuleWrapper.call is not before
-    set_policy("fp32")
-    assert layers.TorchModuleWrapper.call is before
-
-
-@pytest.mark.parametrize("look", ["compile", "check_outputs"])
+@pytest.mark.parametrize("look", ["the first call", "check_outputs"])
 def test_looking_at_a_model_changes_no_buffer_and_draws_nothing(look: str) -> None:
     set_policy("bf16")
     norm = torch.nn.BatchNorm1d(4)
@@ -151,8 +122,9 @@ def test_looking_at_a_model_changes_no_buffer_and_draws_nothing(look: str) -> No
     drawn = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        if look == "compile":
+        if look == "the first call":
             model.compile("sgd", "mse")
+            model(X, training=False)
         else:
             with pytest.raises(UsageError, match="bfloat16"):
                 check_outputs(model)

@@ -95,9 +95,5 @@ def test_a_tutorial_of_tf1_before_tensorflow_is_imported() -> None:
     assert told["steps"] == "60"
     assert float(told["accuracy"]) > 0.8
     assert told["products"] == "['bfloat16']"
-
-
-def test_a_loop_of_today_after_tensorflow_is_imported() -> None:
-    told = run(f"import tensorflow, mezzo.tensorflow; mezzo.tensorflow.install(); {script('tf2_loop.py')}")
-    assert float(told["after"]) < float(told["before"]) / 100
-    assert float(told["scale"]) == 2.0**24  # grew every five steps from 2^15 to the ceiling
+    assert "train/beta1_power" in told["plain"].split()
+    assert told["scaled"] == told["plain"]  # a Saver finds TF1's names

@@ -152,17 +152,6 @@ def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
     assert (wide.dtype, float(wide)) == (tf.float64, 2.0**-16)
 
 
-def test_complex_gradients() -> None:
-    variable = tf.Variable(tf.constant([1j], tf.complex64))
-    optimizer = FAMILIES["v1"](DynamicLossScale())
-    optimizer.get_scaled_loss(tf.constant(1.0))
-    for gradient in (2.0**16 + 2.0**17 * 1j, complex(1, np.inf), complex(np.nan, 1)):
-        gradients = optimizer.get_unscaled_gradients([tf.constant([gradient], tf.complex64)])
-        optimizer.apply_gradients(zip(gradients, [variable]))
-        np.testing.assert_array_equal(variable.numpy(), [-0.125 + 0.75j])
-    assert int(optimizer.skipped_steps) == 2
-
-
 def test_a_tf1_optimizer_is_still_one() -> None:
     variable = tf.Variable([1.0])
     inner = v1.train.MomentumOptimizer(0.125, 0.5, name="Heavy")
@@ -177,29 +166,6 @@ def test_a_tf1_optimizer_is_still_one() -> None:
     assert copy.copy(optimizer).inner_optimizer is inner
     assert float(optimizer.scale_loss(tf.constant(1.0))) == 2.0**16
     assert repr(optimizer) == "LossScaleOptimizer(MomentumOptimizer, loss_scale=dynamic)"
-
-
-def test_the_name_of_the_update_passes_through() -> None:
-    with tf.Graph().as_default():
-        variable = v1.get_variable("weight", initializer=[1.0])
-        optimizer = FAMILIES["v1"](NoLossScale())
-        assert optimizer.apply_gradients([(tf.constant([1.0]), variable)], name="mine").name == "mine"
-
-
-def test_arguments_of_compute_gradients_pass_through() -> None:
-    stepper = InSession("v1", DynamicLossScale())
-    with stepper.graph.as_default():
-        other = v1.get_variable("other", initializer=[3.0])
-        pairs = stepper.optimizer.compute_gradients(
-            tf.reduce_sum(stepper.variable) + tf.reduce_sum(other) ** 2,
-            [other],
-            gate_gradients=LossScaleOptimizer.GATE_GRAPH,
-            colocate_gradients_with_ops=True,
-            grad_loss=tf.constant(2.0),
-        )
-        assert [variable.name for _, variable in pairs] == ["other:0"]
-        stepper.session.run(other.initializer)
-        assert stepper.session.run(pairs[0][0]) == [12.0]
 
 
 def test_two_graphs_have_a_scale_each() -> None:

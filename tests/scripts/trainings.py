@@ -46,9 +46,6 @@ class Plain:
     def update(self):
         pass
 
-    def grads(self, parameters):
-        return [p.grad for p in parameters]
-
 
 class ByHand(Plain):
     """What the documentation of mixed precision tells people to write."""
@@ -109,14 +106,18 @@ def data(n=24, width=12, classes=4, seed=1):
 
 
 def network(width=12, classes=4):
-    return nn.Sequential(
-        nn.Linear(width, 32),
-        nn.GELU(),
-        nn.LayerNorm(32),
-        nn.Linear(32, 32),
-        nn.ReLU(),
-        nn.Linear(32, classes),
-    )
+    middle = (nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU())
+    return nn.Sequential(nn.Linear(width, 32), *middle, nn.Linear(32, classes))
+
+
+def train(by, report, optimizer, steps, loss_of):
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        by.backward(loss)
+        by.step(optimizer)
+        by.update()
+        report(loss)
 
 
 @training
@@ -124,13 +125,7 @@ def fused_adamw(by, report):
     model, (x, y) = network(), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     criterion = nn.CrossEntropyLoss()
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = criterion(by.call(model, x), y)
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
+    train(by, report, optimizer, 6, lambda: criterion(by.call(model, x), y))
     return model
 
 
@@ -246,14 +241,8 @@ def shared_parameters(by, report):
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(0, 20, (4, 9))
-    for _ in range(5):
-        logits = by.call(model, tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
+    inputs, target = tokens[:, :-1], tokens[:, 1:].flatten()
+    train(by, report, optimizer, 5, lambda: F.cross_entropy(by.call(model, inputs).flatten(0, 1), target))
     return model
 
 
@@ -277,13 +266,7 @@ class Checkpointed(nn.Module):
 def checkpointed(by, report, use_reentrant):
     model, (x, y) = Checkpointed(use_reentrant), data()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(4):
-        loss = F.cross_entropy(by.call(model, x), y)
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
+    train(by, report, optimizer, 4, lambda: F.cross_entropy(by.call(model, x), y))
     return model
 
 
@@ -341,13 +324,7 @@ def batch_norm(by, report):
     )
     (_, y), x = data(), torch.randn(24, 1, 8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = F.cross_entropy(by.call(model, x), y)
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
+    train(by, report, optimizer, 3, lambda: F.cross_entropy(by.call(model, x), y))
     model.eval()
     with torch.no_grad():
         report(by.call(model, x).sum())
@@ -359,13 +336,7 @@ def compiled_model(by, report):
     model, (x, y) = network(), data()
     compiled = torch.compile(model, backend=OPTIONS.backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = F.cross_entropy(by.call(compiled, x), y)
-        optimizer.zero_grad()
-        by.backward(loss)
-        by.step(optimizer)
-        by.update()
-        report(loss)
+    train(by, report, optimizer, 3, lambda: F.cross_entropy(by.call(compiled, x), y))
     return model
 
 

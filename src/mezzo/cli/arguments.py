@@ -103,14 +103,22 @@ def folder_of(arguments: argparse.Namespace, verb: str) -> Path:
     return Path(arguments.out or f"mezzo-{verb}-{stem}")
 
 
-def whole(what: str, example: int) -> Callable[[str], int]:
+def whole(what: str, example: int, least: int | None = None) -> Callable[[str], int]:
     """A reader of whole numbers, for `add_argument(type=...)`.
 
     Args:
         what: what is counted, in the plural; empty for a mere number.
         example: a number that makes sense there.
+        least: the smallest that is allowed.
     """
-    return _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
+    read = _reader(int, f"whole number{what and f' of {what}'}: write one such as {example}")
+
+    def read_at_least(text: str) -> int:
+        if least is not None and read(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: give {least} or more, such as {example}")
+        return read(text)
+
+    return read_at_least
 
 
 def number(example: float) -> Callable[[str], float]:

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mezzo.cli.arguments import add_target, target_of, whole
@@ -47,24 +46,21 @@ from mezzo.core.records import file_name
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.pytorch.batch_size import (
-    HEADS,
     OUT_OF_MEMORY,
     OVER,
     BatchSizeResult,
     Search,
     Trial,
-    columns,
+    available_bytes,
+    says_out_of_memory,
+    spendable_bytes,
     unchanging,
 )
-from mezzo.pytorch.free_memory import available_bytes, spendable_bytes
-from mezzo.pytorch.launch.storage import check
-from mezzo.pytorch.out_of_memory import says_out_of_memory
-from mezzo.scripts.runner import RunRequest
-from mezzo.scripts.script import locate
+from mezzo.pytorch.launch.runner import check
 from mezzo.verify.folder import check_ours, locked, writing
 from mezzo.verify.progress import Watcher, watcher
-from mezzo.verify.request import split_precisions
-from mezzo.verify.runs import LAUNCH, FinishedRun, attempt, read_run, run_child, terminated_like_an_interrupt
+from mezzo.verify.request import ScriptRequest, split_precisions
+from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 
 PASSES_ON = True
 """What follows `--` is the script's."""
@@ -72,15 +68,11 @@ PASSES_ON = True
 SCHEMA = 1
 FILE = "batch-size.json"
 
-LEAST_STEPS = 4
 MEASURED = 3
 """The step whose memory is measured."""
 
 LAST_RESERVE = 256 * 1024**2
 """A run is ended when the machine has less memory left than this: it would swap, or the system would kill it."""
-
-SHORTEST_REASON = 16
-"""The least width of the column with the reason why a size does not fit."""
 
 NO_SUCH_OPTION = ("unrecognized arguments", "no such option", "unknown option", "Could not override")
 
@@ -91,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "mezzo batch-size (SCRIPT | --demo NAME | -m MODULE) --vary=OPTION [options] [-- SCRIPT'S ARGUMENTS]"
     )
     add_target(parser, DEMOS)
-    add = parser.add_argument
+    add, size = parser.add_argument, whole("", 8, least=1)
     add("--vary", metavar="OPTION", help="the script's batch size option, as the script spells it")
     add(
         "--precision",
@@ -105,18 +97,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what a step may take, such as 4GiB (default on a CPU: what is available, less 10 %% or 512 MiB; on a "
         "GPU: until an allocation fails)",
     )
-    add("--start", type=whole("", 8), default=8, metavar="N", help="the first size (default 8)")
-    add("--max", type=whole("", 256), metavar="N", help="try no size above it")
-    add(
-        "--multiple-of",
-        type=whole("", 8),
-        default=1,
-        metavar="N",
-        help="try only multiples of it (default 1)",
-    )
+    add("--start", type=size, default=8, metavar="N", help="the first size (default 8)")
+    add("--max", type=size, metavar="N", help="try no size above it")
+    add("--multiple-of", type=size, default=1, metavar="N", help="try only multiples of it (default 1)")
     add(
         "--steps",
-        type=whole("steps", 12),
+        type=whole("steps", 12, least=MEASURED + 1),
         default=12,
         metavar="N",
         help="end each run after this many optimizer steps (default 12)",
@@ -127,11 +113,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
-    errors = Console(stderr=True)
     request = request_of(arguments)
-    progress = watcher(errors, quiet=arguments.json)
     folder = Path(arguments.out) if arguments.out else None
-    found = search_script(request, folder, progress)
+    found = search_script(request, folder, watcher(Console(stderr=True), quiet=arguments.json))
     data = {
         "schema": SCHEMA,
         "script": request.target,
@@ -148,6 +132,20 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(Console(), request, found)
     return int(not all(result.fits for result in found.values()))
+
+
+def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchSizeResult]) -> None:
+    """Print each precision's table, and then the recommendations."""
+    for precision, result in found.items():
+        console.print(Text(precision, style="bold"), soft_wrap=True)
+        for line in (*result.table(), *(f"note: {note}" for note in result.notes), ""):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    first = next(iter(found))
+    for precision, result in found.items():
+        text = result.sentence(request.vary.prefix or "batch size ")
+        if precision != first and result.fits and found[first].fits:
+            text += f" The largest is {result.largest / found[first].largest:.2f} times that of {first}."
+        console.print(Text.assemble((precision, "bold"), f": {text}"), soft_wrap=not console.is_terminal)
 
 
 @dataclass(frozen=True)
@@ -205,9 +203,7 @@ class Vary:
     @property
     def prefix(self) -> str:
         """What is written before a size."""
-        if self.spelling == "{}":
-            return ""
-        return self.spelling if self.spelling.endswith("=") else f"{self.spelling} "
+        return "" if self.spelling == "{}" else f"{self.spelling} ".replace("= ", "=")
 
     def written(self, size: int) -> str:
         """The words that give the script this size."""
@@ -215,37 +211,29 @@ class Vary:
 
 
 @dataclass(frozen=True)
-class BatchSizeRequest:
+class BatchSizeRequest(ScriptRequest):
     """What to search, checked before anything runs.
 
     Args:
-        target: the script's path, or a module's name if `is_module`.
+        target, argv, is_module: the script, and its own arguments.
         vary: how the script receives its batch size.
-        argv: the script's own arguments.
         precisions: presets, policy strings or `.toml` files.
         steps: a run is ended after this many optimizer steps.
-        sizes: where the search starts, and its bounds. Without a limit, the machine's memory is the limit on a CPU.
+        sizes: where the search starts, and its bounds.
+        limit: the bytes that a step may take. None: on a CPU what the machine has left; on a GPU none.
 
     Raises:
-        UsageError: a script that doesn't exist, an unknown precision, a value out of range.
+        UsageError: a script that doesn't exist, an unknown precision, arguments without ``{}``.
     """
 
-    target: str
-    vary: Vary
-    argv: tuple[str, ...] = ()
-    is_module: bool = False
+    vary: Vary = field(default_factory=lambda: Vary("--batch-size"))
     precisions: tuple[str, ...] = ("fp32", "bf16")
     steps: int = 12
     sizes: Search = field(default_factory=Search)
+    limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < LEAST_STEPS:
-            raise UsageError(
-                f"--steps {self.steps}: give {LEAST_STEPS} or more, since memory is measured in step {MEASURED} and "
-                "the first five are not timed"
-            )
-        if not self.is_module:
-            locate(self.target, is_module=False)
+        super().__post_init__()
         for name in self.precisions:
             check(policy(name))
             if policy(name).compute == "auto":
@@ -268,20 +256,25 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
             "--vary is missing: the script's batch size option, as the script spells it. --vary=--batch-size for an "
             "option, --vary=batch_size= for key=value"
         )
+    if arguments.max is not None and arguments.max < arguments.multiple_of:
+        raise UsageError(
+            f"--max {arguments.max} is below --multiple-of {arguments.multiple_of}, so there is no size to try: "
+            "raise --max or lower --multiple-of"
+        )
     precisions: dict[str, str] = {}
     for name in split_precisions(arguments.precision or ["fp32,bf16"]):
         precisions.setdefault(policy(name).fingerprint(), name)
     if not precisions:
         raise UsageError("--precision names nothing: give one such as bf16, or several such as fp32,bf16")
-    limit = None if arguments.limit is None else parse_bytes(arguments.limit)
     return BatchSizeRequest(
-        target=target,
-        vary=Vary(arguments.vary),
-        argv=tuple(arguments.argv),
-        is_module=bool(arguments.module),
-        precisions=tuple(precisions.values()),
-        steps=arguments.steps,
-        sizes=Search(arguments.start, arguments.multiple_of, 2.0, limit, arguments.max),
+        target,
+        tuple(arguments.argv),
+        bool(arguments.module),
+        Vary(arguments.vary),
+        tuple(precisions.values()),
+        arguments.steps,
+        Search(arguments.start, arguments.multiple_of, max_size=arguments.max),
+        None if arguments.limit is None else parse_bytes(arguments.limit),
     )
 
 
@@ -309,169 +302,16 @@ def search_script(
             known on this system.
         UnsupportedPrecisionError: a precision that this machine can't run.
     """
-    limit = request.sizes.limit if request.sizes.limit is not None else spendable_bytes()
-    with _runs(folder) as runs, progress or Watcher() as shown, terminated_like_an_interrupt():
-        search = _ScriptSearch(request, runs, limit, shown, tuple(command))
-        return {precision: search.under(precision) for precision in request.precisions}
-
-
-class _FailedError(Exception):
-    """The script fails at this size, for a reason that is not memory: how, and the end of its output."""
-
-    def __init__(self, how: str, output: str = "") -> None:
-        super().__init__(how)
-        self.how, self.output = how, output
-
-    def __str__(self) -> str:
-        return f"{self.how}. Its output ended:\n{self.output}" if self.output else self.how
-
-
-class _StopError(Exception):
-    """The run can be ended: it has shown enough (no message), or the machine has hardly any memory left."""
-
-
-@dataclass
-class _ScriptSearch:
-    request: BatchSizeRequest
-    runs: Path
-    limit: int | None
-    progress: Watcher
-    command: tuple[str, ...]
-    count: int = 0
-
-    def under(self, precision: str) -> BatchSizeResult:
-        """The result under one precision."""
-        sizes, limit, trials, notes = self.request.sizes, self.limit, list[Trial](), list[str]()
-        device = ""
-        while not notes and (size := sizes.next_size(trials, limit)) is not None:
-            try:
-                trial, device = self.try_size(precision, size)
-            except _FailedError as failure:
-                if not trials:
-                    raise self.explained(size, failure) from None
-                last = f": {failure.output.rstrip().splitlines()[-1].strip()}" if failure.output else ""
-                direction = "larger" if any(one.fits for one in trials) else "smaller"
-                notes.append(f"no {direction} size was tried, since the script {failure.how} at {size}{last}")
-                break
-            if device not in ("", "cpu"):
-                limit = sizes.limit  # what the machine has left does not bind a GPU
-            elif self.limit is None:
-                raise UsageError(
-                    "this system does not say how much memory is available: give --limit, such as --limit 8GiB"
-                )
-            trials.append(trial)
-        if unchanging(trials):
-            least, most = min(one.size for one in trials), max(one.size for one in trials)
-            raise UsageError(
-                f"{self.request.target} takes the same bytes at every size from {least} to {most}, so "
-                f"{self.request.vary.spelling} does not seem to be its batch size. If it is, give a larger --start, "
-                f"such as {most}."
-            )
-        return sizes.result(trials, limit, device or "cpu", notes)
-
-    def try_size(self, precision: str, size: int) -> tuple[Trial, str]:
-        """Run the script at one size in a child process: the trial, and the type of its device.
-
-        Raises:
-            _FailedError: the script fails, or takes fewer than three steps.
-            UnsupportedPrecisionError: this machine can't run this precision.
-        """
-        self.count += 1
-        name = f"{file_name(precision)}-{size}"
-        child = RunRequest(
-            target=self.request.target,
-            argv=self.request.vary.argv(self.request.argv, size),
-            is_module=self.request.is_module,
-            policy=precision,
-            records=(self.runs / f"{name}.jsonl").resolve(),
-            observe=True,
-            summary=False,
-        )
-        self.progress.begin(
-            f"{precision}  {self.request.vary.written(size)}", self.count, self.count, self.request.steps
-        )
-        status: int | None = None
-        outcome, tight = "failed", ""
-        try:
-            try:
-                with attempt(child) as tried:
-                    assert tried.records is not None
-                    here = tried.records.parent
-                    status = run_child(self.command, tried, lambda steps: self.watch(steps, here, name))
-            except _StopError as stop:
-                tight = str(stop)
-            finished = read_run(self.runs, name)
-            trial = Trial(size, False, why=tight) if tight else self.trial(precision, size, finished, status)
-            outcome = "fits" if trial.fits else f"does not fit: {trial.why}"
-            return trial, str(finished.machine.get("device_type", ""))
-        except KeyboardInterrupt:
-            outcome = "stopped"
-            raise
-        finally:
-            self.progress.end(outcome)
-
-    def watch(self, steps: int, folder: Path, name: str) -> None:
-        """End the run when it has shown enough."""
-        self.progress.steps(min(steps, self.request.steps))
-        if steps >= self.request.steps or (steps >= MEASURED and self.is_over(read_run(folder, name))):
-            raise _StopError
-        left = available_bytes()
-        if left is not None and left < LAST_RESERVE:
-            raise _StopError("hardly any memory was left on the machine, so it was ended")
-
-    def is_over(self, finished: FinishedRun) -> bool:
-        """Whether the measured step took more than it may."""
-        on_cpu = finished.machine.get("device_type", "cpu") == "cpu"
-        limit = self.limit if on_cpu else self.request.sizes.limit
-        return limit is not None and finished.memory is not None and finished.memory.peak_bytes > limit
-
-    def trial(self, precision: str, size: int, finished: FinishedRun, status: int | None) -> Trial:
-        """The trial that a run's records and exit status make."""
-        if status:
-            output = finished.failure()
-            if status == -9:
-                return Trial(size, fits=False, why="killed by the system, most likely for its memory")
-            if says_out_of_memory(output):
-                return Trial(size, fits=False, why=OUT_OF_MEMORY)
-            last = output.splitlines()[-1]
-            if status == 2 and last.startswith("mezzo: ") and not finished.losses:
-                raise UnsupportedPrecisionError(f"{precision} can't run: {last.removeprefix('mezzo: ')}")
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-            raise _FailedError(how, output)
-        if finished.memory is None:
-            notes = finished.ended.notes if finished.ended else ()
-            reasons = "; ".join(note for note in notes if "no step was observed" not in note)
-            raise _FailedError(
-                f"ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
-                + (f" ({reasons})" if reasons else "")
-            )
-        peak = finished.memory.peak_bytes
-        if self.is_over(finished):
-            return Trial(size, fits=False, peak_bytes=peak, why=OVER)
-        times = finished.times()
-        return Trial(size, True, peak, float(np.median(times)) if len(times) else None)
-
-    def explained(self, size: int, failure: _FailedError) -> MezzoError:
-        """The error for a script that fails at its first size."""
-        request = self.request
-        if request.vary.spelling.strip("-=") in failure.output and any(
-            saying in failure.output for saying in NO_SUCH_OPTION
-        ):
-            return UsageError(
-                f"{request.target} does not take {request.vary.written(size)!r}. Give --vary= the option of its batch "
-                f"size as the script spells it. Its output ended:\n{failure.output}"
-            )
-        text = f"{request.target} {' '.join(request.vary.argv(request.argv, size))} {failure}"
-        if not failure.output:
-            text += ". Let it train for longer: more epochs, or a smaller --start."
-        return ScriptError(text)
+    with _opened(folder) as place, progress or Watcher() as shown, terminated_like_an_interrupt():
+        return {one: _search(request, one, place, shown, command) for one in request.precisions}
 
 
 @contextmanager
-def _runs(folder: Path | None) -> Iterator[Path]:
-    """The folder for the runs' files; a temporary one without --out."""
+def _opened(folder: Path | None) -> Iterator[Path]:
+    """The folder whose `runs/` receives the runs' files; a temporary one without --out."""
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="mezzo-batch-size-") as name:
+            (Path(name) / "runs").mkdir()
             yield Path(name)
         return
     with writing(folder):
@@ -479,32 +319,125 @@ def _runs(folder: Path | None) -> Iterator[Path]:
         with locked(folder):
             shutil.rmtree(folder / "runs", ignore_errors=True)
             (folder / "runs").mkdir()
-            yield folder / "runs"
+            yield folder
 
 
-def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchSizeResult]) -> None:
-    """Print each precision's table, and then the recommendations."""
-    for precision, result in found.items():
-        console.print(Text(precision, style="bold"), soft_wrap=True)
-        rows = [HEADS, *result.rows()]
-        numbers = [max(map(len, column)) for column in zip(*rows)][:-1]
-        if console.is_terminal and sum(numbers) + SHORTEST_REASON + 3 * len(HEADS) + 1 <= console.width:
-            table = Table(*rows[0])
-            for column in table.columns[:-1]:
-                column.justify, column.no_wrap = "right", True
-            for cells in rows[1:]:
-                table.add_row(*map(Text, cells))
-            console.print(table)
-        else:
-            for text in columns(rows):
-                console.print(text, markup=False, highlight=False, soft_wrap=True)
-        for note in result.notes:
-            console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=not console.is_terminal)
-        console.print()
-    first = next(iter(found))
-    for precision, result in found.items():
-        text = result.sentence(request.vary.prefix or "batch size ")
-        if precision != first and result.fits and found[first].fits:
-            text += f" The largest is {result.largest / found[first].largest:.2f} times that of {first}."
-        line = Text.assemble((precision, "bold"), f": {text}")
-        console.print(line, soft_wrap=not console.is_terminal)
+class _FailedError(Exception):
+    """The script fails at this size, for a reason that is not memory: how, and the end of its output."""
+
+    def __init__(self, how: str, output: str = "") -> None:
+        super().__init__(f"{how}. Its output ended:\n{output}" if output else how)
+        self.how, self.output = how, output
+
+
+class _NoMemoryError(Exception):
+    """The machine has hardly any memory left, so that the run is ended."""
+
+
+class _Guard(Watcher):
+    """Passes a run's steps on, and ends it before the machine runs out of memory."""
+
+    def __init__(self, progress: Watcher) -> None:
+        self._progress = progress
+
+    def steps(self, done: int) -> None:
+        """See `Watcher`."""
+        self._progress.steps(done)
+        left = available_bytes()
+        if left is not None and left < LAST_RESERVE:
+            raise _NoMemoryError
+
+
+def _search(
+    request: BatchSizeRequest, precision: str, folder: Path, progress: Watcher, command: Sequence[str]
+) -> BatchSizeResult:
+    """The result under one precision."""
+    trials, notes, device = list[Trial](), list[str](), ""
+    limit = of_cpu = request.limit if request.limit is not None else spendable_bytes()
+    while (size := request.sizes.next_size(trials, limit)) is not None:
+        name, outcome = f"{file_name(precision)}-{size}", "failed"
+        argv = request.vary.argv(request.argv, size)
+        child = ScriptRequest(request.target, argv, request.is_module).child(
+            folder, name, precision, observe=True, stop_after=request.steps
+        )
+        runs = len(trials) + 1
+        progress.begin(f"{precision}  {request.vary.written(size)}", runs, runs, request.steps)
+        try:
+            finished, status = run_to_end(command, child, _Guard(progress))
+            device = str(finished.machine.get("device_type", device))
+            limit = of_cpu if device in ("", "cpu") else request.limit
+            trial = _trial(precision, size, finished, status, limit)
+            outcome = "fits" if trial.fits else f"does not fit: {trial.why}"
+        except _NoMemoryError:
+            trial = Trial(size, False, why="hardly any memory was left on the machine, so it was ended")
+            outcome = f"does not fit: {trial.why}"
+        except _FailedError as failure:
+            if not trials:
+                raise _explained(request, size, failure) from None
+            last = f": {failure.output.rstrip().splitlines()[-1].strip()}" if failure.output else ""
+            direction = "larger" if any(one.fits for one in trials) else "smaller"
+            notes.append(f"no {direction} size was tried, since the script {failure.how} at {size}{last}")
+            break
+        except KeyboardInterrupt:
+            outcome = "stopped"
+            raise
+        finally:
+            progress.end(outcome)
+        if limit is None and device in ("", "cpu"):
+            raise UsageError(
+                "this system does not say how much memory is available: give --limit, such as --limit 8GiB"
+            )
+        trials.append(trial)
+    if unchanging(trials):
+        least, most = min(one.size for one in trials), max(one.size for one in trials)
+        raise UsageError(
+            f"{request.target} takes the same bytes at every size from {least} to {most}, so "
+            f"{request.vary.spelling} does not seem to be its batch size. If it is, give a larger --start, "
+            f"such as {most}."
+        )
+    return request.sizes.result(trials, limit, device or "cpu", notes)
+
+
+def _trial(precision: str, size: int, finished: FinishedRun, status: int, limit: int | None) -> Trial:
+    """The trial that a run's records and exit status make.
+
+    Raises:
+        _FailedError: the script fails, or takes fewer than three steps.
+        UnsupportedPrecisionError: this machine can't run this precision.
+    """
+    if status:
+        output = finished.failure()
+        if status == -9:
+            return Trial(size, fits=False, why="killed by the system, most likely for its memory")
+        if says_out_of_memory(output):
+            return Trial(size, fits=False, why=OUT_OF_MEMORY)
+        last = output.splitlines()[-1]
+        if status == 2 and last.startswith("mezzo: ") and not finished.losses:
+            raise UnsupportedPrecisionError(f"{precision} can't run: {last.removeprefix('mezzo: ')}")
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+        raise _FailedError(how, output)
+    if finished.memory is None:
+        notes = finished.ended.notes if finished.ended else ()
+        reasons = "; ".join(note for note in notes if "no step was observed" not in note)
+        raise _FailedError(
+            f"ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
+            + (f" ({reasons})" if reasons else "")
+        )
+    peak, times = finished.memory.peak_bytes, finished.times()
+    if limit is not None and peak > limit:
+        return Trial(size, fits=False, peak_bytes=peak, why=OVER)
+    return Trial(size, True, peak, float(np.median(times)) if len(times) else None)
+
+
+def _explained(request: BatchSizeRequest, size: int, failure: _FailedError) -> MezzoError:
+    """The error for a script that fails at its first size."""
+    option_named = request.vary.spelling.strip("-=") in failure.output
+    if option_named and any(saying in failure.output for saying in NO_SUCH_OPTION):
+        return UsageError(
+            f"{request.target} does not take {request.vary.written(size)!r}. Give --vary= the option of its batch "
+            f"size as the script spells it. Its output ended:\n{failure.output}"
+        )
+    text = f"{request.target} {' '.join(request.vary.argv(request.argv, size))} {failure}"
+    if not failure.output:
+        text += ". Let it train for longer: more epochs, or a smaller --start."
+    return ScriptError(text)

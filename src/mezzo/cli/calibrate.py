@@ -25,118 +25,354 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shlex
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+import mezzo
 from mezzo.cli.arguments import add_target, folder_of, target_of, whole
 from mezzo.cli.report import page
-from mezzo.core.calibration import FORMATS
-from mezzo.core.sensitivity import Sensitivity
+from mezzo.core import records
+from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
+from mezzo.core.errors import ScriptError, UsageError, unknown_name
+from mezzo.core.finding import OUTSIDE
+from mezzo.core.formats import named
+from mezzo.core.loss_scale import power_text
+from mezzo.core.policy_text import is_pattern
+from mezzo.core.sensitivity import RANKED, rank
+from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
-from mezzo.verify.calibrate import (
-    POLICY,
-    Calibrated,
-    CalibrationRequest,
-    calibrate_script,
-)
-from mezzo.verify.progress import watcher
+from mezzo.verify.folder import forget_run, locked, writing
+from mezzo.verify.progress import Watcher, watcher
+from mezzo.verify.request import ScriptRequest
+from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 
 PASSES_ON = True
 """What follows `--` is the script's."""
+
+POLICY, RESULT = "policy.toml", "calibration.json"
+WATCHED, CHECKED = "fp32-0", "recommended-0"
+"""Names of the two runs."""
+
+TRIALS = 3
+"""How often a recommendation is tried, at most."""
+
+BY_THE_FORMAT = {"overflow": "overflowed in the trial", "invalid": "made NaN or infinity in the trial"}
+"""Causes that a wider format can mend, for the same steps were finite in FP32; and what is told of their modules."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_target(parser, DEMOS)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--steps",
-        type=whole("updates", 20),
+        type=whole("updates", 20, least=1),
         default=20,
         metavar="N",
         help="updates that are watched (default 20)",
     )
-    parser.add_argument(
+    add(
         "--precision",
         metavar="P",
         help=f"recommend this format whatever this machine has: {', '.join(FORMATS)}",
     )
-    parser.add_argument(
+    add(
         "--headroom",
         type=whole("doublings", 1),
         default=1,
         metavar="BITS",
         help="doublings that the largest numbers may still make in the rest of the run, 0 to 15 (default 1)",
     )
-    parser.add_argument("--no-check", action="store_true", help="do not try the recommendation")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
-    parser.add_argument("--json", action="store_true", help="print calibration.json in place of the lines")
+    add("--no-check", action="store_true", help="do not try the recommendation")
+    add("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
+    add("--json", action="store_true", help="print calibration.json in place of the lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate, print, and return the exit status."""
-    request = request_of(arguments)
-    errors = Console(stderr=True)
+    request = CalibrationRequest(
+        target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
+        tuple(arguments.argv),
+        bool(arguments.module),
+        arguments.steps,
+        arguments.precision,
+        arguments.headroom,
+        not arguments.no_check,
+    )
     folder = folder_of(arguments, "calibrate")
-    told = watcher(errors, quiet=arguments.json)
-    found = calibrate_script(request, folder, watcher=told)
+    progress = watcher(Console(stderr=True), quiet=arguments.json)
+    found, check = calibrate_script(request, folder, progress=progress)
     report = page(build_run, folder)
     if arguments.json:
-        print(found.to_json(request), end="")
+        print((folder / RESULT).read_text(encoding="utf-8"), end="")
     else:
         script = ["-m"] * request.is_module + [request.target, *request.argv]
-        show(Console(), found, folder, report, script)
-    return int(found.check is not None and not found.check.holds)
+        show(Console(), found, check, folder, report, script)
+    return int(check is not None and not check.holds)
 
 
-def request_of(arguments: argparse.Namespace) -> CalibrationRequest:
-    """What the command line asks for.
+@dataclass(frozen=True)
+class CalibrationRequest(ScriptRequest):
+    """What is calibrated.
+
+    Args:
+        target, argv, is_module: the script, and its own arguments.
+        steps: updates of the first optimizer that are watched, and again that are run under the recommendation.
+        format: one of `FORMATS` to recommend it whatever this machine has; None: what is native here.
+        headroom_bits: see `mezzo.core.calibration.recommend`.
+        check: whether the recommendation is tried.
 
     Raises:
-        UsageError: none or several of script, demo and module; a value out of range.
-        UnknownNameError: no such demo or format.
+        UsageError: a headroom out of range, or no such script.
+        UnknownNameError: no such format.
     """
-    return CalibrationRequest(
-        target=target_of(arguments, DEMOS, "mezzo calibrate --demo digits"),
-        argv=tuple(arguments.argv),
-        is_module=bool(arguments.module),
-        steps=arguments.steps,
-        format=arguments.precision,
-        headroom_bits=arguments.headroom,
-        check=not arguments.no_check,
+
+    steps: int = 20
+    format: str | None = None
+    headroom_bits: int = 1
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_headroom(self.headroom_bits, "--headroom ")
+        if self.format is not None and self.format not in FORMATS:
+            raise unknown_name("format", self.format, FORMATS, where="--precision: ")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of the recommended policy in a run of its own.
+
+    Args:
+        steps: updates that were made or skipped.
+        skipped: those that were skipped.
+        loss_finite: whether every loss was.
+        scale: the loss scale after it.
+        alarms: whether a step was skipped for another reason than the loss scale.
+        findings: what was found out about the skips, a line for each that differs, with how many steps it was so.
+        remedies: what to try, without repeats, those that keep a module in FP32 first.
+        modules: those that a policy can name, in which a finite number became infinite or NaN; and which it was.
+    """
+
+    steps: int
+    skipped: int
+    loss_finite: bool
+    scale: float = 1.0
+    alarms: bool = False
+    findings: list[str] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether no step was skipped and no loss was NaN or infinite."""
+        return not self.skipped and self.loss_finite
+
+    def __str__(self) -> str:
+        skipped = f"{self.skipped} of {counted(self.steps)} skipped" if self.skipped else "no step skipped"
+        loss = "every loss finite" if self.loss_finite else "a loss that is not finite"
+        return f"{counted(self.steps)} under this policy: {skipped}, {loss}"
+
+
+def calibrate_script(
+    request: CalibrationRequest,
+    folder: Path,
+    *,
+    progress: Watcher | None = None,
+    command: Sequence[str] = LAUNCH,
+) -> tuple[Recommendation, Check | None]:
+    """Run the script, recommend, try it, and write both down, in place of an earlier calibration.
+
+    Written are `policy.toml` (the recommended policy, a reason on each line), `calibration.json` (all of it, with every
+    histogram and the ranking of the modules) and `runs/` (records and output of both runs). Each run is a child
+    process. If a trial shows that the loss scale was too large, the recommendation takes the scale that the trial ended
+    with; if a module overflowed in it, the module is kept in FP32. Then it is tried again, `TRIALS` times in all. What
+    failed the last of them is written as a policy that did.
+
+    Args:
+        request: what is calibrated.
+        folder: where everything is written; made if need be.
+        progress: receives both runs' begin, steps and end.
+        command: runs a request's file (another one for tests).
+
+    Raises:
+        ScriptError: the script fails, no update could be looked at, or no gradient is finite and not 0.
+        UsageError: the folder can't be written.
+    """
+    policy, runs = folder / POLICY, 2 if request.check else 1
+    with (
+        writing(folder),
+        locked(folder),
+        progress or Watcher() as shown,
+        terminated_like_an_interrupt(),
+    ):
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+            (folder / name).unlink(missing_ok=True)
+        forget_run(folder, CHECKED)
+
+        def one_run(index: int, name: str, policy: str, kind: str, **options: Any) -> FinishedRun:
+            forget_run(folder, name)
+            shown.begin(name.removesuffix("-0"), index, max(index, runs), request.steps)
+            child = request.child(folder, name, policy, stop_after=request.steps, **options)
+            finished, status = run_to_end(command, child, shown)
+            if not finished.succeeded:
+                raise ScriptError(
+                    f"{request.target} ended with exit status {status} {kind}. Its output ended:\n{finished.failure()}"
+                )
+            return finished
+
+        def written(name: str) -> list[records.Record]:
+            return list(records.read(folder / "runs" / f"{name}.jsonl"))
+
+        options = {"watch": 1, "watch_all": True, "sensitivity": True, "trace": False}
+        run = one_run(1, WATCHED, "fp32", "in FP32", **options)
+        found, check = recommendation_of(request, run, written(WATCHED)), None
+        for attempt in range(TRIALS if request.check else 0):
+            write_whole(policy, found.to_toml(_head(found, None)))
+            run = one_run(2 + attempt, CHECKED, str(policy.resolve()), f"under {policy}")
+            check = check_of(run, written(CHECKED))
+            better = None if attempt == TRIALS - 1 else _mended(found, check)
+            if better is None:
+                break
+            found = better
+        write_whole(policy, found.to_toml(_head(found, check)))
+        whole: dict[str, Any] = {
+            "schema": 1,
+            "mezzo": mezzo.__version__,
+            "request": asdict(request),
+            "recommendation": json.loads(found.to_json()),
+            "check": None if check is None else {**asdict(check), "holds": check.holds},
+        }
+        write_whole(folder / RESULT, json.dumps(whole, indent=2, allow_nan=False) + "\n")
+    return found, check
+
+
+def _mended(found: Recommendation, check: Check) -> Recommendation | None:
+    """What to try instead of a recommendation that failed its trial; None where it held, or nothing is known."""
+    if check.holds:
+        return None
+    if check.alarms:
+        known = {kept.module for kept in found.kept}
+        further = {path: why for path, why in check.modules.items() if path not in known}
+        return found.keeping(further) if found.format == "fp16" and further else None
+    if not check.loss_finite:
+        return None
+    why = (
+        f"from {power_text(found.start)}, {check.skipped} of {counted(check.steps)} overflowed: the scale "
+        f"is what it then was, {power_text(check.scale)}. A gradient was larger than what was seen: "
+        "one that the script clipped before the step, or a part of one that cancels"
+    )
+    return found.lowered(check.scale, why)
+
+
+def _head(found: Recommendation, check: Check | None) -> str:
+    """What the policy's file says of itself."""
+    if check is not None and not check.holds:
+        return f"FAILED ITS TRIAL by mezzo calibrate, not recommended: {check}."
+    tried = "not tried" if check is None else f"tried: {check}"
+    return f"Recommended by mezzo calibrate from {counted(found.steps)} in FP32; {tried}."
+
+
+def recommendation_of(
+    request: CalibrationRequest, run: FinishedRun, written: Iterable[records.Record]
+) -> Recommendation:
+    """The recommendation from a watched run's records.
+
+    Raises:
+        ScriptError: no update was looked at, or there is no gradient in them to go by.
+    """
+    written = list(written)
+    ranges = [record for record in written if isinstance(record, records.RangesRecord)]
+    said = " ".join(run.ended.notes) if run.ended else ""
+    if not any(record.rows for record in ranges):
+        why = (
+            f"{len(run.updates)} updates were made, and none of them was looked at. What an optimizer does in a step "
+            "that takes a closure (LBFGS) is not seen, nor are models that run inside compiled functions. Calibrate "
+            "the script with an optimizer whose step takes no closure (SGD, Adam) and without torch.compile"
+            if run.updates
+            else "no optimizer's step was seen. Ranges are seen in the steps of a torch optimizer: give a script, and "
+            "arguments of its own after --, with which it trains"
+        )
+        raise ScriptError(
+            f"{request.target}: nothing to calibrate with: {why}; or call mezzo.calibrate(model, loss_fn, batches) in "
+            f"a program of your own, which needs no optimizer. {said}".rstrip()
+        )
+    native = set(run.machine.get("native_formats", ()))
+    try:
+        found = recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
+    except UsageError as error:
+        raise ScriptError(
+            f"{request.target}: {error}. Ranges are seen in the steps of a torch optimizer, over models that the "
+            f"script calls outside of compiled functions. {said}".rstrip()
+        ) from error
+    measured = [record for record in written if isinstance(record, records.SensitivityRecord)]
+    return replace(found, sensitivity=rank(measured, [named(name) for name in RANKED]))
+
+
+def check_of(run: FinishedRun, written: Iterable[records.Record]) -> Check:
+    """The check from a run's updates and losses, and from all that it wrote."""
+    overflows = [record for record in written if isinstance(record, records.OverflowRecord)]
+    alarms = [record.finding for record in overflows if record.finding.alarms]
+    first = {record.finding.place: record for record in reversed(overflows)}
+    counts = Counter(record.finding.place for record in overflows)
+    last = run.updates[-1] if run.updates else None
+    remedies = dict.fromkeys(remedy for finding in alarms for remedy in finding.remedies)
+    return Check(
+        steps=len(run.updates),
+        skipped=sum(update.skipped for update in run.updates),
+        loss_finite=all(math.isfinite(record.loss) for record in run.losses),
+        scale=1.0 if last is None else last.loss_scale * (0.5 if last.skipped else 1.0),
+        alarms=bool(alarms),
+        findings=[
+            f"{f'step {first[place].update}' if count == 1 else counted(count)}: {first[place].finding}"
+            for place, count in counts.items()
+        ],
+        remedies=sorted(remedies, key=lambda remedy: "module." not in remedy),
+        modules={
+            one.module: BY_THE_FORMAT[one.cause]
+            for one in reversed(alarms)
+            if one.cause in BY_THE_FORMAT and one.module != OUTSIDE and is_pattern(one.module)
+        },
     )
 
 
-def show(console: Console, found: Calibrated, folder: Path, report: Path | None, script: list[str]) -> None:
+def show(
+    console: Console,
+    found: Recommendation,
+    check: Check | None,
+    folder: Path,
+    report: Path | None,
+    script: list[str],
+) -> None:
     """Print a recommendation, a line each, with its histograms."""
 
     def line(label: str, value: str, style: str = "") -> None:
         # Never folded: a histogram that is cut in two is none.
-        console.print(
-            Text.assemble(f"{label:<13}", (value, style)), soft_wrap=True, highlight=False, markup=False
-        )
+        console.print(Text.assemble(f"{label:<13}", (value, style)), soft_wrap=True, highlight=False)
 
-    recommendation, check = found.recommendation, found.check
     failed = check is not None and not check.holds
-    for label, value in recommendation.rows():
-        if failed and label == "keep in fp32" and not recommendation.kept:
+    for label, value in found.rows():
+        if failed and label == "keep in fp32" and not found.kept:
             value = "no module by what each of them returned in FP32; the trial saw inside them"
         line(label, value, "bold" if label == "policy" else "")
-    if recommendation.sensitivity is not None:
-        show_ranking(console, recommendation.sensitivity, line)
     if check is not None:
         line("checked", str(check), "bold red" if failed else "green")
         for finding in check.findings:
             line("", finding)
         for index, remedy in enumerate(check.remedies):
             line("" if index else "try", remedy)
-    for note in recommendation.notes:
+    for note in found.notes:
         line("note", note, "dim")
     console.print()
     if report is not None:
@@ -145,21 +381,3 @@ def show(console: Console, found: Calibrated, folder: Path, report: Path | None,
         line("Not for use:", f"{folder / POLICY} failed its trial", "bold red")
     else:
         line("Use it:", shlex.join(["mezzo", "run", "--policy", str(folder / POLICY), *script]))
-
-
-def show_ranking(console: Console, ranking: Sensitivity, line: Callable[[str, str], None]) -> None:
-    """Print a ranking: a table on a terminal that is wide enough, elsewhere a line per module."""
-    line("sensitivity", ranking.title)
-    header, *rows = ranking.cells()
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    if console.is_terminal and console.measure(table).minimum + 13 <= console.width:
-        console.print(Padding(table, (0, 0, 0, 13)))
-    else:
-        for text in ranking.lines():
-            line("", text)
-    for text in filter(None, [ranking.rest, *ranking.notes]):
-        line("", text)

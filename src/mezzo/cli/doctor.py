@@ -11,23 +11,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from contextlib import contextmanager
+import statistics
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from mezzo.core.errors import UsageError
-from mezzo.doctor.gpus import ARCHITECTURES, TENSOR_CORES_FROM, GpuModel, find, formats_at, parse_capability
-from mezzo.doctor.recommend import Recommendation, from_capability, from_rates
+from mezzo.doctor.gpus import (
+    ARCHITECTURES,
+    TENSOR_CORES_FROM,
+    Capability,
+    GpuModel,
+    Recommendation,
+    find,
+    formats_at,
+    from_capability,
+    parse_capability,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mezzo.doctor.measure import Rate
 
 
@@ -43,81 +49,68 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Report on this machine, or on a GPU that is named."""
-    console = Console(highlight=False)
     if arguments.gpu is not None and arguments.capability is not None:
         raise UsageError("--gpu and --capability say the same thing twice: give one of them")
+    console, lines = Console(highlight=False), list[Text | Table]()
     if arguments.gpu is not None:
         models = find(arguments.gpu)
         found = from_capability(models[0].capability)
-        _put(arguments, console, _gpu_json(models, found), lambda: _print_models(console, models, found))
+        data: dict[str, Any] = {"gpus": [_gpu_json(model) for model in models]}
+        for model in models:
+            lines += _gpu_lines(model)
     elif arguments.capability is not None:
         capability = parse_capability(arguments.capability)
         found = from_capability(capability)
-        _put(
-            arguments,
-            console,
-            {
-                "schema": 1,
-                "capability": _capability_json(capability),
-                "recommendation": _recommendation_json(found),
-            },
-            lambda: _print_capability(console, capability, found),
-        )
+        data = {"capability": _capability_json(capability)}
+        lines += _capability_lines(capability)
     else:
-        _this_machine(arguments, console)
+        data, rates, found = _measured(arguments.quick)
+        lines += _machine_lines(data, rates)
+    if arguments.json:
+        advice = {"precision": found.precision, "reasons": list(found.reasons)}
+        print(json.dumps({"schema": 1, **data, "recommendation": advice}, indent=2, allow_nan=False))
+        return 0
+    for line in (*lines, Text.assemble("\n", (f"Use {found.precision}", "bold"))):
+        console.print(line, soft_wrap=isinstance(line, Text))
+    for reason in found.reasons:
+        console.print(Padding(Text(reason), (0, 0, 0, 2)))
+    candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
+    console.print(f"\nTry it: mezzo compare --precision {candidates} train.py", soft_wrap=True)
     return 0
 
 
-def _put(
-    arguments: argparse.Namespace, console: Console, data: dict[str, Any], show: Callable[[], None]
-) -> None:
-    if arguments.json:
-        print(json.dumps(data, indent=2, allow_nan=False))
-    else:
-        show()
-
-
-def _this_machine(arguments: argparse.Namespace, console: Console) -> None:
+def _measured(quick: bool) -> tuple[dict[str, Any], list[Rate], Recommendation]:
+    """What this machine is and measures, and what to use."""
     from mezzo.doctor import measure
     from mezzo.pytorch import machine
+    from mezzo.verify.progress import watcher
 
     described = machine.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
     native = machine.native_formats(device)
-    with _progress("measuring") as tell:
-        if arguments.quick:
+    with watcher(Console(stderr=True), quiet=True) as progress:
+        progress.begin("measuring", 1, 1, 100)
+        options: dict[str, Any] = {"tell": lambda done: progress.steps(round(100 * done))}
+        if quick:
             sizes = measure.QUICK_CPU_SIZES if device == "cpu" else measure.QUICK_GPU_SIZES
-            rates = measure.measure(device, sizes=sizes, budget=0.5, tell=tell)
-        else:
-            rates = measure.measure(device, tell=tell)
+            options |= {"sizes": sizes, "budget": 0.5}
+        rates = measure.measure(device, **options)
+        progress.end("measured")
     named = "this CPU" if device == "cpu" else described["gpu"]["name"]
-    found = from_rates({(rate.what, rate.format): rate.value for rate in rates}, native, device=named)
+    found = measure.recommend({(rate.what, rate.format): rate.value for rate in rates}, native, device=named)
     data = {
-        "schema": 1,
         "machine": described,
         "device": device,
         "native": sorted(native),
         "unsteady": measure.unsteady(rates),
         "measured": [_rate_json(rate) for rate in rates],
-        "recommendation": _recommendation_json(found),
     }
-    _put(arguments, console, data, lambda: _print_machine(console, data, rates, found))
+    return data, rates, found
 
 
-@contextmanager
-def _progress(words: str) -> Iterator[Callable[[float], object]]:
-    """A bar on the error stream, where that is a terminal; nothing where it is piped."""
-    console = Console(stderr=True)
-    columns = (TextColumn(words), BarColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(words, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _print_machine(console: Console, data: dict[str, Any], rates: list[Rate], found: Recommendation) -> None:
+def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | Table]:
     described = data["machine"]
-    memory = described["memory_bytes"]
-    gpu = described["gpu"]
+    memory, gpu = described["memory_bytes"], described["gpu"]
     lines = {
         "CPU": f"{described['cpu']}, {described['cores']} cores, {described['threads']} threads in use",
         "instructions": " ".join(described["isa"]) or "unknown",
@@ -126,10 +119,10 @@ def _print_machine(console: Console, data: dict[str, Any], rates: list[Rate], fo
         "software": f"PyTorch {described['torch']}, Python {described['python']}, {described['os']}",
     }
     for name, line in lines.items():
-        console.print(f"[bold]{name:<14}[/bold]", end="")
-        console.print(line, markup=False, soft_wrap=True)
+        yield Text.assemble((f"{name:<14}", "bold"), line)
     where = "on the CPU" if data["device"] == "cpu" else "on the GPU"
-    console.print(f"\n[bold]Measured {where}[/bold], GFLOP/s: medians (and the middle half of the repeats)")
+    heading = f"Measured {where}", "bold"
+    yield Text.assemble("\n", heading, ", GFLOP/s: medians (and the middle half of the repeats)")
     kinds = ["matmul", "conv step"]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
     for head in ("format", *kinds):
@@ -139,16 +132,14 @@ def _print_machine(console: Console, data: dict[str, Any], rates: list[Rate], fo
         row = [_cell(cells.get((kind, form))) for kind in kinds]
         if any(cell != "-" for cell in row):
             table.add_row(form, *row)
-    console.print(table)
-    copy = cells["copy", "fp32"]
-    console.print(f"memory bandwidth, by copying: {_cell(copy)} GB/s")
-    for reason in dict.fromkeys(rate.timing.reason for rate in rates if rate.timing.reason):
-        console.print(f"not measured: {reason}", markup=False, soft_wrap=True)
+    yield table
+    yield Text(f"memory bandwidth, by copying: {_cell(cells['copy', 'fp32'])} GB/s")
+    for reason in dict.fromkeys(rate.reason for rate in rates if rate.reason):
+        yield Text(f"not measured: {reason}")
     if data["unsteady"]:
-        console.print(
+        yield Text(
             "The repeats vary widely: something else is using this machine. Measure again when it is idle."
         )
-    _print_recommendation(console, found)
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:
@@ -160,66 +151,42 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 def _cell(rate: Rate | None) -> str:
     if rate is None or math.isnan(rate.value):
         return "-"
-    low, high = rate.spread
-    return f"{_short(rate.value)} ({_short(low)} to {_short(high)})"
+    value, low, high = (f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in (rate.value, *rate.spread))
+    return f"{value} ({low} to {high})"
 
 
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def _gpu_lines(model: GpuModel) -> Iterable[Text]:
+    text = "{}.{}".format(*model.capability)
+    yield Text.assemble(
+        (model.name, "bold"),
+        f": {ARCHITECTURES[model.capability]}, compute capability {text}, {model.memory_gb} GB at "
+        f"{model.bandwidth} GB/s",
+    )
+    for form, peak in model.peaks.items():
+        yield Text(f"  {form:<6}{peak:>8g} TFLOP/s{'' if form == 'fp32' else '   tensor cores'}")
+    yield Text(f"  dense peaks by: {model.source}")
 
 
-def _print_recommendation(console: Console, found: Recommendation) -> None:
-    console.print(f"\n[bold]Use {found.precision}[/bold]")
-    for reason in found.reasons:
-        console.print(Padding(Text(reason), (0, 0, 0, 2)))
-    candidates = "bf16,fp16" if found.precision == "fp32" else found.precision
-    console.print(f"\nTry it: mezzo compare --precision {candidates} train.py", markup=False, soft_wrap=True)
-
-
-def _print_models(console: Console, models: tuple[GpuModel, ...], found: Recommendation) -> None:
-    for model in models:
-        console.print(f"[bold]{model.name}[/bold]: ", end="")
-        console.print(
-            f"{ARCHITECTURES[model.capability]}, compute capability {'{}.{}'.format(*model.capability)}, "
-            f"{model.memory_gb} GB at {model.bandwidth} GB/s",
-            markup=False,
-        )
-        for form, peak in model.peaks.items():
-            how = "" if form == "fp32" else "   tensor cores"
-            console.print(f"  {form:<6}{peak:>8g} TFLOP/s{how}")
-        console.print(f"  dense peaks by: {model.source}", markup=False)
-    _print_recommendation(console, found)
-
-
-def _print_capability(console: Console, capability: tuple[int, int], found: Recommendation) -> None:
+def _capability_lines(capability: Capability) -> Iterable[Text]:
     text = "{}.{}".format(*capability)
-    console.print(f"[bold]Compute capability {text}[/bold] ({ARCHITECTURES[capability]})")
+    yield Text.assemble((f"Compute capability {text}", "bold"), f" ({ARCHITECTURES[capability]})")
     for form, first in TENSOR_CORES_FROM.items():
-        since = "{}.{}".format(*first)
         has = "tensor cores" if capability >= first else "no tensor cores"
-        console.print(f"  {form:<6}{has}, which have it from {since}")
-    _print_recommendation(console, found)
+        yield Text(f"  {form:<6}{has}, which have it from {'{}.{}'.format(*first)}")
 
 
-def _gpu_json(models: tuple[GpuModel, ...], found: Recommendation) -> dict[str, Any]:
+def _gpu_json(model: GpuModel) -> dict[str, Any]:
     return {
-        "schema": 1,
-        "gpus": [
-            {
-                "name": model.name,
-                "capability": _capability_json(model.capability),
-                "memory_gb": model.memory_gb,
-                "bandwidth_gb_s": model.bandwidth,
-                "dense_peak_tflop_s": dict(model.peaks),
-                "source": model.source,
-            }
-            for model in models
-        ],
-        "recommendation": _recommendation_json(found),
+        "name": model.name,
+        "capability": _capability_json(model.capability),
+        "memory_gb": model.memory_gb,
+        "bandwidth_gb_s": model.bandwidth,
+        "dense_peak_tflop_s": dict(model.peaks),
+        "source": model.source,
     }
 
 
-def _capability_json(capability: tuple[int, int]) -> dict[str, Any]:
+def _capability_json(capability: Capability) -> dict[str, Any]:
     return {
         "capability": "{}.{}".format(*capability),
         "architecture": ARCHITECTURES[capability],
@@ -227,12 +194,8 @@ def _capability_json(capability: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def _recommendation_json(found: Recommendation) -> dict[str, Any]:
-    return {"precision": found.precision, "reasons": list(found.reasons)}
-
-
 def _rate_json(rate: Rate) -> dict[str, Any]:
-    ran = bool(rate.timing.seconds)
+    ran = bool(rate.seconds)
     return {
         "what": rate.what,
         "format": rate.format,
@@ -240,8 +203,8 @@ def _rate_json(rate: Rate) -> dict[str, Any]:
         "median": rate.value if ran else None,
         "low": rate.spread[0] if ran else None,
         "high": rate.spread[1] if ran else None,
-        "repeats": len(rate.timing.seconds),
-        "seconds": rate.timing.median if ran else None,
+        "repeats": len(rate.seconds),
+        "seconds": statistics.median(rate.seconds) if ran else None,
         "work": rate.work,
-        "reason": rate.timing.reason,
+        "reason": rate.reason,
     }

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -20,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.core import formats
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.fate import Fate, fate
-from mezzo.core.format_names import ALIASES
-from mezzo.core.formats import FORMATS, OVERFLOW, Format, Number, named
-from mezzo.core.numerals import parse, written
+from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Bits, Format, named
+from mezzo.core.numerals import Number, exactly, parse, split, written
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
 _WORDS = {
@@ -34,6 +35,10 @@ _WORDS = {
     "underflow": "bold red",
     "overflow": "bold red",
 }
+_IN_JSON = (
+    "bits nexp nmant storage_bits bias minexp maxexp max min smallest_normal smallest_subnormal eps epsneg precision "
+    "resolution has_infinity"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,28 +59,68 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or numbers' bits."""
     words: list[str] = arguments.words
-    asked = list(FORMATS.values())
-    if words and words[0] != "show":
-        asked, words = [_format(word, words) for word in words], []
-    if words and not words[1:]:
-        raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
-    fates = {
-        word: [fate(parse(word), name, overflow=arguments.overflow) for name in FORMATS] for word in words[1:]
-    }
+    if words[:1] == ["show"]:
+        if not words[1:]:
+            raise UsageError("nothing to show: give a number, for instance `mezzo formats show -4.2e9`")
+        numbers = {
+            word: [stored(parse(word), name, arguments.overflow) for name in FORMATS] for word in words[1:]
+        }
+        shown: dict[str, Any] = {"numbers": [_number_json(*item) for item in numbers.items()]}
+    else:
+        asked, numbers = [_format(word, words) for word in words] or list(FORMATS.values()), {}
+        shown = {"formats": [_format_json(form) for form in asked]}
     if arguments.json:
-        shown = (
-            {"numbers": [_number_json(*item) for item in fates.items()]}
-            if fates
-            else {"formats": _table_json(asked)}
-        )
         print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
         return 0
     console = Console(highlight=False)
-    if not fates:
+    if not numbers:
         _print_table(console, asked)
-    for index, (word, found) in enumerate(fates.items()):
-        _print_number(console, word, found, first=index == 0)
+    for index, item in enumerate(numbers.items()):
+        _print_number(console, *item, first=index == 0)
     return 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a format makes of a number.
+
+    Args:
+        bits: its pattern in the format; ``bits.value`` is what is stored.
+        absolute_error: ``|stored - number|``; infinite on overflow to infinity, NaN where either is NaN.
+        relative_error: that over ``|number|``; 0 for a number that is stored exactly.
+        word: ``exact``, ``rounded``, ``subnormal`` (stored with fewer bits than the format's precision,
+            exactly or not), ``underflow`` (stored as zero) or ``overflow`` (beyond the largest value:
+            infinite, NaN or saturated).
+    """
+
+    bits: Bits
+    absolute_error: Number
+    relative_error: Number
+    word: str
+
+
+def stored(number: Number, format: str, overflow: str = "infinity") -> Stored:
+    """What the format makes of a number. The arguments are those of `mezzo.formats.round`.
+
+    >>> [stored(x, "fp16").word for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
+    ['overflow', 'underflow', 'subnormal', 'rounded', 'exact']
+    """
+    bits = formats.bits(number, format, overflow=overflow)
+    exact, kept = split(number)[0], split(bits.value)[0]
+    if exact is None or kept is None:  # NaN or an infinity, before or after
+        same = exact is None and (bits.kind == "nan" if math.isnan(number) else bits.value == number)
+        lost = 0.0 if same else math.nan if bits.kind == "nan" else math.inf
+        return Stored(bits, lost, lost, "exact" if same else "overflow")
+    error, largest = abs(kept - exact), bits.format.exact_max
+    if error and bits.kind == "zero":
+        word = "underflow"
+    elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
+        word = "overflow"  # saturated: up to half a step above the largest it is rounded down like any other
+    elif bits.kind == "subnormal":
+        word = "subnormal"
+    else:
+        word = "rounded" if error else "exact"
+    return Stored(bits, exactly(error), exactly(error / exact if exact else error), word)
 
 
 def _format(word: str, words: list[str]) -> Format:
@@ -88,7 +133,14 @@ def _format(word: str, words: list[str]) -> Format:
 
 
 def _print_table(console: Console, formats: list[Format]) -> None:
-    rows = [(form.name, f"1/{form.nexp}/{form.nmant}", *map(written, _range(form))) for form in formats]
+    rows = [
+        (
+            form.name,
+            f"1/{form.nexp}/{form.nmant}",
+            *map(written, (form.max, form.smallest_normal, form.smallest_subnormal, form.eps)),
+        )
+        for form in formats
+    ]
     heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
     if console.width >= 79:
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -108,15 +160,12 @@ def _print_table(console: Console, formats: list[Format]) -> None:
     )
 
 
-def _range(form: Format) -> tuple[Number, ...]:
-    return form.max, form.smallest_normal, form.smallest_subnormal, form.eps
-
-
-def _print_number(console: Console, word: str, fates: list[Fate], *, first: bool) -> None:
+def _print_number(console: Console, word: str, found: list[Stored], *, first: bool) -> None:
     if not first:
         console.print()
-    console.print(Text.assemble((word, "bold"), " in each format (", *_legend(), ")"))
-    for one in fates:
+    legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
+    console.print(Text.assemble((word, "bold"), " in each format (", legend, ")"))
+    for one in found:
         line = Text.assemble((f"{one.bits.format.name:<10}", "bold"), (f"{one.word:<10}", _WORDS[one.word]))
         line.append(f" {written(one.bits.value, 12)}")
         if one.absolute_error:
@@ -127,14 +176,7 @@ def _print_number(console: Console, word: str, fates: list[Fate], *, first: bool
         console.print(_bits(one, console), soft_wrap=True)
 
 
-def _legend() -> list[Any]:
-    parts: list[Any] = []
-    for field, style in _FIELDS.items():
-        parts += [(field, style), " "]
-    return parts[:-1]
-
-
-def _bits(one: Fate, console: Console) -> Text:
+def _bits(one: Stored, console: Console) -> Text:
     digits = Text(" ").join(Text(field, style) for field, style in zip(one.bits.fields, _FIELDS.values()))
     indent = Text(" " * 10)
     width = max(console.width - len(indent), 20)
@@ -143,30 +185,12 @@ def _bits(one: Fate, console: Console) -> Text:
     return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
 
 
-def _table_json(formats: list[Format]) -> list[dict[str, Any]]:
-    names = (
-        *(
-            "bits",
-            "nexp",
-            "nmant",
-            "storage_bits",
-            "bias",
-            "minexp",
-            "maxexp",
-            "max",
-            "min",
-            "smallest_normal",
-        ),
-        *("smallest_subnormal", "eps", "epsneg", "precision", "resolution", "has_infinity"),
-    )
-    return [
-        {"name": form.name, "title": form.title, "source": form.source}
-        | {name: _strict(getattr(form, name)) for name in names}
-        for form in formats
-    ]
+def _format_json(form: Format) -> dict[str, Any]:
+    values = {name: _strict(getattr(form, name)) for name in _IN_JSON.split()}
+    return {"name": form.name, "title": form.title, "source": form.source, **values}
 
 
-def _number_json(word: str, fates: list[Fate]) -> dict[str, Any]:
+def _number_json(word: str, found: list[Stored]) -> dict[str, Any]:
     return {
         "number": word,
         "formats": [
@@ -179,7 +203,7 @@ def _number_json(word: str, fates: list[Fate]) -> dict[str, Any]:
                 "relative_error": _nearest(one.relative_error),
                 "word": one.word,
             }
-            for one in fates
+            for one in found
         ],
     }
 

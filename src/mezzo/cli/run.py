@@ -186,24 +186,15 @@ def _ranks() -> int | None:
 
 
 def _unused(folder: Path) -> Path:
-    """The folder, or the first of its name with a number behind it that holds nothing.
+    """The folder, or the first of its name with a number behind it that is absent or empty.
 
-    Of several processes each would find another one: they share the folder, and what it holds is replaced.
+    Several processes of one run share the folder, and what it holds is replaced.
     """
     number, found = 1, folder
-    while _ranks() == 1 and _holds_something(found):
+    while _ranks() == 1 and os.path.lexists(found) and not (found.is_dir() and not os.listdir(found)):
         number += 1
         found = folder.with_name(f"{folder.name}-{number}")
     return found
-
-
-def _holds_something(folder: Path) -> bool:
-    try:
-        return any(folder.iterdir())
-    except FileNotFoundError:
-        return False
-    except OSError:  # a file, or a folder that can't be read
-        return True
 
 
 def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
@@ -222,9 +213,8 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
         if rank == 0:
             (folder / "report.html").unlink(missing_ok=True)  # it would tell of other records
             ranks = _ranks()
-            for old in (folder / "runs").glob(
-                "run-rank*.jsonl"
-            ):  # of a run on more processes; ours are in use
+            # Records of a run on more processes; ours are in use.
+            for old in (folder / "runs").glob("run-rank*.jsonl"):
                 number = old.stem.removeprefix("run-rank")
                 if ranks is not None and number.isdigit() and int(number) >= ranks:
                     old.unlink()

@@ -1,6 +1,6 @@
 """Calibration: from the ranges of a few steps in FP32 to a format, a loss scale, and the modules that fp16 can't hold.
 
-Pure: records of histograms in, a `Recommendation` out, every line of which carries the histogram that it rests on.
+Every line of a `Recommendation` carries the histogram that it rests on.
 
 **The scale follows the largest gradient, of activations and of weights.** Where the loss is a mean over a batch, each
 activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not: a scale from
@@ -18,19 +18,18 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.exponent_strip import exponent_strip, percent
 from mezzo.core.formats import named
-from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-from mezzo.core.patterns import is_pattern
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
-from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow
+from mezzo.core.policy_text import is_pattern
+from mezzo.core.ranges import GRADIENTS, Histogram
 from mezzo.core.records import RangesRecord
-from mezzo.core.scale_numbers import power_text
 from mezzo.core.sensitivity import Sensitivity
 
 FORMATS = ("bf16", "fp16", "fp32")
@@ -160,7 +159,12 @@ class Recommendation:
             f'compute = "{chosen.compute}"  # {self.why}',
         ]
         if self.format == "fp16":
-            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.reason_of_scale}')
+            spread = (
+                ""
+                if self.deviation is None
+                else f", whose log2 varies by {self.deviation:.2f} from step to step"
+            )
+            lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}{spread}')
         if chosen.modules:
             whys = {kept.module: kept.why for kept in self.kept}
             lines += ["", "[modules]"]
@@ -169,24 +173,20 @@ class Recommendation:
             ]
         return "\n".join(lines) + "\n"
 
-    @property
-    def reason_of_scale(self) -> str:
-        """What the loss scale follows from."""
-        spread = (
-            "" if self.deviation is None else f", whose log2 varies by {self.deviation:.2f} from step to step"
-        )
-        return f"{self.gradient}{spread}"
-
     def rows(self) -> list[tuple[str, str]]:
-        """The recommendation as labels and values, in order."""
+        """The recommendation and the ranking as labels and values, in order."""
         gone, left = self.lost(), self.lost(self.start)
         shift = _exponent(self.start)
-        found = [
-            ("format", f"{self.format}: {self.why}"),
-            ("loss scale", self._scale_row()),
-            *chain.from_iterable(
-                (("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))) for one in self.sources
-            ),
+        scales = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
+        if self.format == "fp16":
+            scale, label, kept_as = f"fp16: {scales}", "keep in fp32", ""
+        else:
+            scale, label = f"none: {self.format} needs none (fp16: {scales})", "for fp16"
+            kept_as = " would be kept in FP32"
+        found = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
+        for one in self.sources:
+            found += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
+        found += [
             (
                 "gradients",
                 f"all: fp16 rounds {percent(gone)} to zero unscaled, {percent(left)} times {power_text(self.start)}",
@@ -194,31 +194,20 @@ class Recommendation:
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
-            name = kept.module or "the model"
-            if self.format == "fp16":
-                found.append(("keep in fp32", f"{name}: {kept.why}"))
-            else:
-                found.append(("for fp16", f"{name} would be kept in FP32: {kept.why}"))
+            found.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
             if kept.evidence is not None:
                 scaled = kept.evidence.what in GRADIENTS
                 found.append(("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)))
         if not self.kept:
             found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
         found.append(("policy", self.policy))
+        if self.sensitivity is not None:
+            found.append(("sensitivity", self.sensitivity.title))
+            found += [("", line) for line in self.sensitivity.lines()]
         return found
-
-    def _scale_row(self) -> str:
-        scales = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
-        return (
-            f"fp16: {scales}" if self.format == "fp16" else f"none: {self.format} needs none (fp16: {scales})"
-        )
 
     def __str__(self) -> str:
         lines = [f"{label:<13}{value}".rstrip() for label, value in self.rows()]
-        if self.sensitivity is not None:
-            lines += [f"{'sensitivity':<13}{self.sensitivity.title}"]
-            further = [self.sensitivity.rest, *self.sensitivity.notes]
-            lines += [f"{'':<13}{line}" for line in [*self.sensitivity.lines(), *filter(None, further)]]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -251,8 +240,7 @@ def recommend(
     gradients = [one for one in tensors if one.what in GRADIENTS]
     if not per_step:
         raise UsageError(
-            f"nothing to calibrate with: {counted(len(records))} {'was' if len(records) == 1 else 'were'} looked at, "
-            f"and no gradient in {'it' if len(records) == 1 else 'them'} is finite and not 0"
+            f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
         )
     sources = [
         max(some, key=lambda one: one.histogram.largest)
@@ -314,15 +302,10 @@ def _largest_gradient(record: RangesRecord) -> float:
 def _together(records: Sequence[RangesRecord]) -> list[Evidence]:
     """Each tensor over all steps, in the order in which they were first seen."""
     found: dict[tuple[str, str, str], Histogram] = {}
-    for record in records:
-        for row in record.rows:
-            key = _key(row)
-            found[key] = found[key].plus(row.histogram) if key in found else row.histogram
+    for row in (row for record in records for row in record.rows):
+        key = row.module, row.what, row.name
+        found[key] = found.get(key, Histogram()).plus(row.histogram)
     return [Evidence(*key, histogram) for key, histogram in found.items()]
-
-
-def _key(row: RangeRow) -> tuple[str, str, str]:
-    return row.module, row.what, row.name
 
 
 def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
@@ -389,14 +372,11 @@ def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> lis
             notes.append(
                 f"in FP32 itself {bad} numbers of the {one.what} of {one.module or 'the model'} were NaN or infinite"
             )
-    unnamed = [one.module for one in kept if not is_pattern(one.module)]
+    unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
-        where = ", ".join(repr(path) for path in unnamed)
-        notes.append(f"no policy can name {where}: change the model, or train in bf16 or fp32")
+        notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
     if steps < FEWEST_FOR_SPREAD:
-        notes.append(
-            f"{counted(steps)} {'is' if steps == 1 else 'are'} few: how gradients vary from step to step is not known"
-        )
+        notes.append(f"only {counted(steps)}: how gradients vary from step to step is not known")
     notes.append(
         "gradients change over a run: a dynamic scale follows them, a constant one is right for as long as they stay"
     )

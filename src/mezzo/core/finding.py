@@ -33,7 +33,7 @@ _SIXTEEN = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is told of a tensor.
+    """Facts of a tensor.
 
     Args:
         name: what it is to the operation: ``input 0``, ``weight``, ``output``, ``gradient of output``.
@@ -113,7 +113,7 @@ class Finding:
             step that was not run again.
         remedies: what to try, the likeliest first.
         seconds: what finding it took.
-        kept_bytes: bytes that were kept until the step's end for it, beside what the script itself kept.
+        kept_bytes: bytes that were kept until the step's end for it, besides what the script itself kept.
         note: why it is less than it should be, where it is.
         maker: of an overflow, who made the finite number that did not fit, where that was before this operation.
     """
@@ -135,7 +135,7 @@ class Finding:
 
     @property
     def alarms(self) -> bool:
-        """Whether it is something to mend, and not a dynamic loss scale that finds its place."""
+        """Whether it is a fault, and not the normal search of a dynamic loss scale."""
         return self.cause != "loss scale"
 
     @property

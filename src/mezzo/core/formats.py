@@ -1,9 +1,10 @@
-"""Number formats as data, and the door to rounding: `mezzo.formats`.
+"""Number formats as data, exact rounding to them, and bit patterns: the module `mezzo.formats`.
 
-A format here is a sign bit, an exponent and a mantissa; all that is said about it (its largest value, its
-machine epsilon ...) follows from those widths and from what its top exponent is used for. The names are
-those of `numpy.finfo`, so that ``formats.named("bf16").eps`` reads as ``numpy.finfo(...).eps`` would, had
-numpy the format.
+A format has a sign bit, an exponent and a mantissa. All its properties (largest value, machine epsilon ...) follow from
+the two widths and from the use of its top exponent, and have the names of `numpy.finfo`.
+
+Numbers are rounded here in exact fractions, as the standard puts it, to a format of any width. Arrays and tensors are
+rounded on their bit patterns by `mezzo.core.rounding` and `mezzo.pytorch.rounding`, which are tested against this.
 
 >>> named("fp16").max, named("bf16").eps, named("e4m3fn").smallest_subnormal
 (65504.0, 0.0078125, 0.001953125)
@@ -21,24 +22,17 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-import numpy as np
-
-from mezzo.core.errors import unknown_name
-from mezzo.core.format_names import format_name
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.numerals import Number, exactly, exponent, is_nan, power_of_two, split
 
 if TYPE_CHECKING:
-    from decimal import Decimal
-
+    import numpy as np
     from numpy.typing import NDArray
-
-    from mezzo.core.bits import Bits
-
-Number = int | float | Fraction
-"""A value held exactly: a float where a float can, else an int or a Fraction."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,8 @@ class Format:
         nmant: bits of the mantissa that are stored; the leading 1 is not.
         title: the name in full.
         source: where it is defined.
-        has_infinity: IEEE 754's use of the top exponent (infinities, and NaNs with a payload). False: the
-        top exponent
-            holds numbers as the others do, and its last mantissa alone is NaN (the ``fn`` of e4m3fn).
+        has_infinity: IEEE 754's use of the top exponent (infinities, and NaNs with a payload). False: the top
+            exponent holds numbers as the others do, and only its last mantissa is NaN (the ``fn`` of e4m3fn).
         storage_bits: bits it takes in memory, where that is more than its own.
     """
 
@@ -159,20 +152,6 @@ class Format:
         return 10.0**-self.precision
 
 
-def exactly(value: Fraction) -> Number:
-    """The same value in the plainest type that holds it: a float, else an int, else the Fraction itself."""
-    try:
-        as_float = float(value)
-    except OverflowError:
-        return value.numerator if value.denominator == 1 else value
-    return as_float if Fraction(as_float) == value else value.numerator if value.denominator == 1 else value
-
-
-def power_of_two(exponent: int) -> Fraction:
-    """``2**exponent``, exactly."""
-    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
-
-
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP = "OCP 8-bit Floating Point Specification (OFP8) 1.0, 2023"
 _TABLE = (
@@ -192,6 +171,20 @@ _TABLE = (
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
 """Every format Mezzo knows, by name; the order is that of `mezzo formats`."""
 
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "float64": "fp64",
+        "float32": "fp32",
+        "float16": "fp16",
+        "half": "fp16",
+        "bfloat16": "bf16",
+        "float8_e4m3fn": "e4m3fn",
+        "e4m3": "e4m3fn",
+        "float8_e5m2": "e5m2",
+    }
+)
+"""Other names of the formats, those of torch's dtypes among them."""
+
 OVERFLOW: Mapping[str, str] = MappingProxyType(
     {
         "infinity": "beyond max: infinity, or NaN where there is none (IEEE 754, and OFP8 non-saturating)",
@@ -200,10 +193,12 @@ OVERFLOW: Mapping[str, str] = MappingProxyType(
 )
 """What can become of a value beyond ``max``; NaN stays NaN in either."""
 
-# A framework's arrays are rounded by that framework's own room, which is imported only for an array of its
-# own: so only if the framework itself is there already. Framework -> (its array type, the module that
-# rounds one).
-_FRAMEWORKS = {"torch": ("Tensor", "mezzo.pytorch.rounding")}
+# Arrays are rounded by a module of their framework, which is imported only for such an array.
+# Framework -> (its array types, the module that rounds one).
+_FRAMEWORKS = {
+    "numpy": (("ndarray", "generic"), "mezzo.core.rounding"),
+    "torch": (("Tensor",), "mezzo.pytorch.rounding"),
+}
 
 
 class _TensorLike(Protocol):
@@ -215,8 +210,22 @@ class _TensorLike(Protocol):
 _Tensor = TypeVar("_Tensor", bound=_TensorLike)
 
 
+def format_name(value: object) -> str:
+    """The format's own name for an alias or a `torch.dtype`; any other value as text.
+
+    >>> format_name("bfloat16"), format_name("fp8")
+    ('bf16', 'fp8')
+    """
+    return ALIASES.get(str(value).removeprefix("torch."), str(value))
+
+
+def dtype_name(value: object) -> str:
+    """The format's name for a `torch.dtype`; any other value as text."""
+    return format_name(value) if str(value).startswith("torch.") else str(value)
+
+
 def named(format: str | Format) -> Format:
-    """The format of that name, of that alias or of a `torch.dtype`; a `Format` is handed back as it is.
+    """The format of that name, of that alias or of a `torch.dtype`; a `Format` is returned as it is.
 
     Raises:
         UnknownNameError: no such format; the message names the nearest.
@@ -229,17 +238,6 @@ def named(format: str | Format) -> Format:
     return FORMATS[name]
 
 
-def overflow_named(overflow: str) -> str:
-    """The same name, if it is one of `OVERFLOW`.
-
-    Raises:
-        UnknownNameError: it is not.
-    """
-    if overflow not in OVERFLOW:
-        raise unknown_name("overflow behaviour", str(overflow), OVERFLOW)
-    return overflow
-
-
 @overload
 def round(x: Number | Decimal, format: str | Format, *, overflow: str = ...) -> Number: ...
 @overload
@@ -247,8 +245,7 @@ def round(x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str =
 @overload
 def round(x: _Tensor, format: str | Format, *, overflow: str = ...) -> _Tensor: ...
 def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
-    """The nearest value of a format; of two equally near, the one whose last mantissa bit is 0 (ties to
-    even).
+    """The nearest value of a format, ties to even (IEEE 754-2019, 4.3.1).
 
     Naive code, for fp16 and a float32 array: ``x.astype(np.float16).astype(np.float32)``. Unlike casts,
     float64 is rounded once: torch and ml_dtypes go by way of float32, and so round ``1 + 2**-11 + 2**-40``
@@ -268,17 +265,124 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         UnknownNameError: an unknown format or overflow behaviour.
         UsageError: a type that cannot be rounded exactly; saturating to a format wider than the array's own.
     """
-    form, overflow = named(format), overflow_named(overflow)
-    for framework, (array_type, module) in _FRAMEWORKS.items():
+    form = named(format)
+    if overflow not in OVERFLOW:
+        raise unknown_name("overflow behaviour", str(overflow), OVERFLOW)
+    for framework, (array_types, module) in _FRAMEWORKS.items():
         loaded = sys.modules.get(framework)
-        if loaded is not None and isinstance(x, getattr(loaded, array_type, ())):
-            return importlib.import_module(module).round_tensor(x, form, overflow)
-    from mezzo.core import rounding
+        if loaded is not None and any(isinstance(x, getattr(loaded, one, ())) for one in array_types):
+            return importlib.import_module(module).round_array(x, form, overflow)
+    exact, sign = split(x)
+    if exact is None and is_nan(x):
+        return math.copysign(math.nan, sign)
+    if exact is not None:
+        quantum = _quantum(exact, form)
+        exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
+        if exact <= form.exact_max:
+            return exactly(exact) * sign if exact else math.copysign(0.0, sign)
+    if overflow == "saturate":
+        return exactly(sign * form.exact_max)
+    return math.copysign(math.inf if form.has_infinity else math.nan, sign)
 
-    if isinstance(x, (np.ndarray, np.generic)):
-        rounded = rounding.round_array(x, form, overflow)
-        return rounded[()] if isinstance(x, np.generic) else rounded
-    return rounding.round_number(x, form, overflow)
+
+def ulp(x: Number | Decimal, format: str | Format) -> Number:
+    """The unit in the last place at ``x``: the gap between the format's numbers in x's binade.
+
+    As `math.ulp`: at 0 the smallest subnormal; infinite where ``x`` is infinite or overflows; NaN at NaN.
+
+    >>> ulp(1, "bf16"), ulp(0, "fp16") == 2**-24, ulp(70000, "fp16")
+    (0.0078125, True, inf)
+    """
+    form = named(format)
+    exact, _ = split(x)
+    if exact is None:
+        return math.nan if is_nan(x) else math.inf
+    quantum = _quantum(exact, form)
+    overflows = (exact / quantum).__round__() * quantum > form.exact_max
+    return math.inf if overflows else exactly(quantum)
+
+
+def _quantum(x: Fraction, form: Format) -> Fraction:
+    """The gap between the format's numbers in the binade of a magnitude, as if it had no largest number."""
+    return power_of_two(max(exponent(x) if x else form.minexp, form.minexp) - form.nmant)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """One code point of a format: its three fields, and the number they stand for.
+
+    Args:
+        sign: 0 or 1.
+        exponent: the field as stored, with its bias.
+        mantissa: the field as stored, without the leading 1.
+        format: the format they are the fields of.
+
+    Raises:
+        UsageError: a field that is out of range.
+    """
+
+    sign: int
+    exponent: int
+    mantissa: int
+    format: Format
+
+    def __post_init__(self) -> None:
+        widths = {"sign": 1, "exponent": self.format.nexp, "mantissa": self.format.nmant}
+        for field, width in widths.items():
+            value, last = getattr(self, field), (1 << width) - 1
+            if not 0 <= value <= last:
+                raise UsageError(f"{field} {value} does not fit {self.format}: it is 0 to {last}")
+
+    @classmethod
+    def from_code(cls, code: int, format: Format) -> Bits:
+        """The fields of a code point given as one integer.
+
+        Raises:
+            UsageError: the integer is negative or has more bits than the format.
+        """
+        last = (1 << format.bits) - 1
+        if not 0 <= code <= last:
+            raise UsageError(
+                f"{code:#x} is not a code of {format}: its {format.bits} bits hold 0 to {last:#x}"
+            )
+        field, mantissa = divmod(code, 1 << format.nmant)
+        return cls(*divmod(field, 1 << format.nexp), mantissa, format)
+
+    @property
+    def code(self) -> int:
+        """The pattern as one integer."""
+        return ((self.sign << self.format.nexp) + self.exponent << self.format.nmant) + self.mantissa
+
+    @property
+    def kind(self) -> str:
+        """``"zero"``, ``"subnormal"``, ``"normal"``, ``"infinity"`` or ``"nan"``."""
+        if self.exponent == 0:
+            return "subnormal" if self.mantissa else "zero"
+        if self.exponent < (1 << self.format.nexp) - 1:
+            return "normal"
+        if self.format.has_infinity:
+            return "nan" if self.mantissa else "infinity"
+        return "nan" if self.mantissa == (1 << self.format.nmant) - 1 else "normal"
+
+    @property
+    def value(self) -> Number:
+        """The number that the fields stand for, exactly; NaN and -0 keep their sign."""
+        sign = -1 if self.sign else 1
+        special = {"zero": 0.0, "infinity": math.inf, "nan": math.nan}.get(self.kind)
+        if special is not None:
+            return math.copysign(special, sign)
+        leading = 0 if self.kind == "subnormal" else 1 << self.format.nmant
+        unit = power_of_two(max(self.exponent, 1) - self.format.bias - self.format.nmant)
+        return exactly(sign * (leading + self.mantissa) * unit)
+
+    @property
+    def fields(self) -> tuple[str, str, str]:
+        """Sign, exponent and mantissa as binary digits."""
+        form = self.format
+        return str(self.sign), f"{self.exponent:0{form.nexp}b}", f"{self.mantissa:0{form.nmant}b}"
+
+    def __str__(self) -> str:
+        return " ".join(self.fields)
 
 
 def bits(x: Number | Decimal, format: str | Format, *, overflow: str = "infinity") -> Bits:
@@ -288,9 +392,18 @@ def bits(x: Number | Decimal, format: str | Format, *, overflow: str = "infinity
     >>> bits(1.0, "bf16").exponent, hex(bits(1.0, "bf16").code)
     (127, '0x3f80')
     """
-    from mezzo.core.bits import encode
-
-    return encode(x, named(format), overflow_named(overflow))
+    form = named(format)
+    rounded = round(x, form, overflow=overflow)
+    exact, sign = split(rounded)
+    if exact is None:
+        quiet = 1 << (form.nmant - 1) if form.has_infinity else (1 << form.nmant) - 1
+        code = ((1 << form.nexp) - 1 << form.nmant) + (quiet if is_nan(rounded) else 0)
+    else:
+        # Of a normal number the leading 1 in its units adds the 1 that is missing in the exponent field.
+        quantum = _quantum(exact, form)
+        field = exponent(quantum) + form.nmant - form.minexp
+        code = (field << form.nmant) + int(exact / quantum)
+    return Bits.from_code(code | int(sign < 0) << (form.bits - 1), form)
 
 
 def decode(code: int | Bits, format: str | Format) -> Number:
@@ -302,20 +415,4 @@ def decode(code: int | Bits, format: str | Format) -> Number:
     Raises:
         UsageError: a pattern with more bits than the format, or a negative one.
     """
-    from mezzo.core.bits import Bits
-
-    form = named(format)
-    return (code if isinstance(code, Bits) else Bits.from_code(code, form)).value
-
-
-def ulp(x: Number | Decimal, format: str | Format) -> Number:
-    """The unit in the last place at ``x``: the gap between the format's numbers in x's binade.
-
-    As `math.ulp`: at 0 the smallest subnormal; infinite where ``x`` is infinite or overflows; NaN at NaN.
-
-    >>> ulp(1, "bf16"), ulp(0, "fp16") == 2**-24, ulp(70000, "fp16")
-    (0.0078125, True, inf)
-    """
-    from mezzo.core import rounding
-
-    return rounding.ulp(x, named(format))
+    return (code if isinstance(code, Bits) else Bits.from_code(code, named(format))).value

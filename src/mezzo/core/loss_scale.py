@@ -20,22 +20,29 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from numbers import Real
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
 from mezzo.core.formats import named
-from mezzo.core.scale_numbers import (
-    NOT_THE_SCALE,
-    STATISTICAL_REMOVED,
-    check_whole,
-    checked_scale,
-    collapsed,
-    fl32,
-    power_text,
-)
+
+# The inverse of a scale must be a normal FP32 number as well.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 # A loss up to 2^27 times a constant scale stays finite in FP32.
 _LARGEST_CONSTANT = 100
+
+NOT_THE_SCALE = (
+    "If the loss itself is NaN or infinite no scale can help: run the step in FP32 and look at the data, the "
+    "learning rate and the initialisation."
+)
+
+STATISTICAL_REMOVED = (
+    "the statistical loss scale was removed in version 0.2: it showed no clear gain over a dynamic one. Use 'dynamic' "
+    "(DynamicLossScale); dynamic(init=...) takes the first scale that `mezzo calibrate` recommends."
+)
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,15 @@ class StaticLossScale:
             )
         return replace(self, skips=skips)
 
+    @property
+    def has_collapsed(self) -> bool:
+        """Whether the patience ran out."""
+        return self.skips >= self.patience
+
+    def begun_anew(self) -> StaticLossScale:
+        """The same scale, as if no step had been skipped."""
+        return replace(self, skips=0)
+
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values, for `from_state_dict`."""
         return {"kind": "static", **asdict(self)}
@@ -162,16 +178,6 @@ class DynamicLossScale:
         scale      = where(backs_off, max(fl32(scale * backoff_factor), floor),
                      where(grows,     min(fl32(scale * growth_factor), ceiling), scale))
         collapsed  = stuck >= patience                         # raised here; a device looks now and then
-
-    ======================================== ========== ========= ===== ========================
-    event (default settings)                 good_steps overflows stuck scale
-    ======================================== ========== ========= ===== ========================
-    good step                                +1         0         0     as it was
-    good step number `growth_interval`       0          0         0     x2, at most the ceiling
-    overflow above the floor                 0          +1        0     x0.5, at least the floor
-    overflow at the floor                    0          +1        +1    the floor
-    the same, `patience` times in a row      (error)
-    ======================================== ========== ========= ===== ========================
 
     Args:
         init: the first S. 2^16: most models overflow it once or twice, and thus start at the edge.
@@ -249,6 +255,15 @@ class DynamicLossScale:
         return self._moved(
             scale=fl32(after.scale), good_steps=after.good_steps, overflows=after.overflows, stuck=after.stuck
         )
+
+    @property
+    def has_collapsed(self) -> bool:
+        """Whether the patience ran out."""
+        return self.stuck >= self.patience
+
+    def begun_anew(self) -> DynamicLossScale:
+        """The first state: a scale at its floor says what bad steps did to it, not how large gradients are."""
+        return replace(self, scale=self.init, good_steps=0, overflows=0, stuck=0)
 
     def _moved(self, **state: float) -> DynamicLossScale:
         """`dataclasses.replace` without the checks, which cost a small model more than its optimizer's arithmetic."""
@@ -377,3 +392,56 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
     names = {field.name for field in fields(cls)}
     loaded: LossScale = cls(**{name: value for name, value in state.items() if name in names})
     return loaded
+
+
+def fl32(value: float) -> float:
+    """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""
+    if SMALLEST <= value <= LARGEST:  # no warning to silence: a run asks several times at each step
+        return float(np.float32(value))
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
+def checked_scale(name: str, value: object) -> float:
+    """A loss scale in FP32.
+
+    Raises:
+        UsageError: no number between 2^-126 and 2^126.
+    """
+    try:
+        given = float(value) if is_real(value) else math.nan  # before it is compared: fp16 has no 2^126
+    except OverflowError:
+        given = math.inf
+    if not SMALLEST <= given <= LARGEST:
+        raise UsageError(f"{name} is {value!r}: a loss scale is a number between 2**-126 and 2**126")
+    return fl32(given)
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether this is a number, Python's or NumPy's; True and False are none here."""
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Nothing, for a whole number of at least `least`.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise UsageError(f"{name} is {value!r}: it must be a whole number of at least {least}")
+
+
+def power_text(value: float) -> str:
+    """A scale as a person would write it: ``2^10``, or its digits where it is no power of two."""
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+
+
+def collapsed(floor: float, stuck: int) -> LossScaleCollapseError:
+    """What is raised when a scale that backs off can back off no more."""
+    return LossScaleCollapseError(
+        f"the loss scale is at its floor {power_text(floor)} and the last {stuck} steps were skipped.",
+        NOT_THE_SCALE,
+        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
+    )

@@ -1,8 +1,7 @@
-"""Numerals: an exact number of any size, read from what a person writes and written so that a person can
-read it.
+"""Exact numbers of any size: taken apart, read from text and written as text.
 
 Python's own conversions stop at float's range (``float("1e-400")`` is 0) or at 4300 digits; the numbers of
-binary256 have exponents of five decimal digits, and must come through unharmed.
+binary256 have exponents of five decimal digits.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from decimal import Decimal
 from fractions import Fraction
 
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import Number, exactly, power_of_two
+
+Number = int | float | Fraction
+"""A value held exactly: a float where a float can, else an int or a Fraction."""
+
 
 # Beyond binary256 on both sides, and still read in no time; 1e999999999 would fill the memory.
 LARGEST_POWER_OF_TEN = 100_000
@@ -35,6 +37,49 @@ _FORMS = {
 }
 
 
+def exactly(value: Fraction) -> Number:
+    """The same value in the plainest type that holds it: a float, else an int, else the Fraction itself."""
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return value.numerator if value.denominator == 1 else value
+    return as_float if Fraction(as_float) == value else value.numerator if value.denominator == 1 else value
+
+
+def power_of_two(exponent: int) -> Fraction:
+    """``2**exponent``, exactly."""
+    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+
+
+def split(x: Number | Decimal) -> tuple[Fraction | None, int]:
+    """A number's magnitude, exactly (None for an infinity or a NaN), and its sign as +1 or -1.
+
+    Raises:
+        UsageError: not a number.
+    """
+    if isinstance(x, float):
+        return (Fraction(abs(x)) if math.isfinite(x) else None), int(math.copysign(1, x))
+    if isinstance(x, (int, Fraction)):
+        return abs(Fraction(x)), -1 if x < 0 else 1
+    if isinstance(x, Decimal):
+        return (Fraction(x.copy_abs()) if x.is_finite() else None), -1 if x.is_signed() else 1
+    raise UsageError(
+        f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int, Fraction or Decimal, "
+        "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
+    )
+
+
+def is_nan(x: Number | Decimal) -> bool:
+    """Whether it is NaN, of any sort."""
+    return x.is_nan() if isinstance(x, Decimal) else isinstance(x, float) and math.isnan(x)
+
+
+def exponent(x: Fraction) -> int:
+    """``floor(log2(x))`` for a positive number, exactly."""
+    guess = x.numerator.bit_length() - x.denominator.bit_length()
+    return guess if x >= power_of_two(guess) else guess - 1
+
+
 def parse(text: str) -> Number:
     """The number that a text stands for, exactly.
 
@@ -42,7 +87,7 @@ def parse(text: str) -> Number:
     (-4200000000.0, 12.0, Fraction(1, 3), 0.125, -0.0, True)
 
     Raises:
-        UsageError: no number, a division by zero, or one far beyond every format's range.
+        UsageError: not a number, a division by zero, or one far beyond every format's range.
     """
     plain = text.strip().lower().replace("_", "")
     sign = -1 if plain.startswith("-") else 1
@@ -59,7 +104,7 @@ def parse(text: str) -> Number:
             return math.copysign(math.inf if form == "infinity" else math.nan, sign)
         magnitude = _magnitude(form, digits, match, text)
         return exactly(sign * magnitude) if magnitude else math.copysign(0.0, sign)
-    raise UsageError(f"{text!r} is no number: {_WRITTEN}")
+    raise UsageError(f"{text!r} is not a number: {_WRITTEN}")
 
 
 def _magnitude(form: str, digits: str, match: re.Match[str], text: str) -> Fraction:
@@ -76,7 +121,7 @@ def _magnitude(form: str, digits: str, match: re.Match[str], text: str) -> Fract
     if form == "power":
         return power_of_two(power)
     if not match["whole"] and not match["part"]:
-        raise UsageError(f"{text!r} is no number: {_WRITTEN}")
+        raise UsageError(f"{text!r} is not a number: {_WRITTEN}")
     units = int(match["whole"] + match["part"], 16)
     return units * power_of_two(power - 4 * len(match["part"]))
 

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from mezzo.core.compute import COMPUTE, activations_of
+from mezzo.core.compute import COMPUTE, activations_of, scaling_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.core.format_names import dtype_name
-from mezzo.core.fp8 import scaling_of
-from mezzo.core.loss_scale import LossScale
+from mezzo.core.formats import dtype_name
+from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
 from mezzo.core.masters import MASTERS, STATE_FORMATS, storage_of, usual_masters
-from mezzo.core.patterns import is_pattern, matches
-from mezzo.core.policy_notes import notes_of
 from mezzo.core.policy_text import (
     KEYS,
     Entry,
+    is_pattern,
     loss_scale_of,
+    matches,
     print_loss_scale,
     print_toml,
     read_string,
@@ -102,8 +102,8 @@ class Policy:
         state: what the optimizer's moments are stored in: fp32, bf16 or int8.
         recompute: ``none``, or ops (``gelu``, ``gelu+layer_norm``) whose 16-bit output is not kept for
             backward but made again there from their input, which is kept in any case: bytes for time.
-        scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``; see `mezzo.core.fp8`. Read where anything
-            is computed in fp8.
+        scaling: how fp8 factors are scaled: ``tensorwise`` or ``rowwise``; see `mezzo.core.compute`. Read where
+            anything is computed in fp8.
         hidden: what recurrent layers carry from one time step to the next, their hidden and cell state:
             ``fp32``, through PyTorch's FP32 operation; ``compute``, the format of `activations`; or ``auto``: what
             the device's 16-bit operation does.
@@ -197,7 +197,31 @@ class Policy:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is allowed but seldom meant, a sentence each; for `explain` and the command line to show."""
-        return notes_of(self)
+        return tuple(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        scale = None if self.loss_scale == "auto" else self.make_loss_scale()
+        if "fp16" in self.computed and isinstance(scale, NoLossScale):
+            yield "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
+        if isinstance(scale, StaticLossScale) and math.frexp(scale.scale)[0] != 0.5:
+            yield (
+                f"loss_scale={self.loss_scale} is no power of two: it rounds every gradient once more than "
+                f"2**{math.frexp(scale.scale)[1] - 1} does."
+            )
+        if self.masters == "none":
+            yield (
+                "masters=none: an update under an ulp of its weight is kept on average, by rounding "
+                "stochastically, and adds noise. masters=split8 keeps it for one byte more, split exactly for two."
+            )
+        if self.recomputed and self.computed == {"fp32"}:
+            yield f"recompute={self.recompute} does nothing in FP32: only 16-bit outputs are made again."
+        if "fp8" not in self.computed and self.scaling != "tensorwise":
+            yield f"scaling={self.scaling} does nothing here: it scales fp8 factors, and nothing is computed in fp8."
+        wide = (Rule.FP32, Rule.BANNED)
+        for op, rule in () if self.is_fp32 else self.ops:
+            row = RULES.get(op)
+            if row and row.rule in wide and Rule(rule) not in wide:
+                yield f"op.{op}={rule} in place of {row.rule}: {row.reason}."
 
     def rule_for(self, op: str) -> Decision | None:
         """The rule for an op: `softmax`, `aten::softmax.int`, or another library's `mylib::fused`.
@@ -225,6 +249,12 @@ class Policy:
             if matches(pattern, path):
                 return fmt
         return None
+
+    def format_inside(self, path: str) -> str | None:
+        """The format in which what runs in the module at this path computes: its own, or that of one around it."""
+        parts = path.split(".")
+        found = (self.format_for_module(".".join(parts[:n])) for n in range(len(parts), 0, -1))
+        return next((fmt for fmt in found if fmt is not None), None)
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""

@@ -1,4 +1,4 @@
-"""The text forms of a policy: the short string, the loss scale's own little syntax, and the TOML file.
+"""The text forms of a policy: the short string, the loss scale's own little syntax, module patterns, and the TOML file.
 
 This file turns text into `Entry` values and back, and knows where each was written; what an entry may say is
 decided in `mezzo.core.policy`.
@@ -21,14 +21,22 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import FORMATS
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from mezzo.core.scale_numbers import STATISTICAL_REMOVED, fl32, is_real
+from mezzo.core.loss_scale import (
+    STATISTICAL_REMOVED,
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+    fl32,
+    is_real,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +48,9 @@ KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recomp
 _STATE = ("scale", "good_steps", "overflows", "stuck")
 # What a user may set in `dynamic(...)`, with its default.
 _DYNAMIC: Mapping[str, Any] = {f.name: f.default for f in fields(DynamicLossScale) if f.name not in _STATE}
+
+_COMPONENT = r"""[^\s.,=()"'#\[\]]+"""
+_PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
 
 
 class Entry(NamedTuple):
@@ -194,14 +205,9 @@ def print_loss_scale(scale: LossScale) -> str:
         return _print_number(scale.scale)
     own = ((name, getattr(scale, name), default) for name, default in _DYNAMIC.items())
     changed = ",".join(
-        f"{name}={_print_number(value)}" for name, value, default in own if value != _as_kept(default)
+        f"{name}={_print_number(value)}" for name, value, default in own if value != fl32(default)
     )
     return f"dynamic({changed})" if changed else "dynamic"
-
-
-def _as_kept(default: float) -> float:
-    """A default as a loss scale keeps it: in FP32."""
-    return fl32(default)
 
 
 def _print_number(value: float) -> str:
@@ -240,10 +246,9 @@ def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"policy file {os.fspath(path)!r} is no TOML: {error}") from None
-    lines = _lines_of_keys(text)
     entries = []
     for keys, value in _leaves(data):
-        where = f"{os.fspath(path)}:{_line(lines, keys)}: "
+        where = f"{os.fspath(path)}:{_line(text, keys)}: "
         if keys[0] not in (*KEYS, *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
         if keys[0] in _TABLES and len(keys) == 1:
@@ -266,45 +271,45 @@ def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield (*above, key), value
 
 
-def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
-    """Path of keys -> line number. `tomllib` keeps no positions, so each line is read for its key alone."""
-    found: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
+def _line(text: str, keys: tuple[str, ...]) -> int:
+    """The line of a path of keys, or of its table where it is an inline one. `tomllib` keeps no positions."""
+    table, found = "", 1
     for number, line in enumerate(text.splitlines(), start=1):
-        stripped = line.strip()
-        header = stripped.startswith("[")
-        try:
-            parsed = tomllib.loads(stripped if header else f"{_left_of_equals(stripped)} = 0")
-        except tomllib.TOMLDecodeError:
-            continue
-        keys = _first_path(parsed)
-        if header:
-            table = keys
-        found.setdefault(keys if header else (*table, *keys), number)
+        key = re.match(r"""(?:"[^"]*"|'[^']*'|[^="'#])*""", line)
+        left = re.sub(r"""["'\s]""", "", key[0] if key else "")
+        if left.startswith("["):
+            table = left.strip("[]") + "."
+        if f"{table}{left}" == ".".join(keys):
+            return number
+        if left.strip("[]") == keys[0]:
+            found = number
     return found
 
 
-def _left_of_equals(line: str) -> str:
-    key = re.match(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|[^="'])*""", line)
-    return key[0] if key else line
+# Module patterns: how a policy names the modules that it gives a format of their own.
 
 
-def _first_path(parsed: Mapping[str, Any]) -> tuple[str, ...]:
-    keys: list[str] = []
-    value: Any = parsed
-    while isinstance(value, (dict, list)) and value:
-        if isinstance(value, list):
-            value = value[0]
-            continue
-        key = next(iter(value))
-        keys.append(key)
-        value = value[key]
-    return tuple(keys)
+def is_pattern(text: str) -> bool:
+    """Whether the text is a dotted path, with `*` for a component or a part of one and `**` for any number of them."""
+    return _PATTERN.fullmatch(text) is not None
 
 
-def _line(lines: Mapping[tuple[str, ...], int], keys: tuple[str, ...]) -> int:
-    """The line of a path of keys, or of the longest part of it that has one (keys of an inline table)."""
-    for length in range(len(keys), 0, -1):
-        if keys[:length] in lines:
-            return lines[keys[:length]]
-    return 1
+def matches(pattern: str, path: str) -> bool:
+    """Whether a module pattern matches a dotted path.
+
+    >>> [matches("blocks.*.norm*", path) for path in ("blocks.0.norm1", "blocks.0.attn.norm", "norm")]
+    [True, False, False]
+    >>> matches("**.norm", "norm") and matches("**.norm", "blocks.0.norm")
+    True
+    """
+    return _regex(pattern).fullmatch("." + path) is not None
+
+
+@lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = {"*": r"\.[^.]+", "**": r"(?:\.[^.]+)*"}
+    return re.compile(
+        "".join(
+            parts.get(part) or r"\." + re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")
+        )
+    )

@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mezzo.core import formats
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
-from mezzo.core.rounding import round_number
 
 BINS = 258
 """Length of the vector that a kernel counts into, by the exponent field of the FP32 number.
@@ -129,7 +129,7 @@ class Histogram:
             value = math.ldexp(self.largest, shift)
         except OverflowError:
             return True
-        return not math.isfinite(round_number(value, form, "infinity"))
+        return not math.isfinite(formats.round(value, form))
 
     def lost(self, format: str | Format) -> float | None:
         """Of ratios update / weight, an estimate of the share too small to move a weight of this format.

@@ -30,8 +30,8 @@ def remedies(finding: Finding, used: Policy | None = None) -> list[str]:
     """What to try, the likeliest first; empty where nothing is known.
 
     Args:
-        finding: what is to be mended.
-        used: the policy under which it happened: those that are told keep what it says, and none says what it says.
+        finding: the fault.
+        used: the policy under which it happened: the offered ones keep its settings and add to them.
     """
     return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding, used)))
 
@@ -151,7 +151,7 @@ def _at_its_maker(maker: Maker, direction: str) -> str:
 
 
 def _in_fp32(finding: Finding, low: str, used: Policy | None) -> list[str]:
-    """Policies under which the operation is FP32's: in its module, in those beside it as well, in the whole run."""
+    """Policies under which the operation runs in FP32: in its module, in its neighbours as well, in the whole run."""
     if finding.module == OUTSIDE and finding.op == SUM:
         return []  # the model's output has its format whatever is done with it
     if finding.module == OUTSIDE:

@@ -1,16 +1,19 @@
-"""The op table: what each op does in mixed precision, as data, the same on every device.
+"""The table of operations: for each op its rule, the reason, and what computes it on each kind of device, in one row.
 
-A row says which of five rules an op follows, and why. Nothing here knows a framework: ops are named as in
-ATen without the overload (`softmax` stands for `aten::softmax.int`), so any device that autocast knows can be
-served. An op that has no row runs as the framework finds it, in the format of its inputs.
+Nothing here imports a framework. Ops are named as in ATen without the overload (`softmax` stands for
+`aten::softmax.int`). An op that has no row runs as the framework finds it, in the format of its inputs.
+
+>>> RULES["layer_norm"].rule.value, RULES["layer_norm"].kernel.path, sorted(RULES["layer_norm"].kernel.devices)
+('internal_fp32', 'norms:layer_norm', ['cpu'])
 
 The rows cover every op on PyTorch 2.13's autocast lists (ATen/autocast_mode.h and .cpp: CUDA, CPU, XPU, MPS)
 and keep what those lower, so that nothing that is fast there is slow here. They depart in three places:
 
 - What ends a model (`sigmoid`, `softmax`, ...) gives FP32 computed in FP32. PyTorch leaves `sigmoid` in bf16,
   which rounds probabilities to exactly 1; its CPU list leaves `softmax` there as well.
-- Normalisations, `sum` and resizing take 16 bits and give 16 bits, computed in FP32. By whose kernel is data too:
-  `NATIVE_FP32_ACCUMULATION`, `OWN_KERNEL`.
+- Normalisations, `sum` and resizing take 16 bits and give 16 bits, computed in FP32: by the device's own kernel
+  where a row has evidence that it accumulates in FP32 (`native`), by Mezzo's (`kernel`), or by the FP32 one
+  between casts.
 - Ops that copy or select values keep the format that they find: they are exact in any.
 """
 
@@ -39,9 +42,7 @@ class Rule(str, Enum):
 
     `internal_fp32` is 16 bits in, 16 bits out, and FP32 in, FP32 out: it never lowers, so the `mean` of FP32
     losses keeps its 24 bits. To lower a normalisation's FP32 input too (a residual stream saved in half the
-    bytes), give that op the rule `lower`. Where nothing shows that a device's 16-bit kernel accumulates in
-    FP32 (`NATIVE_FP32_ACCUMULATION`) and Mezzo has none of its own (`OWN_KERNEL`), the FP32 kernel runs between
-    casts and its result is rounded once.
+    bytes), give that op the rule `lower`.
     """
 
     LOWER = "lower"
@@ -52,6 +53,40 @@ class Rule(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+TESTED = "a test shows that the 16-bit kernel accumulates in FP32"
+READ = "by its source the 16-bit kernel accumulates in FP32; PyTorch leaves it in sixteen bits too"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What Mezzo runs in the place of PyTorch's kernel.
+
+    Args:
+        kind: ``inside`` (16 bits in and out, FP32 arithmetic: forward rounded once, gradients summed in FP32;
+            tests/test_internal_fp32.py), ``result`` (the same with an FP32 result), ``gradient`` (a gradient summed
+            in FP32), ``indices`` (shorter indices kept for backward), ``number`` (a number written, which may be
+            beyond a 16-bit range), ``layer`` and ``cell`` (an FP32 state between the steps of a recurrent op, where
+            the policy says ``hidden=fp32``).
+        why: what it does, for `explain`.
+        path: ``module:function`` in `mezzo.pytorch.kernels`.
+        devices: the types of device that have it; empty for all.
+    """
+
+    kind: str
+    why: str
+    path: str
+    devices: frozenset[str] = frozenset()
+
+
+def _inside(path: str, *devices: str) -> Kernel:
+    why = "Mezzo's own kernel computes in FP32 between 16-bit input and output"
+    return Kernel("inside", why, path, frozenset(devices))
+
+
+def _state(kind: str) -> Kernel:
+    return Kernel(kind, "hidden and cell state stay FP32 between steps", "recurrent:with_fp32_state")
 
 
 @dataclass(frozen=True)
@@ -65,6 +100,8 @@ class OpRule:
         family: the heading under which the documentation lists it.
         remedy: for a banned op, what to use in its place.
         by_format: exceptions, as (compute format, rule, reason).
+        native: why the device's own 16-bit kernels count as accumulating in FP32, as (device type, evidence).
+        kernel: Mezzo's own, if it has one.
     """
 
     op: str
@@ -73,6 +110,16 @@ class OpRule:
     family: str
     remedy: str = ""
     by_format: tuple[tuple[str, Rule, str], ...] = ()
+    native: tuple[tuple[str, str], ...] = ()
+    kernel: Kernel | None = None
+
+    def evidence(self, device_type: str) -> str:
+        """Why the device's 16-bit kernel counts as accumulating in FP32; empty where nothing says so."""
+        return dict(self.native).get(device_type, "")
+
+    def kernel_on(self, device_type: str) -> Kernel | None:
+        """Mezzo's kernel on a kind of device, or None."""
+        return self.kernel if self.kernel and device_type in (self.kernel.devices or (device_type,)) else None
 
     def in_format(self, compute: str) -> tuple[Rule, str]:
         """The rule and its reason under one compute format. Under fp32 nothing is banned."""
@@ -92,8 +139,33 @@ def _family(
     *,
     remedy: str = "",
     by_format: tuple[tuple[str, Rule, str], ...] = (),
+    tested: str = "",
+    read: str = "",
+    kernels: Mapping[str, Kernel] = MappingProxyType({}),
 ) -> list[OpRule]:
-    return [OpRule(op, rule, reason, family, remedy, by_format) for op in ops.split()]
+    """The rows of ops that share a rule and a reason.
+
+    Args:
+        tested: those whose 16-bit kernels on a CPU, fed FP32 parameters, give FP32 arithmetic rounded once, and whose
+            gradients don't lose digits as the reduction grows: tests/test_rules.py shows it (torch 2.13).
+        read: those that PyTorch's own CUDA table leaves in sixteen bits, and whose CUDA source computes in FP32
+            (`opmath_t` and `acc_type` under ATen/native/cuda). Their test waits for a GPU.
+        kernels: op -> Mezzo's own kernel.
+    """
+    known = {"cpu": (tested.split(), TESTED), "cuda": (read.split(), READ)}
+    return [
+        OpRule(
+            op,
+            rule,
+            reason,
+            family,
+            remedy,
+            by_format,
+            tuple((device, why) for device, (having, why) in known.items() if op in having),
+            kernels.get(op),
+        )
+        for op in ops.split()
+    ]
 
 
 _PRODUCTS = "products of 16-bit values are exact in FP32 and summed there: what matrix units speed up"
@@ -119,6 +191,10 @@ _ROWS: list[OpRule] = [
         "matrix products between gates that stay inside (-1, 1): sixteen bits hold them",
         """lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell
         _thnn_fused_gru_cell mkldnn_rnn_layer _cudnn_rnn""",
+        kernels={
+            **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _state("layer")),
+            **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _state("cell")),
+        },
     ),
     *_family(
         "attention",
@@ -139,6 +215,8 @@ _ROWS: list[OpRule] = [
         Rule.INTERNAL_FP32,
         "exponentials inside are FP32; the result is rounded once, by half an ulp at most",
         "gelu silu mish tanh elu selu celu glu",
+        tested="gelu silu mish tanh elu selu celu glu",
+        read="gelu silu mish tanh elu selu celu glu",
     ),
     *_family(
         "activations",
@@ -151,6 +229,17 @@ _ROWS: list[OpRule] = [
         Rule.INTERNAL_FP32,
         "mean and variance cancel and accumulate, so FP32 inside; the normalised values fit sixteen bits",
         "layer_norm native_layer_norm rms_norm group_norm native_group_norm batch_norm instance_norm",
+        # With 16-bit parameters batch_norm is 20 to 160 ulp off, so normalisations keep FP32 parameters
+        # (`mezzo.pytorch.weights.lowering`). On a CPU the others fail: layer_norm's backward sums the gradients of
+        # weight and bias in sixteen bits (in bf16 7 % off at 4,096 rows, 24 to 30 % at 65,536), rms_norm leaves the
+        # fused kernel with FP32 weights, instance_norm is wrong in half of all elements with 16-bit ones.
+        tested="group_norm native_group_norm batch_norm",
+        read="batch_norm",
+        kernels={
+            "layer_norm": _inside("norms:layer_norm", "cpu"),
+            "rms_norm": _inside("norms:rms_norm", "cpu"),
+            "instance_norm": _inside("composed:instance_norm", "cpu", "cuda"),
+        },
     ),
     *_family(
         "ends of a model",
@@ -163,6 +252,9 @@ _ROWS: list[OpRule] = [
         Rule.FP32,
         "near 1 both formats give exactly 1, and fp16 gives 0 under 3e-8: logarithms of 1 - p and p are lost",
         "softmax _softmax _safe_softmax special_softmax",
+        # The CPU's 16-bit softmax is right along the last dimension, along others up to 1.4 ulp off; its log_softmax
+        # is up to 256 ulp (bf16) and 2,000 (fp16) off where a probability is near 1.
+        kernels={"softmax": _inside("composed:softmax", "cpu")},
     ),
     *_family(
         "ends of a model",
@@ -179,6 +271,14 @@ _ROWS: list[OpRule] = [
         ctc_loss _ctc_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
         multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nll_loss nll_loss2d
         nll_loss_nd poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""",
+        kernels={
+            "cross_entropy_loss": Kernel(
+                "result",
+                "Mezzo's own kernel reads sixteen bits and computes in FP32, without an FP32 copy of its input",
+                "cross_entropy:cross_entropy_loss",
+                frozenset({"cpu", "cuda"}),
+            )
+        },
     ),
     *_family(
         "losses",
@@ -200,6 +300,7 @@ _ROWS: list[OpRule] = [
         Rule.INTERNAL_FP32,
         "accumulated in FP32 and rounded once at the end",
         "sum nansum",
+        tested="sum nansum",
         by_format=(
             ("fp16", Rule.FP32, "a sum of fp16 values soon passes 65504: accumulated and returned in FP32"),
         ),
@@ -209,6 +310,8 @@ _ROWS: list[OpRule] = [
         Rule.INTERNAL_FP32,
         "accumulated in FP32 and rounded once; a mean stays within its inputs' range",
         "mean",
+        tested="mean",  # not nanmean, which divides two rounded numbers; in fp16 its sum overflows
+        read="mean",
     ),
     *_family(
         "reductions",
@@ -226,6 +329,9 @@ _ROWS: list[OpRule] = [
         """upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
         upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
         _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+        # Linear and cubic ones interpolate in sixteen bits for some shapes.
+        tested="""upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d""",
     ),
     *_family(
         "pooling and resizing",
@@ -253,6 +359,14 @@ _ROWS: list[OpRule] = [
         fractional_max_pool3d index_copy index_put masked_scatter max_pool1d max_pool2d max_pool3d max_unpool2d
         max_unpool3d meshgrid put reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
         replication_pad2d replication_pad3d scatter stack where""",
+        kernels=dict.fromkeys(
+            ("max_pool1d", "max_pool2d", "max_pool3d"),
+            Kernel(
+                "indices",
+                "backward keeps its indices in 16 or 32 bits, not 64",
+                "short_indices:keeping_short_indices",
+            ),
+        ),
     ),
     *_family(
         "copies",
@@ -266,12 +380,24 @@ _ROWS: list[OpRule] = [
         Rule.PROMOTE,
         "in whichever format arrives; a number that this format lacks, such as -1e9 in fp16, asks for FP32",
         "masked_fill masked_fill_",
+        kernels=dict.fromkeys(("masked_fill", "masked_fill_"), Kernel("number", "", "")),
     ),
     *_family(
         "residual stream",
         Rule.PROMOTE,
         "copies rows of its weight, whose format the residual stream then starts in",
         "embedding embedding_bag",
+        # The CPU's kernel sums the gradient of a 16-bit weight in sixteen bits: what a row that occurs 256 times has
+        # gathered in bf16 no longer changes (tests/test_embedding.py). Nothing of the kind was measured on CUDA.
+        kernels={
+            op: Kernel(
+                "gradient",
+                "the gradient of a 16-bit weight is summed in FP32",
+                f"embedding:{op}",
+                frozenset({"cpu"}),
+            )
+            for op in ("embedding", "embedding_bag")
+        },
     ),
     *_family(
         "residual stream",
@@ -353,102 +479,19 @@ def _table(rows: Iterable[OpRule]) -> Mapping[str, OpRule]:
 RULES: Mapping[str, OpRule] = _table(_ROWS)
 
 
-def _grid(device: str, ops: str) -> frozenset[tuple[str, str, str]]:
-    return frozenset((device, fmt, op) for fmt in ("bf16", "fp16") for op in ops.split())
-
-
-# (device type, format, op) whose 16-bit kernel, fed FP32 parameters, gives FP32 arithmetic rounded once, and
-# whose gradients don't lose digits as the reduction grows. tests/test_rules.py shows it (torch 2.13). group_norm
-# is as right with 16-bit parameters; batch_norm is 20 to 160 ulp off with them, and refuses them beside FP32
-# statistics: parameters of normalisations stay FP32 (`mezzo.pytorch.weights.lowering`).
-# What was tried on a CPU and isn't here:
-#   layer_norm           forward is right, but backward sums the weight's and the bias's gradients in sixteen
-#                        bits: in bf16, one thread, 7 % off at 4,096 rows, 24 to 30 % at 65,536
-#   rms_norm             right, but with FP32 weights it leaves the fused kernel with a warning
-#   instance_norm        right with FP32 weights, wrong in over half of all elements with 16-bit ones
-#   softmax              right along the last dimension, along others up to 1.4 ulp off
-#   log_softmax          up to 256 ulp (bf16) and 2,000 (fp16) where a probability is near 1
-#   upsample_linear1d, _bilinear2d, _trilinear3d, _bicubic2d    interpolate in sixteen bits for some shapes
-#   nanmean              divides two rounded numbers; in fp16 its sum overflows
-SHOWN_BY_TEST: frozenset[tuple[str, str, str]] = _grid(
-    "cpu",
-    """batch_norm celu elu gelu glu group_norm mean mish native_group_norm nansum selu silu sum tanh
-    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
-    upsample_nearest3d _upsample_nearest_exact3d""",
-)
-
-# Ops that PyTorch's own CUDA table leaves in sixteen bits, and whose CUDA source computes in FP32 (`opmath_t`
-# and `acc_type` under ATen/native/cuda: Activation*.cu, Normalization.cuh, ReduceMomentKernel.cu). Running
-# them in FP32 instead would double what a CNN saves for backward. Their test waits for a GPU (marked `gpu`).
-READ_IN_SOURCE: frozenset[tuple[str, str, str]] = _grid(
-    "cuda", "batch_norm celu elu gelu glu mean mish selu silu tanh"
-)
-
-# (device type, op) that copies rows of its weight, and sums the gradient of a 16-bit weight in sixteen bits: what
-# a row that occurs 256 times has gathered in bf16 no longer changes. They get a backward of their own
-# (tests/test_embedding.py). Nothing of the kind was measured on CUDA, whose kernels are left alone.
-SUMS_IN_SIXTEEN_BITS: frozenset[tuple[str, str]] = frozenset({("cpu", "embedding"), ("cpu", "embedding_bag")})
-
-# Ops that keep for backward where each maximum lay, as int64: shorter integers hold it
-# (`mezzo.pytorch.kernels.short_indices`).
-KEEPS_INDICES: frozenset[str] = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
-
-NATIVE_FP32_ACCUMULATION: frozenset[tuple[str, str, str]] = SHOWN_BY_TEST | READ_IN_SOURCE
-
-# (device type, format, op) for which Mezzo has a kernel of its own that reads sixteen bits and computes in FP32
-# (`mezzo.pytorch.kernels.backend`): forward rounded once, gradients summed in FP32 (tests/test_internal_fp32.py).
-OWN_KERNEL: frozenset[tuple[str, str, str]] = _grid(
-    "cpu", "cross_entropy_loss instance_norm layer_norm rms_norm softmax"
-) | _grid("cuda", "cross_entropy_loss instance_norm")
-
 # Ops that write into their first tensor, whose format therefore stays; the table's only ones.
 IN_PLACE: frozenset[str] = frozenset(
     op for op, row in RULES.items() if op.endswith("_") and not op.startswith("_")
 )
 
-# Ops that write a number, which may be beyond the range of 16-bit inputs.
-WRITES_NUMBER: frozenset[str] = frozenset({"masked_fill", "masked_fill_"})
-
-# Recurrent ops, whole layers and single cells: what they carry from step to step is the policy's `hidden`.
-RECURRENT_CELLS: frozenset[str] = frozenset({"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"})
-RECURRENT: frozenset[str] = RECURRENT_CELLS | {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-
-# Of the ops in `OWN_KERNEL`, those that give FP32, as their rule has it: they spare the FP32 copy of what they read.
-OWN_GIVES_FP32: frozenset[str] = frozenset({"cross_entropy_loss"})
-
-
-def native_evidence(device_type: str, fmt: str, op: str) -> str:
-    """Why a 16-bit kernel counts as accumulating in FP32, for `explain`; empty where nothing says so."""
-    key = (device_type, fmt, op)
-    if key in SHOWN_BY_TEST:
-        return "a test shows that the 16-bit kernel accumulates in FP32"
-    if key in READ_IN_SOURCE:
-        return "by its source the 16-bit kernel accumulates in FP32; PyTorch leaves it in sixteen bits too"
-    return ""
-
-
-def own_kernel(device_type: str, fmt: str, op: str) -> str:
-    """What Mezzo's own kernel of an op does, for `explain`; empty where there is none."""
-    if (device_type, fmt, op) not in OWN_KERNEL:
-        return ""
-    if op in OWN_GIVES_FP32:
-        return "Mezzo's own kernel reads sixteen bits and computes in FP32, without an FP32 copy of its input"
-    return "Mezzo's own kernel computes in FP32 between 16-bit input and output"
-
-
-def _exceptions(row: OpRule) -> list[tuple[str, str]]:
-    return [(fmt, rule.value) for fmt, rule, _ in row.by_format]
-
 
 def _version() -> str:
-    rows = sorted((row.op, row.rule.value, _exceptions(row)) for row in RULES.values())
-    evidence = (
-        sorted(NATIVE_FP32_ACCUMULATION),
-        sorted(SUMS_IN_SIXTEEN_BITS),
-        sorted(OWN_KERNEL),
-        sorted(KEEPS_INDICES),
-    )
-    return hashlib.sha256(repr((rows, *evidence)).encode()).hexdigest()[:12]
+    rows = []
+    for row in RULES.values():
+        kernel = row.kernel and (row.kernel.kind, row.kernel.path, sorted(row.kernel.devices))
+        exceptions = [(fmt, rule.value) for fmt, rule, _ in row.by_format]
+        rows.append((row.op, row.rule.value, exceptions, row.native, kernel))
+    return hashlib.sha256(repr(sorted(rows, key=lambda row: row[0])).encode()).hexdigest()[:12]
 
 
 # Changes with any rule or evidence: what was compiled or saved under another table can't pass for this one's.

@@ -1,16 +1,15 @@
 """Sensitivity: by how much a format would change the loss, module by module; and which formats a module can bear.
 
-Pure: run records in, a ranking out. `mezzo.pytorch.sensitivity` measures the records. For each module, format and step
-they hold two sums over the elements of the module's outputs, of e = gradient * (output in the format - output in FP32):
-the signed sum, which is the change of the loss to first order, and the sum of squares, which is the variance of that
-change if the sign of each error is random.
+`mezzo.pytorch.sensitivity` measures the records. For each module, format and step they hold two sums over the elements
+of the module's outputs, of e = gradient * (output in the format - output in FP32): the signed sum, which is the change
+of the loss to first order, and the sum of squares, which is the variance of that change if each error's sign is random.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mezzo.core.formats import Format
@@ -98,30 +97,15 @@ class Sensitivity:
             f"({self.margin:.1%} of {self.loss:.3g} over the root of {len(self.modules)})"
         )
 
-    def cells(self) -> list[list[str]]:
-        """A header, then one row per module: path, lowest format that it bears, change in each format."""
-        head = ["module", "bears", *self.formats]
-        rows = [
-            [one.module or "(the model)", one.lowest, *map(one.cell, self.formats)]
-            for one in self.modules[:SHOWN]
-        ]
-        return [head, *rows]
-
     def lines(self) -> list[str]:
-        """The same as text: one line per module."""
-        _, *rows = self.cells()
-        return [
-            f"{module}: {lowest} ({', '.join(map(' '.join, zip(self.formats, cells)))})"
-            for module, lowest, *cells in rows
-        ]
-
-    @property
-    def rest(self) -> str:
-        """What is not among the lines; ``""`` if nothing."""
-        left = self.modules[SHOWN:]
-        if not left:
-            return ""
-        return f"{len(left)} less sensitive modules are in the JSON"
+        """A line per module, for the `SHOWN` most sensitive ones; what is not among them; the notes."""
+        found = []
+        for one in self.modules[:SHOWN]:
+            cells = ", ".join(f"{name} {one.cell(name)}" for name in self.formats)
+            found.append(f"{one.module or '(the model)'}: {one.lowest} ({cells})")
+        if self.modules[SHOWN:]:
+            found.append(f"{len(self.modules[SHOWN:])} less sensitive modules are in the JSON")
+        return [*found, *self.notes]
 
     def to_plain(self) -> dict[str, Any]:
         """As values for JSON; a change that is not finite is None."""
@@ -138,12 +122,9 @@ class Sensitivity:
             "totals": {name: number(self.total(name)) for name in self.formats},
             "modules": [
                 {
-                    "module": one.module,
-                    "kind": one.kind,
+                    **asdict(one),
                     "lowest": one.lowest,
-                    "bears": one.bears,
                     "changes": {name: number(change) for name, change in one.changes.items()},
-                    "causes": one.causes,
                 }
                 for one in self.modules
             ],

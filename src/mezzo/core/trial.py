@@ -1,11 +1,9 @@
-"""PrecisionTrial: is a 16-bit format really faster here? Decided by timing the user's own first steps.
+"""precision="auto": is a 16-bit format really faster here? Decided by timing the user's own first steps.
 
-Hardware tables say what a machine can do; a small model, a slow data loader or a kernel that falls back can
-still make sixteen bits slower. So the first steps alternate between FP32 and the candidate and their medians
-decide. The machine is pure: it says which precision the next step has, and is told how long that step took.
-
-The order is FP32, candidate, candidate, FP32, and so on (ABBA): a drift of the clock or of the batch size
-hits both alike, and each precision comes equally often right after a change of precision.
+A small model, a slow data loader or a kernel that falls back can make 16 bits slower on hardware that has them. So the
+first steps alternate between FP32 and the candidate, and their medians decide. The order is FP32, candidate, candidate,
+FP32, and so on: a drift of the clock or of the batch size hits both alike, and each precision comes equally often right
+after a change of precision.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ import math
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mezzo.core.errors import UsageError
-
 
 @dataclass(frozen=True)
 class TrialDecision:
@@ -23,8 +19,7 @@ class TrialDecision:
 
     Args:
         precision: the format to go on with: `fp32` or the candidate.
-        speedup: median FP32 step time over median candidate step time; inf if the candidate's clock read
-            zero.
+        speedup: median FP32 step time over median candidate step time; inf if the candidate's clock read zero.
         reason: one plain sentence with the figures.
     """
 
@@ -42,20 +37,14 @@ class PrecisionTrial:
         speedup = median(fp32_seconds) / median(candidate_seconds)
         precision = candidate if speedup >= min_speedup else "fp32"
 
-    Feed it only steps that did the whole work: a step that was skipped (its gradients were not finite) has no
-    optimizer in it. Not observing it is enough, since the same precision is then asked for again.
+    A skipped step has no optimizer in it and is not observed; the same precision is then asked for again.
 
     Args:
-        candidate: the 16-bit format that wants to be chosen.
+        candidate: the 16-bit format that may be chosen.
         steps_each: timed steps of each precision, at least 1.
-        warmup: steps of each precision that come first and are not counted (allocation, autotuning,
-            compilation).
-        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of a
-            few steps' medians, and no reason to change a run's numerics.
+        warmup: steps of each precision that come first and are not counted (allocation, autotuning, compilation).
+        min_speedup: the ratio from which the candidate is chosen. Less than 1.05 is within the scatter of medians.
         seconds: the times observed so far, warm-up included, in order.
-
-    Raises:
-        UsageError: an argument out of range.
     """
 
     candidate: str
@@ -63,17 +52,6 @@ class PrecisionTrial:
     warmup: int = 2
     min_speedup: float = 1.05
     seconds: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.candidate == "fp32":
-            raise UsageError("the candidate of a trial is fp32 itself. Give a 16-bit format: bf16 or fp16.")
-        if self.steps_each < 1 or self.warmup < 0:
-            raise UsageError(
-                f"steps_each={self.steps_each}, warmup={self.warmup}: a trial needs at least one timed step "
-                "of each precision, and a warm-up of 0 or more"
-            )
-        if not (math.isfinite(self.min_speedup) and self.min_speedup > 0):
-            raise UsageError(f"min_speedup is {self.min_speedup!r}: give a ratio above 0, such as 1.05")
 
     @property
     def precision(self) -> str:
@@ -87,13 +65,7 @@ class PrecisionTrial:
         return 2 * (self.warmup + self.steps_each) - len(self.seconds)
 
     def observe(self, seconds: float) -> PrecisionTrial:
-        """The state after a step of `self.precision` that took this long; itself once the decision is made.
-
-        Raises:
-            UsageError: a time that is negative, NaN or infinite.
-        """
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise UsageError(f"a step took {seconds!r} seconds: give a finite duration of 0 or more")
+        """The state after a step of `self.precision` that took this long; itself once the decision is made."""
         return replace(self, seconds=(*self.seconds, float(seconds))) if self.steps_left else self
 
     @property
@@ -101,11 +73,16 @@ class PrecisionTrial:
         """The decision, or None while steps are still to be timed."""
         if self.steps_left:
             return None
-        plain, low = (median(self._counted(name)) for name in ("fp32", self.candidate))
+        taken: dict[str, list[float]] = {"fp32": [], self.candidate: []}
+        for index, time in enumerate(self.seconds):
+            taken[self._turn(index)].append(time)
+        plain, low = (median(times[self.warmup :]) for times in taken.values())
         speedup = plain / low if low else (math.inf if plain else 1.0)
+        # Rounded down: 1.049 must not read as the 1.05 that it failed to reach.
+        ratio = f"{math.floor(100 * speedup) / 100:.2f}" if math.isfinite(speedup) else "inf"
         timed = (
             f"a step takes {_duration(low)} in {self.candidate} and {_duration(plain)} in FP32 "
-            f"(medians of {self.steps_each} steps each, {_ratio(speedup)}x as fast)"
+            f"(medians of {self.steps_each} steps each, {ratio}x as fast)"
         )
         if speedup >= self.min_speedup:
             return TrialDecision(self.candidate, speedup, f"{self.candidate}: {timed}")
@@ -116,15 +93,6 @@ class PrecisionTrial:
         pair, second = divmod(index, 2)
         return self.candidate if (pair + second) % 2 else "fp32"
 
-    def _counted(self, precision: str) -> list[float]:
-        own = [time for index, time in enumerate(self.seconds) if self._turn(index) == precision]
-        return own[self.warmup :]
-
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _ratio(speedup: float) -> str:
-    # Rounded down: 1.049 must not read as the 1.05 that it failed to reach.
-    return f"{math.floor(100 * speedup) / 100:.2f}" if math.isfinite(speedup) else "inf"

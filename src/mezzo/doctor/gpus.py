@@ -1,8 +1,9 @@
-"""What NVIDIA's GPUs offer, as data: formats by compute capability, and datasheet peaks with their source.
+"""What NVIDIA's GPUs offer, as data: formats by compute capability, datasheet peaks with their source; and the
+precision to use on one.
 
-Peaks are the dense figures. Datasheets mark most of theirs "with sparsity", which is twice as much and
-which no training sees; and on GeForce and RTX cards fp16 is given here with FP32 accumulation, which is
-what PyTorch asks for, at half the rate of fp16 accumulation.
+Peaks are the dense figures. Most datasheets give theirs "with sparsity", which is twice as much and which no training
+sees. On GeForce and RTX cards fp16 is given here with FP32 accumulation, which is what PyTorch asks for, at half the
+rate of fp16 accumulation.
 """
 
 from __future__ import annotations
@@ -57,86 +58,45 @@ class GpuModel:
     source: str
 
 
-def _model(
-    name: str, capability: Capability, memory_gb: int, bandwidth: int, source: str, **peaks: float
-) -> GpuModel:
-    return GpuModel(name, capability, memory_gb, bandwidth, MappingProxyType(peaks), source)
+# Columns: name, compute capability, GB, GB/s, dense TFLOP/s in fp32, tf32, bf16, fp16, fp8, fp4 (- for none), source.
+_DATASHEETS = """
+V100-PCIE        | 7.0 32 900    14    -    -     112   -     -    | NVIDIA V100 Tensor Core GPU datasheet, 2020
+V100-SXM2        | 7.0 32 900    15.7  -    -     125   -     -    | NVIDIA V100 Tensor Core GPU datasheet, 2020
+T4               | 7.5 16 320    8.1   -    -     65    -     -    | NVIDIA Turing GPU Architecture, appendix A, 2018
+RTX 2080 Ti      | 7.5 11 616    14.2  -    -     56.9  -     -    | NVIDIA Turing GPU Architecture, appendix A, 2018
+A100-PCIE-40GB   | 8.0 40 1555   19.5  156  312   312   -     -    | NVIDIA A100 Tensor Core GPU datasheet, 2021
+A100-SXM4-40GB   | 8.0 40 1555   19.5  156  312   312   -     -    | NVIDIA A100 Tensor Core GPU datasheet, 2021
+A100 80GB PCIe   | 8.0 80 1935   19.5  156  312   312   -     -    | NVIDIA A100 Tensor Core GPU datasheet, 2021
+A100-SXM4-80GB   | 8.0 80 2039   19.5  156  312   312   -     -    | NVIDIA A100 Tensor Core GPU datasheet, 2021
+A30              | 8.0 24 933    10.3  82   165   165   -     -    | NVIDIA A30 datasheet, 2021
+A10              | 8.6 24 600    31.2  62.5 125   125   -     -    | NVIDIA A10 datasheet, 2021
+A40              | 8.6 48 696    37.4  74.8 149.7 149.7 -     -    | NVIDIA A40 datasheet, 2021
+RTX A6000        | 8.6 48 768    38.7  77.4 154.8 154.8 -     -    | NVIDIA Ampere GA102 GPU Architecture, appendix A, 2021
+GeForce RTX 3090 | 8.6 24 936    35.6  35.6 71    71    -     -    | NVIDIA Ampere GA102 GPU Architecture, appendix A, 2021
+GeForce RTX 4090 | 8.9 24 1008   82.6  82.6 165.2 165.2 330.3 -    | NVIDIA Ada GPU Architecture, appendix A, 2023
+L4               | 8.9 24 300    30.3  60   121   121   242.5 -    | NVIDIA L4 datasheet, 2023
+L40              | 8.9 48 864    90.5  90.5 181   181   362   -    | NVIDIA L40 datasheet, 2023
+L40S             | 8.9 48 864    91.6  183  362   362   733   -    | NVIDIA L40S datasheet, 2023
+H100 PCIe        | 9.0 80 2000   51    378  756   756   1513  -    | NVIDIA H100 Tensor Core GPU datasheet, 2023 (half of its figures with sparsity)
+H100 80GB HBM3   | 9.0 80 3350   67    494  989   989   1979  -    | NVIDIA H100 Tensor Core GPU datasheet, 2023 (half of its figures with sparsity)
+H200             | 9.0 141 4800  67    494  989   989   1979  -    | NVIDIA H200 Tensor Core GPU datasheet, 2023 (half of its figures with sparsity)
+B200             | 10.0 180 8000 80    1100 2250  2250  4500  9000 | NVIDIA Blackwell Architecture Technical Brief, 2024 (HGX B200)
+GeForce RTX 5090 | 12.0 32 1792  104.8 104.8 209.5 209.5 419  1676 | NVIDIA RTX Blackwell GPU Architecture, appendix A, 2025
+"""  # noqa: E501
 
 
-_TURING = "NVIDIA Turing GPU Architecture, appendix A, 2018"
-_V100 = "NVIDIA V100 Tensor Core GPU datasheet, 2020"
-_A100 = "NVIDIA A100 Tensor Core GPU datasheet, 2021"
-_GA102 = "NVIDIA Ampere GA102 GPU Architecture, appendix A, 2021"
-_ADA = "NVIDIA Ada GPU Architecture, appendix A, 2023"
-_H100 = "NVIDIA H100 Tensor Core GPU datasheet, 2023 (half of its figures with sparsity)"
-_H200 = "NVIDIA H200 Tensor Core GPU datasheet, 2023 (half of its figures with sparsity)"
-_B200 = "NVIDIA Blackwell Architecture Technical Brief, 2024 (HGX B200)"
-_RTX50 = "NVIDIA RTX Blackwell GPU Architecture, appendix A, 2025"
+def _model(row: str) -> GpuModel:
+    name, figures, source = (cell.strip() for cell in row.split("|"))
+    capability, memory, bandwidth, *peaks = figures.split()
+    major, minor = capability.split(".")
+    formats = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+    found = {form: float(peak) for form, peak in zip(formats, peaks) if peak != "-"}
+    return GpuModel(
+        name, (int(major), int(minor)), int(memory), int(bandwidth), MappingProxyType(found), source
+    )
 
-MODELS = (
-    _model("V100-PCIE", (7, 0), 32, 900, _V100, fp32=14, fp16=112),
-    _model("V100-SXM2", (7, 0), 32, 900, _V100, fp32=15.7, fp16=125),
-    _model("T4", (7, 5), 16, 320, _TURING, fp32=8.1, fp16=65),
-    _model("RTX 2080 Ti", (7, 5), 11, 616, _TURING, fp32=14.2, fp16=56.9),
-    _model("A100-PCIE-40GB", (8, 0), 40, 1555, _A100, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    _model("A100-SXM4-40GB", (8, 0), 40, 1555, _A100, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    _model("A100 80GB PCIe", (8, 0), 80, 1935, _A100, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    _model("A100-SXM4-80GB", (8, 0), 80, 2039, _A100, fp32=19.5, tf32=156, bf16=312, fp16=312),
-    _model("A30", (8, 0), 24, 933, "NVIDIA A30 datasheet, 2021", fp32=10.3, tf32=82, bf16=165, fp16=165),
-    _model("A10", (8, 6), 24, 600, "NVIDIA A10 datasheet, 2021", fp32=31.2, tf32=62.5, bf16=125, fp16=125),
-    _model(
-        "A40", (8, 6), 48, 696, "NVIDIA A40 datasheet, 2021", fp32=37.4, tf32=74.8, bf16=149.7, fp16=149.7
-    ),
-    _model("RTX A6000", (8, 6), 48, 768, _GA102, fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8),
-    _model("GeForce RTX 3090", (8, 6), 24, 936, _GA102, fp32=35.6, tf32=35.6, bf16=71, fp16=71),
-    _model(
-        "GeForce RTX 4090", (8, 9), 24, 1008, _ADA, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, fp8=330.3
-    ),
-    _model(
-        "L4", (8, 9), 24, 300, "NVIDIA L4 datasheet, 2023", fp32=30.3, tf32=60, bf16=121, fp16=121, fp8=242.5
-    ),
-    _model(
-        "L40",
-        (8, 9),
-        48,
-        864,
-        "NVIDIA L40 datasheet, 2023",
-        fp32=90.5,
-        tf32=90.5,
-        bf16=181,
-        fp16=181,
-        fp8=362,
-    ),
-    _model(
-        "L40S",
-        (8, 9),
-        48,
-        864,
-        "NVIDIA L40S datasheet, 2023",
-        fp32=91.6,
-        tf32=183,
-        bf16=362,
-        fp16=362,
-        fp8=733,
-    ),
-    _model("H100 PCIe", (9, 0), 80, 2000, _H100, fp32=51, tf32=378, bf16=756, fp16=756, fp8=1513),
-    _model("H100 80GB HBM3", (9, 0), 80, 3350, _H100, fp32=67, tf32=494, bf16=989, fp16=989, fp8=1979),
-    _model("H200", (9, 0), 141, 4800, _H200, fp32=67, tf32=494, bf16=989, fp16=989, fp8=1979),
-    _model("B200", (10, 0), 180, 8000, _B200, fp32=80, tf32=1100, bf16=2250, fp16=2250, fp8=4500, fp4=9000),
-    _model(
-        "GeForce RTX 5090",
-        (12, 0),
-        32,
-        1792,
-        _RTX50,
-        fp32=104.8,
-        tf32=104.8,
-        bf16=209.5,
-        fp16=209.5,
-        fp8=419,
-        fp4=1676,
-    ),
-)
+
+MODELS = tuple(map(_model, _DATASHEETS.strip().splitlines()))
 
 # How people also call them.
 ALSO = {"H100 SXM": "H100 80GB HBM3", "H100 SXM5": "H100 80GB HBM3", "A100 SXM": "A100-SXM4-80GB"}
@@ -161,7 +121,7 @@ def parse_capability(text: str) -> Capability:
     known = ["{}.{}".format(*one) for one in ARCHITECTURES]
     if match is None:
         raise UsageError(
-            f"{text!r} is no compute capability: write major.minor, one of {', '.join(known)} "
+            f"{text!r} is not a compute capability: write major.minor, one of {', '.join(known)} "
             "(`nvidia-smi --query-gpu=name,compute_cap --format=csv` tells a GPU's)"
         )
     if text.strip() not in known:
@@ -198,3 +158,38 @@ def _words(name: str) -> list[str]:
 
 def _plain(name: str) -> str:
     return "".join(_words(name))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A precision to ask for (``"fp32"``, ``"bf16"``, ``"fp16"``), and the reasons as sentences."""
+
+    precision: str
+    reasons: tuple[str, ...]
+
+
+FP16_RANGE = "fp16 reaches from 6e-8 to 65504 only: Mezzo scales the loss, and skips steps that overflow."
+
+
+def from_capability(capability: Capability) -> Recommendation:
+    """The precision to use on a CUDA device of this compute capability, without having it."""
+    formats = formats_at(capability)
+    this = "and this is {}.{}.".format(*capability)
+    if "bf16" in formats:
+        return Recommendation(
+            "bf16",
+            (
+                f"bf16: tensor cores multiply it from compute capability 8.0, {this}",
+                "bf16 comes before fp16: as fast, and with fp32's range, so it needs no loss scale.",
+            ),
+        )
+    if "fp16" in formats:
+        return Recommendation(
+            "fp16",
+            (
+                f"fp16: tensor cores multiply it from compute capability 7.0, {this}",
+                "bf16 needs 8.0: below that PyTorch runs it without tensor cores, slower than fp32.",
+                FP16_RANGE,
+            ),
+        )
+    return Recommendation("fp32", (f"fp32: there are tensor cores from compute capability 7.0, {this}",))

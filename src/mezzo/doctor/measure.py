@@ -1,25 +1,36 @@
-"""What each format measures on this device: matrix products, a convolution's training step, and memory
-bandwidth.
+"""What each format measures on this device (matrix products, a convolution's training step, memory bandwidth), and the
+precision to use.
 
-The convolution stands beside the matrix product because one does not tell the other: on a CPU with
-AVX512-FP16, fp16 matrix products are fast and the backward of an fp16 convolution took 80 times as long as
-in bf16 (torch 2.13). Everything is measured as PyTorch itself runs it in that dtype, without Mezzo.
+A convolution is measured too because matrix products do not tell its speed: on a CPU with AVX512-FP16, fp16 matrix
+products are fast and the backward of an fp16 convolution took 80 times as long as in bf16 (torch 2.13). Everything is
+measured as PyTorch runs it in that dtype, without Mezzo.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from mezzo.doctor.timing import Task, Timing, take_turns
+from mezzo.doctor.gpus import FP16_RANGE, Recommendation
 from mezzo.pytorch.dtypes import dtype_of
 
-FORMATS = ("fp32", "tf32", "bf16", "fp16", "e4m3fn")
-KINDS = {"matmul": "GFLOP/s", "conv step": "GFLOP/s", "copy": "GB/s"}
+CELLS = (
+    *(("matmul", form) for form in ("fp32", "tf32", "bf16", "fp16", "e4m3fn")),
+    *(("conv step", form) for form in ("fp32", "tf32", "bf16", "fp16")),
+    ("copy", "fp32"),
+)
+"""What is measured, in which format. The copy moves fp32: by the byte no format is faster."""
+
+WORTH_IT = 1.1
+"""A format must make the work this much faster than fp32 to be worth the coarser numbers."""
+
+Task = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -28,37 +39,42 @@ class Rate:
 
     Args:
         what: ``"matmul"``, ``"conv step"`` (forward and backward of a convolution) or ``"copy"``.
-        format: the format measured in; the copy moves fp32, and no format is faster by the byte.
+        format: the format measured in.
         work: operations, or bytes read and written, of one run, in units of 10^9.
-        timing: how long the runs took, or why there are none.
+        seconds: how long each run took; empty if it could not run.
+        reason: why it could not.
     """
 
     what: str
     format: str
     work: float
-    timing: Timing
+    seconds: tuple[float, ...] = ()
+    reason: str = ""
 
     @property
     def unit(self) -> str:
         """``"GFLOP/s"`` or ``"GB/s"``."""
-        return KINDS[self.what]
+        return "GB/s" if self.what == "copy" else "GFLOP/s"
 
     @property
     def value(self) -> float:
         """Work a second at the median time; NaN where it could not run."""
-        return self.work / self.timing.median
+        return self.work / statistics.median(self.seconds) if self.seconds else float("nan")
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The middle half of the repeats, low to high, in the same unit."""
-        fast, slow = self.timing.spread
+        """The middle half of the repeats, low to high, in the same unit (their range, if fewer than four)."""
+        if not self.seconds:
+            return float("nan"), float("nan")
+        fast, slow = min(self.seconds), max(self.seconds)
+        if len(self.seconds) >= 4:
+            fast, _, slow = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return self.work / slow, self.work / fast
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measured work is: side of the square matrices, batch and side of the images, bytes to
-    copy."""
+    """How large the measured work is: side of the square matrices, batch and side of the images, bytes to copy."""
 
     side: int
     batch: int
@@ -71,8 +87,7 @@ GPU_SIZES = Sizes(side=8192, batch=128, image=56, copy_bytes=1 << 30)
 QUICK_CPU_SIZES = Sizes(side=512, batch=2, image=14, copy_bytes=64 << 20)
 QUICK_GPU_SIZES = Sizes(side=4096, batch=32, image=56, copy_bytes=256 << 20)
 _CHANNELS = 64
-# Where a format has no fast path, one run must not take minutes: such a format is measured on work this
-# much smaller.
+# A format without a fast path, whose one run would take longer than this, is measured on work this much smaller.
 _PROBE = Sizes(side=256, batch=1, image=7, copy_bytes=1 << 20)
 _SLOW_RUN = 1.5
 
@@ -90,83 +105,91 @@ def measure(
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
         sizes: of the work; by default what fits the kind of device.
         budget: seconds of timed runs, all together; a format without a fast path may add one slow run.
-        tell: is told the part that is done, from 0 to 1.
+        tell: receives the part that is done, from 0 to 1.
     """
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
-    synchronize = _synchronizer(device_type)
-    cells = [(what, form) for what in ("matmul", "conv step") for form in FORMATS if _applies(what, form)]
-    made: list[tuple[str, str, float, Task | str]] = []
-    for what, form in cells:
-        reason = _reason_against(form, device_type)
-        made.append(
-            (what, form, 0.0, reason) if reason else _fitting(what, form, device_type, sizes, synchronize)
-        )
-    made.append(("copy", "fp32", *_copy(device_type, sizes)))
-    runs = [task for *_, task in made if not isinstance(task, str)]
-    timings = iter(take_turns(runs, budget=budget, synchronize=synchronize, tell=tell))
-    return [
-        Rate(what, form, work, Timing((), task) if isinstance(task, str) else next(timings))
-        for what, form, work, task in made
-    ]
+    rates, tasks = list[Rate](), list[Task]()
+    for what, form in CELLS:
+        try:
+            if form in ("tf32", "e4m3fn") and device_type != "cuda":
+                raise NotImplementedError(f"PyTorch has no fast {form} path on {device_type}")
+            work, task = _fitting(what, form, device_type, sizes)
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            lines = str(error).strip().splitlines()
+            rates.append(Rate(what, form, 0.0, reason=lines[0] if lines else type(error).__name__))
+        else:
+            rates.append(Rate(what, form, work))
+            tasks.append(task)
+        tell(len(rates) / len(CELLS) / 3)
+    timings = iter(take_turns(tasks, budget=budget, tell=lambda done: tell((1 + 2 * done) / 3)))
+    return [one if one.reason else Rate(one.what, one.format, one.work, next(timings)) for one in rates]
+
+
+def take_turns(
+    tasks: Sequence[Task],
+    *,
+    budget: float,
+    least: int = 3,
+    most: int = 25,
+    tell: Callable[[float], object] = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[float, ...]]:
+    """Seconds of every task, run in turn so that a machine's drift falls on all of them alike.
+
+    Args:
+        tasks: what to run; a task that alone takes a third of the budget runs once.
+        budget: seconds for all of them together.
+        least: repeats of every task whatever the budget, slow ones apart.
+        most: repeats after which nothing is learnt.
+        tell: receives the part that is done, from 0 to 1.
+        clock: for tests.
+    """
+    taken: list[list[float]] = [[] for _ in tasks]
+    begun, spent = clock(), 0.0
+    for turn in range(most):
+        if turn >= least and spent >= budget:
+            break
+        for seconds, task in zip(taken, tasks):
+            if not seconds or seconds[0] <= budget / 3:
+                start = clock()
+                task()
+                seconds.append(clock() - start)
+        spent = clock() - begun
+        tell(max(min(spent / budget, 1.0), (turn + 1) / most))
+    return [tuple(seconds) for seconds in taken]
 
 
 def unsteady(rates: Iterable[Rate]) -> bool:
-    """Whether repeats vary so much (the middle half by more than a half) that something else must be
-    running here."""
-    spreads = [rate.spread for rate in rates if rate.timing.seconds]
-    return any(high > 1.5 * low for low, high in spreads)
+    """Whether the middle half of some repeats varies by more than a half, so that something else must be running."""
+    return any(high > 1.5 * low for low, high in (rate.spread for rate in rates))
 
 
-def _applies(what: str, form: str) -> bool:
-    return what == "matmul" or form != "e4m3fn"
-
-
-def _reason_against(form: str, device_type: str) -> str:
-    if form in ("tf32", "e4m3fn") and device_type != "cuda":
-        return f"PyTorch has no fast {form} path on {device_type}"
-    return ""
-
-
-def _fitting(
-    what: str, form: str, device_type: str, sizes: Sizes, synchronize: Callable[[], object]
-) -> tuple[str, str, float, Task | str]:
-    """The task in the size asked for, or, where a small probe says that would take long, in the probe's
-    size."""
-    make = {"matmul": _matmul, "conv step": _conv_step}[what]
-    try:
-        probe_work, probe = make(form, device_type, _PROBE)
-        work, task = make(form, device_type, sizes)
-        (timing,) = take_turns([probe], budget=0.02, synchronize=synchronize, most=3)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-        return (
-            what,
-            form,
-            0.0,
-            str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-        )
-    if timing.reason:
-        return what, form, 0.0, timing.reason
-    if min(timing.seconds) * work / probe_work > _SLOW_RUN:
-        return what, form, probe_work, probe
-    return what, form, work, task
+def _fitting(what: str, form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
+    """The work and the task, which has run once; of the probe's size if that says that a run would take long."""
+    make = {"matmul": _matmul, "conv step": _conv_step, "copy": _copy}[what]
+    probe_work, probe = make(form, device_type, _PROBE)
+    work, task = make(form, device_type, sizes)
+    probe()
+    (seconds,) = take_turns([probe], budget=0.02, most=3)
+    if what != "copy" and min(seconds) * work / probe_work > _SLOW_RUN:
+        return probe_work, probe
+    task()
+    return work, task
 
 
 def _matmul(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
     n = sizes.side
-    work = 2 * n**3 / 1e9
+    a, b = (torch.randn(n, n, device=device_type) for _ in range(2))
     if form == "e4m3fn":
-        return work, _fp8_matmul(n, device_type)
-    dtype = torch.float32 if form == "tf32" else dtype_of(form)
-    a, b = (torch.randn(n, n, device=device_type).to(dtype) for _ in range(2))
-    out = torch.empty(n, n, device=device_type, dtype=dtype)
-    return work, _in_fp32_precision(form, functools.partial(torch.mm, a, b, out=out))
-
-
-def _fp8_matmul(n: int, device_type: str) -> Task:
-    a = torch.randn(n, n, device=device_type).to(torch.float8_e4m3fn)
-    b = torch.randn(n, n, device=device_type).to(torch.float8_e4m3fn).t()  # cuBLAS takes it column by column
-    one = torch.ones((), device=device_type)
-    return functools.partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        one, fp8 = torch.ones((), device=device_type), torch.float8_e4m3fn
+        product = functools.partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        # cuBLAS takes the second factor column by column
+        run: Task = functools.partial(product, a.to(fp8), b.to(fp8).t())
+    else:
+        dtype = torch.float32 if form == "tf32" else dtype_of(form)
+        out = torch.empty(n, n, device=device_type, dtype=dtype)
+        run = functools.partial(torch.mm, a.to(dtype), b.to(dtype), out=out)
+    return 2 * n**3 / 1e9, _waited_for(run, form, device_type)
 
 
 def _conv_step(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
@@ -183,22 +206,23 @@ def _conv_step(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
 
     # forward, and as much again for the gradients of the input and of the weight
     work = 3 * 2 * sizes.batch * sizes.image**2 * _CHANNELS**2 * 9 / 1e9
-    return work, _in_fp32_precision(form, step)
+    return work, _waited_for(step, form, device_type)
 
 
-def _copy(device_type: str, sizes: Sizes) -> tuple[float, Task]:
+def _copy(form: str, device_type: str, sizes: Sizes) -> tuple[float, Task]:
     source = torch.ones(sizes.copy_bytes // 4, device=device_type)
     target = torch.empty_like(source)
-    return 2 * sizes.copy_bytes / 1e9, functools.partial(target.copy_, source)
+    return 2 * sizes.copy_bytes / 1e9, _waited_for(lambda: target.copy_(source), form, device_type)
 
 
-def _in_fp32_precision(form: str, task: Task) -> Task:
-    """The task with TF32 on for "tf32" and off for everything else; the user's settings come back after
-    each run."""
+def _waited_for(task: Task, form: str, device_type: str) -> Task:
+    """The task with TF32 on for "tf32" and off for everything else, until the device is done."""
 
     def run() -> None:
         with fp32_precision("tf32" if form == "tf32" else "ieee"):
             task()
+            if device_type != "cpu":
+                getattr(torch, device_type).synchronize()
 
     return run
 
@@ -217,10 +241,51 @@ def fp32_precision(precision: str) -> Iterator[None]:
             switch.fp32_precision = value
 
 
-def _synchronizer(device_type: str) -> Callable[[], object]:
-    return {
-        "cpu": lambda: None,
-        "cuda": torch.cuda.synchronize,
-        "xpu": torch.xpu.synchronize,
-        "mps": torch.mps.synchronize,
-    }[device_type]
+def recommend(
+    rates: Mapping[tuple[str, str], float], native: Iterable[str], *, device: str
+) -> Recommendation:
+    """The precision to use, from measured rates. bf16 is preferred to fp16: it has FP32's range.
+
+    Args:
+        rates: (what, format) -> rate, higher is faster, NaN where it could not run; ``what`` is
+            ``"matmul"`` or ``"conv step"``.
+        native: the 16-bit formats that the device trains in natively.
+        device: the device's name in a sentence, for instance ``"this CPU"``.
+    """
+    native, reasons, chosen = frozenset(native), list[str](), "fp32"
+    for form in ("bf16", "fp16"):
+        matmul, conv = (
+            rates.get((what, form), float("nan")) / rates.get((what, "fp32"), float("nan"))
+            for what in ("matmul", "conv step")
+        )
+        measured = f"matrix products run {_times(matmul)}, a convolution's training step {_times(conv)}"
+        emulated = "Mezzo computes it in fp32 between casts, at about fp32's speed, to try its numerics."
+        # One kind of work gains and none loses; NaN, what cannot run, is a loss.
+        is_worth_it = max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv))
+        if form not in native and conv != conv:
+            reasons.append(
+                f"{form}: {device} does not train in {form} natively, nor can PyTorch run it there. {emulated}"
+            )
+        elif form not in native:
+            reasons.append(
+                f"{form}: {device} does not train in {form} natively: against fp32, {measured}. {emulated}"
+            )
+        elif is_worth_it:
+            reasons.append(f"{form}: {device} computes in {form} itself; against fp32, {measured}.")
+            chosen = form if chosen == "fp32" else chosen
+        else:
+            reasons.append(f"{form}: {device} has {form}, but gains too little by it here: {measured}.")
+    why = {
+        "bf16": "bf16 comes before fp16: it has the range of fp32, so it needs no loss scale.",
+        "fp16": FP16_RANGE,
+        "fp32": "fp32: 16 bits would save memory here, but no time.",
+    }
+    return Recommendation(chosen, (*reasons, why[chosen]))
+
+
+def _times(speedup: float) -> str:
+    if speedup != speedup:
+        return "not at all"
+    if 0.95 <= speedup <= 1.05:
+        return "as fast"
+    return f"{speedup:.3g} times as fast" if speedup > 1 else f"{1 / speedup:.3g} times as slow"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -26,8 +27,9 @@ from mezzo.core.ranges import BINS, NAN, ZERO, Histogram, RangeRow
 from mezzo.core.records import OverflowRecord, RangesRecord, RunStarted
 from mezzo.core.remedies import remedies as remedies_of
 from mezzo.keras.hardware import describe
+from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.keras.plan import NAMES, POLICIES, plan
-from mezzo.keras.steps import Step, StepReader, around, keep_losses
+from mezzo.keras.steps import Step, StepReader, Update, around, keep_losses, steps_per_call
 from mezzo.scripts.journal import Journal, now_text
 
 DEFAULT_WATCH = 100
@@ -47,17 +49,15 @@ _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"
 )
-_SCALE_LOST = (
-    "the loss scale of keras.optimizers.LossScaleOptimizer has become {}: it never comes back from there. "
-    "mezzo.keras.LossScaleOptimizer has a floor and a ceiling"
+_NEVER_STEPPED = (
+    "the optimizer that compile was given ({}) never stepped: its loss scale and its steps are not shown. Optimizers "
+    "in attributes of the model that stepped: {}"
 )
 _LOST = (
     "{path}{more} is NaN or infinite at the end of epoch {epoch}, and stays so; inference and validation read it. "
-    "A skipped step keeps the weights, and not what layers assign in the forward pass. Train "
-    "again, or from a checkpoint before it, without the batches that do this, or in formats that hold their numbers: "
-    "`bf16`, or FP32 for {layer} and for the layer before it that overflows "
-    "(`fp16,module.{layer}=fp32,module.LAYER=fp32` in `mezzo.keras.set_policy`; {layer} alone reads the infinities of "
-    "the other)"
+    "Train again, or from a checkpoint before it, without the batches that do this, in `bf16`, or with FP32 for "
+    "{layer} and for the layer before it that overflows (`fp16,module.{layer}=fp32,module.LAYER=fp32` in "
+    "`mezzo.keras.set_policy`; {layer} alone reads the infinities of the other)"
 )
 
 
@@ -108,23 +108,16 @@ class PrecisionMonitor(keras.callbacks.Callback):
                 "PrecisionMonitor(probe=...) was removed in version 0.2. watch=100 counts the ranges of weights and "
                 "updates; for activations and gradients give mezzo.MixedPrecision(watch=...) a PyTorch model."
             )
-        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        watch = DEFAULT_WATCH if watch is True else watch
+        if not os.fspath(folder) or int(watch) != watch or watch < 0 or int(every) != every or every < 1:
             raise UsageError(
-                f"PrecisionMonitor({folder!r}): give a folder for the records, 'mezzo-run' for one."
+                f"PrecisionMonitor({folder!r}, watch={watch!r}, every={every!r}): give a folder for the records; watch "
+                f"as True (every {DEFAULT_WATCH}th update), a whole number of updates, or 0 for none; every as a whole "
+                "number of batches, 1 or more."
             )
-        if isinstance(watch, bool):
-            watch = DEFAULT_WATCH if watch else 0
-        if not isinstance(watch, int) or watch < 0:
-            raise UsageError(
-                f"watch={watch!r}: give True for every {DEFAULT_WATCH}th update, a whole number of updates from one "
-                "that is watched to the next, or 0 for none."
-            )
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise UsageError(f"every={every!r}: give a whole number of batches, 1 or more.")
         self.folder = Path(folder)
-        self._watch, self._every, self._verbose = watch, every, verbose
+        self._watch, self._every, self._verbose = int(watch), int(every), verbose
         self._recorder: _Recorder | None = None
-        self._abandon: Any = None
         self._lost = False
         self._masks: set[int] = set()  # variables in which infinities stood from the first
 
@@ -135,8 +128,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """A file for this `fit`."""
-        if self._abandon is not None:
-            self._abandon()  # the last fit was broken off
+        if self._recorder is not None:
+            self._recorder.close()  # if the last fit was broken off
         model = self.model
         self._lost = False
         self._masks = {id(one) for one, is_nan in not_finite(model) if not is_nan}
@@ -145,12 +138,12 @@ class PrecisionMonitor(keras.callbacks.Callback):
             model.train_function = model.test_function = None
             model.make_train_function()
         self._recorder = recorder = _Recorder(model, _new_file(self.folder), self._watch, self._every)
-        # Keras does not notify callbacks of an exception or of Ctrl-C; pending records are written at deletion.
-        self._abandon = finalize(self, recorder.abandon)
+        finalize(self, recorder.close)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """What was done between two epochs is not a step's doing."""
-        self._open().epoch_begins()
+        if self._recorder is not None:
+            self._recorder.epoch_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Numbers into the logs, which the callbacks after this one see too."""
@@ -159,7 +152,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """What was left of the epoch, and its numbers into the logs."""
-        recorder = self._open()
+        recorder = self._recorder
+        if recorder is None:
+            return
         recorder.read()
         self._tell_lost(recorder, epoch + 1)
         if logs is not None:
@@ -167,22 +162,18 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """The last record."""
-        recorder = self._open()
+        recorder = self._recorder
+        if recorder is None:
+            return
         recorder.end(0)
-        self._abandon.detach()
-        self._abandon = None
         if self._verbose:
+            numbers = recorder.numbers
+            scales = [f"{name} {numbers[name]:.6g}" for name in numbers if name.startswith("loss_scale")]
+            journal = recorder.journal
             print(
-                f"mezzo: {recorder.journal.updates} updates, {recorder.journal.skipped} skipped{recorder.scales}. "
+                f"mezzo: {', '.join([f'{journal.updates} updates', f'{journal.skipped} skipped', *scales])}. "
                 f"Records in {recorder.path}; the page: mezzo report {shlex.quote(str(self.folder))}"
             )
-
-    def _open(self) -> _Recorder:
-        if self._recorder is None:
-            raise UsageError(
-                "PrecisionMonitor is a callback of fit: model.fit(..., callbacks=[PrecisionMonitor()])."
-            )
-        return self._recorder
 
     def _tell_lost(self, recorder: _Recorder, epoch: int) -> None:
         """Say it the first time that moving statistics are not finite."""
@@ -193,12 +184,11 @@ class PrecisionMonitor(keras.callbacks.Callback):
             return
         self._lost = True
         path, others = found[0].path, len(found) - 1
-        more = f" (as {others} more variable{'s' if others > 1 else ''})" if others else ""
+        more = f" (as {others} more)" if others else ""
         text = _LOST.format(path=path, layer=path.rpartition("/")[0] or "LAYER", epoch=epoch, more=more)
         recorder.journal.note(text)
         if self._verbose:
-            over_the_bar = "\n" if (self.params or {}).get("verbose") else ""
-            print(f"{over_the_bar}mezzo: {text}.")
+            print(f"\nmezzo: {text}.")
 
 
 class _Recorder:
@@ -210,7 +200,7 @@ class _Recorder:
         self.journal.begin()
         self._reader = StepReader(model)
         self._model, self._watch, self._every = model, watch, every
-        self._each = max(1, int(getattr(model, "steps_per_execution", 1) or 1))
+        self._each = steps_per_call(model)
         self._ended = False
         self._steps = 0  # read
         self._look: tuple[int, list[tuple[Any, npt.NDArray[Any]]], list[RangeRow]] | None = None
@@ -227,24 +217,11 @@ class _Recorder:
         found: dict[str, float] = {}
         for one, scale in zip(self._reader.optimizers, self._reader.scales()):
             alone = not self._steps and len(self._reader.optimizers) == 1
-            if (one.name in self._numbers or alone) and (one.moves or one.constant != 1.0):
+            if (one.name in self._numbers or alone) and one.scales:
                 end = f"_{one.name}" if len(self._numbers) > 1 else ""
                 found[f"loss_scale{end}"] = scale
                 found[f"skipped_steps{end}"] = self._skipped.get(one.name, 0)
         return found
-
-    @property
-    def scales(self) -> str:
-        """The loss scales for the line at the end; with several optimizers that step, each with its name and skips."""
-        numbers = self.numbers
-        if "loss_scale" in numbers:
-            return f", loss scale {numbers['loss_scale']:.6g}"
-        each = [
-            f"{name}: {self._skipped.get(name, 0)} skipped, loss scale {numbers[f'loss_scale_{name}']:.6g}"
-            for name in self._numbers
-            if f"loss_scale_{name}" in numbers
-        ]
-        return f" ({'; '.join(each)})" if each else ""
 
     def epoch_begins(self) -> None:
         """The optimizers are looked at anew."""
@@ -263,7 +240,7 @@ class _Recorder:
         if self._watch and -step % self._watch < self._each:
             variables = self._model.trainable_variables
             held = variables if state is None else state[0]
-            weights = [(one, _array(value)) for one, value in zip(variables, held) if is_floating(one)]
+            weights = [(one, _array(value)) for one, value in zip(variables, held) if _is_floating(one)]
             rows = [_row(one, "weight", numbers) for one, numbers in weights]
             if self._each > 1:
                 self.journal.note(_NO_RATIOS)
@@ -316,16 +293,14 @@ class _Recorder:
         self._give_back()
         self.journal.end(status)
 
-    def abandon(self) -> None:
-        """The training was broken off: write what waits, if it can still be read, and no end."""
-        if self._ended:
-            return
-        self._ended = True
-        # The interpreter may be going down, or the device have failed: the records so far are on disk.
-        with suppress(Exception):
-            self._write()
-        self._give_back()
-        self.journal.close()
+    def close(self) -> None:
+        """The training was broken off: write what waits, and no end. Keras notifies callbacks of no exception."""
+        if not self._ended:
+            self._ended = True
+            with suppress(Exception):  # of a failed device nothing can be read
+                self._write()
+            self._give_back()
+            self.journal.close()
 
     def _give_back(self) -> None:
         if self._model.train_function is self._outer:
@@ -343,7 +318,7 @@ class _Recorder:
             self._write_ranges(step, first)
             self._steps += 1
 
-    def _update(self, step: Step, update: Any, at: float) -> None:
+    def _update(self, step: Step, update: Update, at: float) -> None:
         number = self._numbers.setdefault(update.name, len(self._numbers))
         index, scale = self.journal.updates, update.scale
         self.journal.update(number, moved=not update.skipped, loss_scale=scale, reason=update.reason, at=at)
@@ -367,25 +342,13 @@ class _Recorder:
         """What the user should know of the optimizers that stepped, and of one that did not."""
         layers = self._model._flatten_layers(include_self=False)
         has_float16 = any(one.compute_dtype == "float16" and one.trainable_variables for one in layers)
-        for one, scale in zip(self._reader.optimizers, self._reader.scales()):
-            if one.name not in self._numbers:
-                continue
-            if one.moves and (scale == 0 or math.isinf(scale)):
-                self.journal.note(_SCALE_LOST.format(scale))
-            if not one.moves and one.constant == 1.0 and one.optimizer is not None and has_float16:
+        for one in self._reader.optimizers:
+            steps_unscaled = one.name in self._numbers and not one.scales and one.optimizer is not None
+            if steps_unscaled and has_float16:
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
         if self._steps and "optimizer" not in self._numbers:
-            others = ", ".join(self._numbers)
-            self.journal.note(
-                f"the optimizer that compile was given ({type(self._model.optimizer).__name__}) never stepped: its "
-                "loss scale and its steps are not shown. "
-                + (
-                    f"Those that stepped are {others}"
-                    if others
-                    else "No other optimizer that an attribute of the model holds was seen to step either: no updates "
-                    "are recorded"
-                )
-            )
+            others = ", ".join(self._numbers) or "none"
+            self.journal.note(_NEVER_STEPPED.format(type(self._model.optimizer).__name__, others))
 
 
 # Why a step was skipped
@@ -415,11 +378,7 @@ class Skipped:
     optimizer: int = 0
 
     def explained(self, kept_at: float | None) -> OverflowRecord:
-        """With a cause.
-
-        Args:
-            kept_at: the loss scale of the first update after it that was not skipped; None where there was none.
-        """
+        """With a cause; `kept_at` is the loss scale of the next update that was not skipped, None if there was none."""
         backward = [path.rpartition("/") for path in reversed(self.bad)]
         module = backward[0][0] if backward else ""
         named = [f"{layer}: gradient of {name}" for layer, _, name in backward[:NAMED]]
@@ -468,8 +427,7 @@ _OF_UNKNOWN = (
 # Ranges and lost statistics
 
 
-def is_floating(variable: Any) -> bool:
-    """Whether it holds real floating-point numbers."""
+def _is_floating(variable: Any) -> bool:
     return str(keras.backend.standardize_dtype(variable.dtype)) in NAMES
 
 
@@ -513,7 +471,7 @@ def not_finite(model: Any) -> list[tuple[Any, bool]]:
     """
     found = []
     for one in model.non_trainable_variables:
-        if not is_floating(one):
+        if not _is_floating(one):
             continue
         held = getattr(one.value, "values", None)  # of a TensorFlow strategy: what each replica holds
         parts = [_array(part) for part in (held if isinstance(held, tuple) else (one.value,))]
@@ -534,20 +492,13 @@ def _new_file(folder: Path) -> Path:
     runs = folder / "runs"
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            path = runs / f"fit{number:03}.jsonl"
-            try:
-                path.touch(exist_ok=False)
-                return path
-            except FileExistsError:
-                number += 1
+        path = next(path for n in count(1) if not (path := runs / f"fit{n:03}.jsonl").exists())
+        path.touch()
     except OSError as error:
-        is_file = isinstance(error, (FileExistsError, NotADirectoryError))
-        why = "it, or a folder above it, is a file" if is_file else error
         raise UsageError(
-            f"PrecisionMonitor({str(folder)!r}): no records can be written there: {why}. Name a folder, new or not."
+            f"PrecisionMonitor({str(folder)!r}): no records can be written there: {error}. Name a folder, new or not."
         ) from error
+    return path
 
 
 def _started(model: Any) -> RunStarted:
@@ -565,20 +516,16 @@ def _started(model: Any) -> RunStarted:
 def _precision_of(model: Any) -> str:
     """A compiled model's precision in Mezzo's words: of most of its layers, of the others, the loss scale."""
     words = {name: word for word, name in POLICIES.items()}
-    policies = {
-        layer.path or layer.name: layer.dtype_policy.name
-        for layer in model._flatten_layers(include_self=True)
-        if layer._trainable_variables
-    }
-    default = Counter(policies.values()).most_common(1)[0][0] if policies else model.dtype_policy.name
+    layers = [layer for layer in model._flatten_layers() if layer._trainable_variables] or [model]
+    policies = {layer.path or layer.name: layer.dtype_policy.name for layer in layers}
+    default = Counter(policies.values()).most_common(1)[0][0]
     parts = [words.get(default, default)]
     parts += [f"module.{path}={words.get(name, name)}" for path, name in policies.items() if name != default]
     optimizer = model.optimizer
-    if hasattr(optimizer, "machine"):
+    if isinstance(optimizer, LossScaleOptimizer):
         parts.append(f"loss_scale={print_loss_scale(optimizer._machine)}")  # as it was given
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        init, interval = optimizer.initial_scale, optimizer.dynamic_growth_steps
-        parts.append(f"loss_scale=dynamic(init={init:.17g},growth_interval={interval})")
+        parts.append(f"loss_scale=dynamic(init={optimizer.initial_scale:.17g})")
     elif factor := getattr(optimizer, "loss_scale_factor", None):
         parts.append(f"loss_scale={factor:.17g}")
     text = ",".join(parts)

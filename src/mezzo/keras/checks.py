@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from keras.src.backend import compute_output_spec  # a trace on any backend; Ker
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.formats import named
 from mezzo.keras.layers import check_is_layer, paths_under, walk
-from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, names, plan_behind
+from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, plan_behind
 from mezzo.scripts.patches import Patches
 
 
@@ -31,6 +31,11 @@ class PolicyWarning(UserWarning):
 
 class SixteenBitOutputWarning(UserWarning):
     """A model hands its loss 16-bit values; the message has the line that fixes it."""
+
+
+def tell(text: str, kind: type[Warning]) -> None:
+    """Warn; `mezzo.keras.run` makes a note of it instead."""
+    warnings.warn(text, kind, stacklevel=4)
 
 
 def check_plan(model: Any, plan: KerasPlan) -> None:
@@ -44,26 +49,24 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
         PolicyWarning: no layer computes in 16 bits; or a layer that a pattern names has a policy of its own.
     """
     layers = list(walk(model))
-    following = [path for path, layer in layers if plan_behind(layer.dtype_policy) is plan]
-    if not following:  # the patterns are not about layers with policies of their own (from a file, say)
+    if not any(plan_behind(layer.dtype_policy) is plan for _, layer in layers):
+        # The patterns are not about layers with policies of their own (from a file, say).
         if layers and all(layer.compute_dtype not in SIXTEEN_BITS for _, layer in layers):
-            warnings.warn(
+            tell(
                 f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "
                 "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in "
                 "the same thread; keras.utils.clear_session() forgets the policy.",
                 PolicyWarning,
-                stacklevel=3,
             )
         return
     for path, layer in layers:
         pattern, name = plan.decision(path)
         if pattern and plan_behind(layer.dtype_policy) is None and layer.dtype_policy.name != name:
-            warnings.warn(
+            tell(
                 f"set_policy({plan.precision!r}): module.{pattern} names the layer {path!r}, which has the policy "
                 f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
                 "Make it after set_policy and without a dtype, or leave the pattern out.",
                 PolicyWarning,
-                stacklevel=3,
             )
     check_patterns(model, plan)
 
@@ -72,28 +75,14 @@ def check_patterns(model: Any, plan: KerasPlan) -> None:
     """Raise `UnknownNameError` if a pattern names no layer of this model, nor of another one made under the plan."""
     known = [path for path, _ in walk(model)]
     for pattern in plan.unmatched([*known, *paths_under(plan)]):
-        more = (
-            f" and {len(known) - 8} more (mezzo.keras.layer_policies prints them)" if len(known) > 8 else ""
-        )
+        ends = ["/".join(path.split("/")[at:]) for path in known for at in range(path.count("/") + 1)]
+        wanted = pattern.replace(".", "/").replace("*", "").strip("/")
+        near = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
         raise UnknownNameError(
-            f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. "
-            f"Its layers are {', '.join(known[:8])}{more}. Did you mean {_nearest(pattern, known)!r}? A pattern for "
-            "another model needs that model made, and called once, before this one is compiled."
+            f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. Did you "
+            f"mean {near[0]!r}? mezzo.keras.layer_policies(model) prints all layers. A pattern for another model needs "
+            "that model made, and called once, before this one is compiled."
         )
-
-
-def _nearest(pattern: str, paths: list[str]) -> str:
-    """The end of a layer's path that is most like the pattern, and names it."""
-    likeness = difflib.SequenceMatcher(b=pattern.replace(".", "/").replace("*", "").strip("/"))
-
-    def score(end: str) -> float:
-        likeness.set_seq1(end)
-        return likeness.ratio()
-
-    ends = ["/".join(path.split("/")[at:]) for path in paths for at in range(path.count("/") + 1)]
-    best = max(dict.fromkeys(ends), key=score)
-    assert any(names(best, path) for path in paths)
-    return best
 
 
 # Outputs
@@ -144,10 +133,15 @@ def check_outputs(model: Any, x: Any = None) -> None:
 
 def warn_of_outputs(model: Any, found: list[Output]) -> None:
     """Warn of each 16-bit output that the model's loss reads."""
-    read = _read_by_a_loss(model, [output.name for output in found])
+    loss, names = getattr(model, "loss", None), [output.name for output in found]
+    read = set() if loss is None else set(names)
+    if isinstance(loss, dict) and set(loss) <= set(names):
+        read = {name for name in names if loss.get(name) is not None}
+    elif isinstance(loss, (list, tuple)) and len(loss) == len(names):
+        read = {name for name, each in zip(names, loss) if each is not None}
     for output in found:
         if output.name in read and output.dtype in SIXTEEN_BITS:
-            warnings.warn(advice(model, output), SixteenBitOutputWarning, stacklevel=4)
+            tell(advice(model, output), SixteenBitOutputWarning)
 
 
 def traced_outputs(model: Any, x: Any = None) -> list[Output]:
@@ -157,21 +151,11 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
         model: a `keras.Model`.
         x: a batch of its inputs; None for a built Sequential or Functional model.
     """
-    inputs = inputs_of(model) if x is None else keras.tree.map_structure(symbol, x)
+    inputs = inputs_of(model) if x is None else keras.tree.map_structure(_symbol, x)
     found: list[Output] = []
 
     def traced(inputs: Any) -> Any:
-        made: dict[int, tuple[Any, Any]] = {}  # id -> tensor, kept lest its id is taken again, and the layer
-        patches = Patches()
-        patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, model, made))
-        try:
-            outputs = model(inputs)
-        finally:
-            patches.undo()
-        found[:] = [  # a trace may run twice
-            Output(name, keras.backend.standardize_dtype(tensor.dtype), made.get(id(tensor), (None, None))[1])
-            for name, tensor in named_leaves(model, outputs)
-        ]
+        outputs, found[:] = call_noting_layers(model, lambda: model(inputs))  # a trace may run twice
         return outputs
 
     if keras.backend.backend() != "torch":
@@ -192,6 +176,28 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
     return found
 
 
+def call_noting_layers(model: Any, call: Callable[[], Any]) -> tuple[Any, list[Output]]:
+    """What a call of a model gives; and each tensor in it with its name (Keras's, a dictionary's key, or its place)."""
+    made: dict[int, tuple[Any, Any]] = {}  # id -> tensor, kept lest its id is taken again, and the layer
+    patches = Patches()
+    patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, model, made))
+    try:
+        outputs = call()
+    finally:
+        patches.undo()
+    leaves = [leaf for leaf in keras.tree.flatten(outputs) if hasattr(leaf, "dtype")]
+    names = list(getattr(model, "output_names", None) or [])
+    if isinstance(outputs, dict) and len(outputs) == len(leaves):
+        names = sorted(map(str, outputs))  # the order in which Keras flattens a dictionary
+    if len(leaves) == 1:
+        names = [""]
+    elif len(names) != len(leaves):
+        names = [str(index) for index in range(len(leaves))]
+    dtypes = [str(getattr(leaf.dtype, "name", leaf.dtype)).rpartition(".")[2] for leaf in leaves]
+    layers = [made.get(id(leaf), (None, None))[1] for leaf in leaves]
+    return outputs, [Output(*each) for each in zip(names, dtypes, layers, strict=True)]
+
+
 def _zeros(symbol: Any) -> Any:
     sizes = [size or 64 for size in symbol.shape]  # of images and sequences whose size is left open
     # Two examples: of one alone PyTorch's batch norm has no variance, and fails.
@@ -200,31 +206,26 @@ def _zeros(symbol: Any) -> Any:
 
 @contextmanager
 def _torch_buffers_kept(model: Any) -> Iterator[None]:
-    """Afterwards every buffer of PyTorch modules within a model has the value it has now; no scope catches those."""
+    """Afterwards every buffer of PyTorch modules within a model holds what it does now; no scope catches those."""
     import torch
 
-    # By Keras's list: PyTorch does not see layers that a model keeps in a Python list. By name: a buffer may be
-    # replaced by another tensor rather than written to.
-    modules = {id(module): module for layer in model._flatten_layers() for module in layer.modules()}
-    kept = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in modules.values()
-        for name, buffer in module._buffers.items()
-    ]
+    # By Keras's list: PyTorch does not see layers that a model keeps in a Python list.
+    buffers = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
+    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, before in kept:
-                module._buffers[name] = buffer
-                # Only where it differs: an expanded one can't be written to.
-                if before is not None and not torch.equal(buffer, before):
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):  # an expanded one can't be written to
                     buffer.copy_(before)
 
 
 def _noting(call: Any, model: Any, made: dict[int, tuple[Any, Any]]) -> Any:
     def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(layer, *args, **kwargs)
+        if isinstance(layer, keras.layers.Dropout) and args:  # which passes on what another layer made
+            layer = made.get(id(args[0]), (None, layer))[1]
         if layer is not model:
             for tensor in keras.tree.flatten(outputs):
                 made.setdefault(id(tensor), (tensor, layer))  # the innermost layer returns first
@@ -233,75 +234,35 @@ def _noting(call: Any, model: Any, made: dict[int, tuple[Any, Any]]) -> Any:
     return noting
 
 
-def named_leaves(model: Any, outputs: Any) -> list[tuple[str, Any]]:
-    """The tensors in what a model gives, each with its name: Keras's, a dictionary's key, or its place."""
-    leaves = [leaf for leaf in keras.tree.flatten(outputs) if hasattr(leaf, "dtype")]
-    found = list(getattr(model, "output_names", None) or [])
-    if isinstance(outputs, dict) and len(outputs) == len(leaves):
-        found = sorted(outputs)  # the order in which Keras flattens a dictionary
-    if len(leaves) == 1:
-        found = [""]
-    elif len(found) != len(leaves):
-        found = [str(index) for index in range(len(leaves))]
-    return list(zip(found, leaves, strict=True))
-
-
 def inputs_of(model: Any) -> Any:
     """The symbolic inputs of a built Sequential or Functional model, else None."""
     graph = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
     return getattr(graph, "_inputs_struct", None)
 
 
-def _read_by_a_loss(model: Any, outputs: Iterable[str]) -> set[str]:
-    """Those of a compiled model's outputs that its loss reads."""
-    outputs = list(outputs)
-    loss = getattr(model, "loss", None)
-    if isinstance(loss, dict) and set(loss) <= set(outputs):
-        return {name for name in outputs if loss.get(name) is not None}
-    if isinstance(loss, (list, tuple)) and len(loss) == len(outputs):
-        return {name for name, each in zip(outputs, loss) if each is not None}
-    return set() if loss is None else set(outputs)
-
-
 def advice(model: Any, output: Output) -> str:
     """What is wrong with a 16-bit output and the line that fixes it."""
-    lost = ", and under 2^-25 they are 0" if output.dtype == "float16" else ""
     which = f"output {output.name!r}" if output.name else "the output"
     told = (
         f"{which} of the model {model.name!r} is {output.dtype}: a loss sees values of "
-        f"{named(NAMES[output.dtype]).nmant + 1} significant bits{lost}."
+        f"{named(NAMES[output.dtype]).nmant + 1} significant bits."
     )
     layer = output.layer
     if layer is None:
         return (
             f'{told} Give the layer that makes it dtype="float32", or cast it: keras.ops.cast(y, "float32").'
         )
-    fix = f"{told} Make its layer float32: {_constructor(layer)}"
+    fix = f'{told} Make its layer float32: {type(layer).__name__}(..., dtype="float32", name="{layer.name}")'
     plan = plan_behind(layer.dtype_policy)
     # Not what the layer says: one of Keras's own without a build has no path unless the plan has patterns.
     path = next((path for path, each in walk(model) if each is layer), None)
     if plan is None or path is None or plan.policy_for(path) == "float32":
         return f"{fix}."
-    pattern = path.removeprefix(
-        f"{model.name}/"
-    )  # which may be numbered, and another one of the same kind not
+    pattern = path.removeprefix(f"{model.name}/")  # a model's name may be numbered
     return f'{fix}, or set_policy("{plan.in_fp32(pattern)}") before the model is made.'
 
 
-def _constructor(layer: Any) -> str:
-    kind = type(layer)
-    where = "keras.layers." if kind.__module__.startswith("keras.") else ""
-    try:
-        config = layer.get_config()
-    except NotImplementedError:  # Keras's word for a layer whose arguments it does not know
-        config = {}
-    # The one argument without a default of a usual last layer.
-    first = config.get({"Dense": "units", "Activation": "activation"}.get(kind.__name__))
-    argument = repr(first) if isinstance(first, (int, str)) else "..."
-    return f'{where}{kind.__name__}({argument}, dtype="float32", name="{layer.name}")'
-
-
-def symbol(value: Any) -> Any:
+def _symbol(value: Any) -> Any:
     """The shape and dtype of an array, as a `keras.KerasTensor`."""
     if not hasattr(value, "shape"):
         value = keras.ops.convert_to_numpy(value)

@@ -7,8 +7,8 @@ The naive code it equals, with S the loss scale::
     if not found_inf:
         inner.apply(unscaled, variables)
 
-The overflow check reads the unscaled gradients, because a scale below 1 makes numbers larger. For a 16-bit variable it
-reads the gradient in that format, because the inner optimizer casts it. How the branch is taken:
+The overflow check reads the unscaled gradients, because a scale below 1 makes numbers larger; for a 16-bit variable in
+that format, because the inner optimizer casts them. How the branch is taken:
 
 =========== ==================================== ====================================================================
 TensorFlow  eager, graph, XLA                    `tf.cond`
@@ -31,16 +31,6 @@ from mezzo.core.errors import CallOrderError
 from mezzo.keras.plan import NARROW
 
 
-def is_narrow(thing: Any) -> bool:
-    """Whether a tensor or variable holds fewer bits than FP32."""
-    return keras.backend.standardize_dtype(thing.dtype) in NARROW
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Whether the variable's "gradient" is its next value (FP8 scales), which the loss scale does not touch."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
 def unscale(
     gradients: Sequence[Any], variables: Sequence[Any], scale: Any, *, in_variables_format: bool
 ) -> tuple[list[Any], list[Any]]:
@@ -56,22 +46,41 @@ def unscale(
         The gradients in the given order, in FP32 where they were narrower (one that overwrites its variable unchanged,
         None as None); and for each a boolean of shape (), or None.
     """
-    if keras.backend.backend() == "torch":
-        together = unscale_together(gradients, variables, scale, in_variables_format)
-        if together is not None:
-            return together
+    if keras.backend.backend() == "torch" and _fit_list_kernels(gradients):
+        return _unscale_together(gradients, variables, scale, in_variables_format)
     unscaled = [_unscaled(*pair, scale, in_variables_format) for pair in zip(gradients, variables)]
     return unscaled, [_is_bad(gradient, variable) for gradient, variable in zip(unscaled, variables)]
 
 
+def _is_narrow(thing: Any) -> bool:
+    return keras.backend.standardize_dtype(thing.dtype) in NARROW
+
+
+def _is_overwritten(variable: Any) -> bool:
+    """Whether the variable's "gradient" is its next value (FP8 scales), which the loss scale does not touch."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _as_stored(values: Any, variable: Any) -> Any:
+    """Gradients in the format of their variable, if that is a narrow one."""
+    if not _is_narrow(variable):
+        return values
+    return keras.ops.cast(values, keras.backend.standardize_dtype(variable.dtype))
+
+
+def _is_slices(gradient: Any) -> bool:
+    """Whether it is a `tf.IndexedSlices`."""
+    return hasattr(gradient, "dense_shape") and hasattr(gradient, "values")
+
+
 def _unscaled(gradient: Any, variable: Any, scale: Any, in_variables_format: bool) -> Any:
-    if gradient is None or is_overwritten(variable):
+    if gradient is None or _is_overwritten(variable):
         return gradient
     if _is_slices(gradient):
         values = _unscaled(gradient.values, variable, scale, in_variables_format)
         return type(gradient)(values, gradient.indices, gradient.dense_shape)
     gradient = keras.ops.convert_to_tensor(gradient)
-    wide = keras.ops.cast(gradient, "float32") if is_narrow(gradient) else gradient
+    wide = keras.ops.cast(gradient, "float32") if _is_narrow(gradient) else gradient
     wide = keras.ops.divide(wide, keras.ops.cast(scale, wide.dtype))
     return _as_stored(wide, variable) if in_variables_format else wide
 
@@ -80,62 +89,45 @@ def _is_bad(gradient: Any, variable: Any) -> Any:
     if gradient is None:
         return None
     values = keras.ops.convert_to_tensor(gradient.values if _is_slices(gradient) else gradient)
-    if not is_overwritten(variable):
+    if not _is_overwritten(variable):
         values = _as_stored(values, variable)
     return keras.ops.logical_not(keras.ops.all(keras.ops.isfinite(values)))
 
 
-def _as_stored(values: Any, variable: Any) -> Any:
-    if not is_narrow(variable):
-        return values
-    return keras.ops.cast(values, keras.backend.standardize_dtype(variable.dtype))
-
-
-def _is_slices(gradient: Any) -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return isinstance(gradient, tf.IndexedSlices)
-
-
-def unscale_together(
-    gradients: Sequence[Any], variables: Sequence[Any], scale: Any, in_variables_format: bool
-) -> tuple[list[Any], list[Any]] | None:
-    """`unscale` on PyTorch in a few kernels, whatever the number of gradients: a GPU step is bound by launches.
-
-    Returns None where some gradient is not what PyTorch's list kernels take: floating, dense, not empty, on one device.
-    """
+def _fit_list_kernels(gradients: Sequence[Any]) -> bool:
+    """Whether PyTorch's list kernels take all gradients: floating, dense, not empty."""
     import torch
 
-    here = [at for at, gradient in enumerate(gradients) if gradient is not None]
-    if not here or not all(
+    given = [gradient for gradient in gradients if gradient is not None]
+    return bool(given) and all(
         isinstance(gradient, torch.Tensor)
         and gradient.layout == torch.strided
         and gradient.is_floating_point()
         and gradient.numel() > 0
-        and gradient.device == gradients[here[0]].device
-        for gradient in (gradients[at] for at in here)
-    ):
-        return None
+        for gradient in given
+    )
 
-    def as_stored(tensor: Any, variable: Any) -> Any:
-        name = keras.backend.standardize_dtype(variable.dtype)
-        return tensor.to(getattr(torch, name)) if is_narrow(variable) else tensor
 
+def _unscale_together(
+    gradients: Sequence[Any], variables: Sequence[Any], scale: Any, in_variables_format: bool
+) -> tuple[list[Any], list[Any]]:
+    """`unscale` on PyTorch in a few kernels, whatever the number of gradients: a GPU step is bound by launches."""
+    import torch
+
+    here = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    scaled = [at for at in here if not _is_overwritten(variables[at])]
+    unscaled: list[Any] = list(gradients)
+    bad: list[Any] = [None] * len(gradients)
     with torch.no_grad():
-        unscaled: list[Any] = list(gradients)
-        scaled = [at for at in here if not is_overwritten(variables[at])]
         if scaled:
-            wide = [gradients[at].float() if is_narrow(gradients[at]) else gradients[at] for at in scaled]
+            wide = [gradients[at].float() if _is_narrow(gradients[at]) else gradients[at] for at in scaled]
             for at, gradient in zip(scaled, torch._foreach_div(wide, scale)):
-                unscaled[at] = as_stored(gradient, variables[at]) if in_variables_format else gradient
+                unscaled[at] = _as_stored(gradient, variables[at]) if in_variables_format else gradient
         # The largest magnitude: NaN if any is NaN, and infinite in a narrow format exactly if some element is.
         norms = torch._foreach_norm([unscaled[at] for at in here], float("inf"))
-        largest = [as_stored(amax, variables[at]) for at, amax in zip(here, norms)]
+        largest = [_as_stored(amax, variables[at]) for at, amax in zip(here, norms)]
         widest = torch.float64 if any(amax.dtype == torch.float64 for amax in largest) else torch.float32
         flags = torch.stack([amax.to(widest) for amax in largest]).isfinite().logical_not().unbind()
-    bad: list[Any] = [None] * len(gradients)
     for at, flag in zip(here, flags):
         bad[at] = flag
     return unscaled, bad
@@ -170,8 +162,8 @@ def step_on_all_replicas(
             "apply() was called outside the replicas, where there is no gradient of any one of them. "
             "Call it in the function that you hand to strategy.run(...)."
         )
+    replica = tf.distribute.get_replica_context()
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        replica = tf.distribute.get_replica_context()
         unscaled, bad = examine(gradients, variables)
         if replica.num_replicas_in_sync > 1:
             bad = replica.all_reduce(tf.distribute.ReduceOp.SUM, bad)
@@ -185,7 +177,7 @@ def step_on_all_replicas(
         # The branch is out here because a branch inside a replica may not merge, and the inner step does.
         conclude(lambda: each(apply, args=(unscaled, variables)), bad)
 
-    tf.distribute.get_replica_context().merge_call(across, args=(gradients, variables))
+    replica.merge_call(across, args=(gradients, variables))
 
 
 def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
@@ -197,12 +189,14 @@ def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
         found_inf: boolean, shape ().
     """
     backend = keras.backend.backend()
+    # All that a step may write to: every trainable variable (averages may overwrite them), and the optimizer's.
+    written = [*inner._trainable_variables, *inner.variables]
     if backend == "tensorflow":
         keras.ops.cond(found_inf, lambda: None, step)
     elif backend == "jax" and is_traced(found_inf):
-        _in_stateless_scope(inner, step, found_inf)
+        _in_stateless_scope(written, step, found_inf)
     elif backend == "torch" and not reading_is_free(found_inf):
-        _put_back(inner, step, found_inf)
+        _put_back(written, step, found_inf)
     elif not bool(found_inf):
         step()
 
@@ -221,13 +215,7 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _written(inner: Any) -> list[Any]:
-    """What a step may write to: all trainable variables (averages may overwrite them), and the inner optimizer's."""
-    return [*inner._trainable_variables, *inner.variables]
-
-
-def _in_stateless_scope(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
-    written = _written(inner)
+def _in_stateless_scope(written: Sequence[Any], step: Callable[[], None], found_inf: Any) -> None:
     before = [variable.value for variable in written]
 
     def stepped() -> list[Any]:
@@ -239,10 +227,9 @@ def _in_stateless_scope(inner: Any, step: Callable[[], None], found_inf: Any) ->
         variable.assign(value)
 
 
-def _put_back(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
+def _put_back(written: Sequence[Any], step: Callable[[], None], found_inf: Any) -> None:
     import torch
 
-    written = _written(inner)
     with torch.no_grad():
         before = [variable.value.detach().clone() for variable in written]
         step()

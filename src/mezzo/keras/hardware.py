@@ -5,8 +5,10 @@ Nothing is imported that the script has not imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,8 +59,9 @@ def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
 
 
 def _cpu() -> tuple[str, set[str]]:
+    """The CPU's name, and its flags as Linux names them."""
     name, flags = platform.processor() or platform.machine(), set()
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
@@ -66,8 +69,6 @@ def _cpu() -> tuple[str, set[str]]:
             elif key.strip() in ("flags", "Features"):
                 flags = set(value.split())
                 break
-    except OSError:
-        pass
     return name, flags
 
 
@@ -85,8 +86,8 @@ def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:
         device: Any = jax.local_devices()[0]
         if device.platform == "cpu":
             return None, None
-        told = str(getattr(device, "compute_capability", ""))
-        return str(device.device_kind), _numbers(told)
+        found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+        return str(device.device_kind), (int(found[1]), int(found[2])) if found else None
     import tensorflow
 
     config: Any = tensorflow.config
@@ -95,11 +96,6 @@ def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:
         return None, None
     details = config.experimental.get_device_details(devices[0])
     return str(details.get("device_name", "GPU")), details.get("compute_capability")
-
-
-def _numbers(text: str) -> tuple[int, int] | None:
-    major, dot, minor = text.partition(".")
-    return (int(major), int(minor)) if dot and major.isdigit() and minor.isdigit() else None
 
 
 def switch_off_tf32(backend: str) -> None:
@@ -119,18 +115,15 @@ def switch_off_tf32(backend: str) -> None:
 # less what the process held when Keras had just been imported: the script's data and compiled code are in it.
 
 RESIDENT = "resident memory of the process, above what it held when Keras had been imported"
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): the peak becomes what is resident now
 
 
 def resident(field: str = "VmRSS") -> int | None:
     """Bytes of a line of ``/proc/self/status``: VmRSS is resident now, VmHWM at the most; None on another system."""
-    try:
-        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        found = re.search(rf"^{field}:\s*(\d+)", status, re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
     return None
 
 
@@ -141,14 +134,20 @@ def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord |
         backend: Keras's backend.
         before: bytes that were resident when Keras had been imported.
     """
-    return {"tensorflow": _tensorflow_peak, "jax": _jax_peak, "torch": _torch_peak}[backend]() or _process(
-        before
-    )
-
-
-def _process(before: int | None) -> Callable[[], MemoryRecord | None]:
+    module: Any = sys.modules[backend]
+    if backend == "torch" and module.cuda.is_initialized():
+        module.cuda.reset_peak_memory_stats()
+        return lambda: MemoryRecord(int(module.cuda.max_memory_allocated()), "cuda allocator")
+    if backend == "tensorflow" and module.config.list_logical_devices("GPU"):
+        name, stats = module.config.list_logical_devices("GPU")[0].name, module.config.experimental
+        stats.reset_memory_stats(name)
+        return lambda: MemoryRecord(int(stats.get_memory_info(name)["peak"]), "TensorFlow's GPU allocator")
+    if backend == "jax" and module.local_devices()[0].platform != "cpu":
+        device, how = module.local_devices()[0], "JAX's device allocator, since the script began"
+        if (device.memory_stats() or {}).get("peak_bytes_in_use"):
+            return lambda: MemoryRecord(int(device.memory_stats()["peak_bytes_in_use"]), how)
     try:
-        _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
         return lambda: None
 
@@ -157,37 +156,3 @@ def _process(before: int | None) -> Callable[[], MemoryRecord | None]:
         return None if peak is None or before is None else MemoryRecord(max(0, peak - before), RESIDENT)
 
     return stop
-
-
-def _tensorflow_peak() -> Callable[[], MemoryRecord | None] | None:
-    import tensorflow
-
-    config: Any = tensorflow.config
-    devices = config.list_logical_devices("GPU")
-    if not devices:
-        return None
-    name = devices[0].name
-    config.experimental.reset_memory_stats(name)
-    return lambda: MemoryRecord(
-        int(config.experimental.get_memory_info(name)["peak"]), "TensorFlow's GPU allocator"
-    )
-
-
-def _jax_peak() -> Callable[[], MemoryRecord | None] | None:
-    import jax
-
-    device: Any = jax.local_devices()[0]
-    if device.platform == "cpu" or not (device.memory_stats() or {}).get("peak_bytes_in_use"):
-        return None
-    how = "JAX's device allocator, since the script began"
-    return lambda: MemoryRecord(int(device.memory_stats()["peak_bytes_in_use"]), how)
-
-
-def _torch_peak() -> Callable[[], MemoryRecord | None] | None:
-    import torch
-
-    cuda: Any = torch.cuda
-    if not cuda.is_initialized():
-        return None
-    cuda.reset_peak_memory_stats()
-    return lambda: MemoryRecord(int(cuda.max_memory_allocated()), "cuda allocator")

@@ -14,20 +14,23 @@ It is a `keras.optimizers.LossScaleOptimizer`, so that `compile` and Keras's cal
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import keras
 
 from mezzo.core import loss_scale as scale_machine
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, ScaleArrays, from_state_dict
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    ScaleArrays,
+    from_state_dict,
+    power_text,
+)
 from mezzo.core.policy_text import as_loss_scale
-from mezzo.core.scale_numbers import power_text
 from mezzo.keras.gradients import apply_or_keep, is_traced, reading_is_free, step_on_all_replicas, unscale
 
 # Bound now: a script or a plugin may put another class in this attribute.
@@ -37,8 +40,6 @@ LOOK_EVERY = 50
 """Steps between two checks of the patience where a check makes the host wait: PyTorch on an accelerator."""
 
 _ON_UNSCALED = ("raise", "warn", "ignore")
-# Keras's name of a setting of the dynamic loss scale -> ours.
-_KERAS_SETTINGS = {"initial_scale": "init", "dynamic_growth_steps": "growth_interval"}
 # Variables of Keras's wrapper, and the first of ours: iteration, learning_rate, step_counter, dynamic_scale.
 _KERAS_OWN = 4
 _NAMES_SHOWN = 100
@@ -102,7 +103,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.skipped_steps = self._scalar("skipped_steps", 0)
         self.last_step_skipped = self._scalar("last_step_skipped", 0)
         self.bad_gradients: Any = None
-        self._until_check = LOOK_EVERY
+        self._until_check = 0
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
         # All replicas write the same.
@@ -120,9 +121,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         built = len(getattr(self.inner_optimizer, "_trainable_variables", ()))
         if self.inner_optimizer.built and built != len(variables) and keras.backend.backend() == "jax":
             raise UsageError(
-                f"{type(self.inner_optimizer).__name__} was built for {built} trainable variables, and now "
-                f"{len(variables)} are trained: layers were frozen or thawed since. Make a new optimizer, and compile "
-                "with that."
+                f"the inner optimizer was built for {built} trainable variables, and now {len(variables)} are trained. "
+                "After freezing or unfreezing layers make a new optimizer, and compile with it."
             )
         if self.bad_gradients is None:
             self.bad_gradients = self.add_variable(
@@ -158,11 +158,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
-        if hasattr(self, "_machine"):
-            raise UsageError(
-                f"initial_scale = {value!r}: the first scale is settled when the optimizer is made. "
-                "Give it to LossScaleOptimizer(initial_scale=...)."
-            )
+        """Keras's constructor sets it; the loss scale has it already."""
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times S, in FP32 if it was narrower (a loss of 1 in fp16 times 2^16 is infinite).
@@ -189,7 +185,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "optimizer.variables, in its order."
             )
         self._scale_was_read = True
-        place = next(at for at, variable in enumerate(self._variables) if variable is self._scale)
+        place = next(at for at, variable in enumerate(self.variables) if variable is self._scale)
         return keras.ops.multiply(loss, optimizer_variables[place])
 
     # The step
@@ -211,10 +207,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         if not self.built:
             if trainable_variables is None:
-                raise UsageError(
-                    "apply(grads) cannot know which variables the gradients are of. Call apply(grads, variables), "
-                    "or optimizer.build(variables) first."
-                )
+                raise UsageError("The optimizer is not built. Call apply(grads, variables).")
             with keras.name_scope(self.name):
                 self.build(list(trainable_variables))
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
@@ -246,11 +239,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _tell_unscaled(self) -> None:
         message = (
-            f"The loss was not scaled: apply() divides the gradients by the loss scale "
-            f"{power_text(scale_machine.start(self._machine).scale)}, so the update would be too small. Take the "
-            "gradients of optimizer.scale_loss(loss); in a compiled JAX step, of "
-            "optimizer.stateless_scale_loss(optimizer_variables, loss). "
-            "If they are scaled otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
+            "The loss was not scaled, so the update would be too small: apply() divides gradients by the loss scale "
+            f"{power_text(scale_machine.start(self._machine).scale)}. Take gradients of optimizer.scale_loss(loss); "
+            "in a compiled JAX step, of optimizer.stateless_scale_loss(optimizer_variables, loss). If they are scaled "
+            "otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
         )
         if self._on_unscaled == "raise":
             raise CallOrderError(message)
@@ -287,12 +279,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             (self.bad_gradients, bad_now),
         ):
             self.assign(variable, value)
-        if self._patience is None:
-            return
-        if self._check_is_due(found_inf):
-            self.check()
-        if keras.backend.backend() == "tensorflow":
-            self._assert_in_graph()
+        if self._patience is not None:
+            self._check_if_due(found_inf)
 
     # Patience
 
@@ -309,55 +297,49 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if self._patience is None or _number(self._stuck) < self._patience:
             return
+        flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
+        bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
         try:
             scale_machine.check(self._machine, self._arrays(_number))
         except LossScaleCollapseError as error:
-            whose = ", ".join(self._bad_names()) or "no variable, as it was loaded"
+            whose = ", ".join(bad) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
             raise collapse.going_on("call optimizer.reset_loss_scale()") from None
 
-    def _bad_names(self) -> list[str]:
-        if self.bad_gradients is None:
-            return []
-        flags = self.bad_gradients.numpy()
-        return [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
-
-    def _check_is_due(self, found_inf: Any) -> bool:
-        """Whether to check the patience after this step: where the host has waited for it anyway, else rarely."""
+    def _check_if_due(self, found_inf: Any) -> None:
+        """Check the patience where the host has waited for this step anyway, else rarely; in a graph assert it."""
         backend = keras.backend.backend()
         if backend == "tensorflow":
             import tensorflow as tf
 
-            return not tf.inside_function()
-        if backend == "jax":
-            return not is_traced(found_inf)
-        if backend != "torch" or reading_is_free(found_inf):
-            return True
-        import torch
+            if tf.inside_function():
+                self._assert_in_graph()
+                return
+        elif backend == "jax":
+            if is_traced(found_inf):
+                return
+        elif not reading_is_free(found_inf):
+            import torch
 
-        if torch.compiler.is_compiling():
-            return False
-        self._until_check -= 1
-        if self._until_check > 0:
-            return False
-        self._until_check = LOOK_EVERY
-        return True
+            if torch.compiler.is_compiling():
+                return
+            self._until_check = (self._until_check or LOOK_EVERY) - 1
+            if self._until_check:
+                return
+        self.check()
 
     def _assert_in_graph(self) -> None:
         """In a `tf.function`, assert that the patience has not run out (XLA drops assertions)."""
         import tensorflow as tf
 
-        if not tf.inside_function():
-            return
-        smallest = isinstance(self._machine, DynamicLossScale)
-        held = "as small as it gets" if smallest else f"constant at {power_text(self._machine.scale)}"
         names = [_path(variable) for variable in self._trainable_variables]
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
         tf.debugging.Assert(
             self._stuck.value < self._patience,
             [
-                f"LossScaleCollapseError: {self._patience} steps in a row were skipped, with the loss scale {held}. "
-                f"optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are {shown}:",
+                f"LossScaleCollapseError: {self._patience} steps in a row were skipped, and the loss scale gets no "
+                "smaller. optimizer.check() says more. A 1 marks a gradient that is not finite; the variables are "
+                f"{shown}:",
                 self.bad_gradients.value,
             ],
             summarize=_NAMES_SHOWN,
@@ -389,18 +371,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked.
 
-        On JAX Keras calls this when `fit` fails, too. That error is let through: the variables may hold no values then.
+        On JAX Keras calls this when a step fails, too: then the variables hold no values, and nothing is done.
 
         Raises:
             LossScaleCollapseError: as `check`.
         """
-        error = _failing()
-        with nullcontext() if error is None else suppress(Exception):
-            self.inner_optimizer.finalize_variable_values(var_list)
-            if keras.backend.backend() == "jax" and self.inner_optimizer.use_ema:
-                _give_own_buffers(var_list, self.inner_optimizer.variables)
-        if error is None and _is_readable(self._stuck):
-            self.check()
+        on_jax = keras.backend.backend() == "jax"
+        if on_jax and not all(map(_has_value, [*var_list, *self.variables])):
+            return
+        self.inner_optimizer.finalize_variable_values(var_list)
+        if on_jax and self.inner_optimizer.use_ema:
+            _give_own_buffers(var_list, self.inner_optimizer.variables)
+        self.check()
 
     def load_own_variables(self, store: Any) -> None:
         """Load what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.
@@ -452,20 +434,13 @@ def _path(variable: Any) -> str:
 
 
 def _check_inner(inner: Any) -> None:
-    if isinstance(inner, _Keras):
+    if isinstance(inner, _Keras) or not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
-            f"the inner optimizer is a {type(inner).__name__}: the loss would be scaled twice. "
-            "Hand over the optimizer that it wraps, its .inner_optimizer."
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"the inner optimizer is {inner!r}. Give a keras.optimizers.Optimizer, for instance "
-            "keras.optimizers.Adam(1e-3); keras.optimizers.get(name) makes one from its name."
+            f"inner_optimizer is {inner!r}. Give one without a loss scale, such as keras.optimizers.Adam(1e-3)."
         )
     if inner.loss_scale_factor is not None:
         warnings.warn(
-            f"loss_scale_factor={inner.loss_scale_factor!r} of the inner optimizer is switched off: the scale of "
-            "LossScaleOptimizer replaces it. "
+            f"LossScaleOptimizer switches loss_scale_factor={inner.loss_scale_factor!r} of the inner optimizer off. "
             f"For that constant, give loss_scale={inner.loss_scale_factor!r} here.",
             stacklevel=3,
         )
@@ -493,34 +468,26 @@ def _loss_scale_of(
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
-    where = "LossScaleOptimizer"
-    if loss_scale is None:
-        raise UsageError(f"{where}: loss_scale is None. For a scale of 1 write loss_scale='none'.")
-    given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+    given: dict[str, Any] = {"init": initial_scale, "growth_interval": dynamic_growth_steps}
     given = {name: value for name, value in given.items() if value is not None}
-    if given and loss_scale != "dynamic":
+    if loss_scale is None or (given and loss_scale != "dynamic"):
         raise UsageError(
-            f"{where}: {' and '.join(given)} set the dynamic loss scale, and loss_scale is {loss_scale!r}. "
-            "Give one or the other: loss_scale='dynamic(init=1024,growth_interval=100)' says both."
+            f"LossScaleOptimizer: loss_scale is {loss_scale!r}. Give 'none' for no loss scale; initial_scale and "
+            "dynamic_growth_steps set a dynamic one: 'dynamic(init=1024,growth_interval=100)' says both."
         )
     if isinstance(loss_scale, dict):
         return from_state_dict(loss_scale)
-    machine: Any = as_loss_scale(loss_scale, where)
-    settings = {_KERAS_SETTINGS[name]: value for name, value in given.items()}
-    try:
-        machine = replace(machine, **settings, scale=0.0) if settings else machine
-    except UsageError as error:
-        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise type(error)(f"{where}({told}): {error}") from None
-    return machine
+    if given:
+        return DynamicLossScale(**given)
+    return cast(LossScale, as_loss_scale(loss_scale, "LossScaleOptimizer"))
 
 
 def _setting_of(machine: LossScale) -> dict[str, Any]:
     """The arguments that `_loss_scale_of` makes this loss scale from: Keras's two where they say it all."""
     if isinstance(machine, DynamicLossScale):
-        keras_own: dict[str, Any] = {name: getattr(machine, ours) for name, ours in _KERAS_SETTINGS.items()}
-        if _loss_scale_of("dynamic", **keras_own) == machine:
-            return keras_own
+        plain = DynamicLossScale(init=machine.init, growth_interval=machine.growth_interval)
+        if machine == plain:
+            return {"initial_scale": machine.init, "dynamic_growth_steps": machine.growth_interval}
     return {"loss_scale": machine.state_dict()}
 
 
@@ -533,21 +500,7 @@ def _allowed(machine: LossScale, scale: float) -> float:
     return min(max(scale, machine.floor), machine.ceiling)
 
 
-# The end of `fit`
-
-
-def _failing() -> BaseException | None:
-    """The error that the caller of `finalize_variable_values` is failing with; not one that is handled further out."""
-    error = sys.exc_info()[1]
-    caller: Any = sys._getframe(1)
-    while caller is not None and caller.f_code.co_name == "finalize_variable_values":  # a subclass's too
-        caller = caller.f_back
-    trace = None if error is None else error.__traceback__
-    while trace is not None:
-        if trace.tb_frame is caller:
-            return error
-        trace = trace.tb_next
-    return None
+# The end of `fit` on JAX
 
 
 def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:
@@ -560,8 +513,7 @@ def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:
             variable.assign(jnp.array(variable.value, copy=True))
 
 
-def _is_readable(variable: Any) -> bool:
-    if keras.backend.backend() != "jax":
-        return True
+def _has_value(variable: Any) -> bool:
+    """Whether a JAX variable holds a value: a trainer takes them out, and a failed step has given them away."""
     value = variable._value
     return value is not None and not value.is_deleted()

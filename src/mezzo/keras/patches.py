@@ -1,13 +1,13 @@
 """What a run changes in Keras: it records the steps of Keras's trainers, and notices what the script sets itself.
 
-| patched                        | for                                                                      |
-|--------------------------------|--------------------------------------------------------------------------|
-| `Trainer.make_train_function`  | what it makes is wrapped: the loss and what came of each step is read    |
-| `Trainer.compile`              | warnings of the policy become notes: no line of the script could fix them |
-| `Trainer._symbolic_build`      | on JAX the first look at the policy: an error there is the user's        |
-| `set_dtype_policy`             | a policy of the script's own                                             |
-| `Layer.__new__`                | whether the script makes anything of Keras's                             |
-| `Layer.__call__`               | which layer computed in which format, if that is observed                |
+| patched                        | for                                                                       |
+|--------------------------------|---------------------------------------------------------------------------|
+| `Trainer.make_train_function`  | what it makes is wrapped: the loss and what came of each step is read     |
+| `checks.check_plan`            | a policy that does not fit the model is the user's mistake: the run ends  |
+| `checks.tell`                  | warnings of the policy become notes: no line of the script could fix them |
+| `set_dtype_policy`             | a policy of the script's own                                              |
+| `Layer.__new__`                | whether the script makes anything of Keras's                              |
+| `Layer.__call__`               | which layer computed in which format, if that is observed                 |
 
 Reading the loss waits for the step, so that its time is its own: JAX returns long before a step is done.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable
 from types import FrameType
@@ -25,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 from keras.src.dtype_policies.dtype_policy import set_dtype_policy
-from keras.src.trainers.trainer import Trainer
 
+from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import OpFormats
-from mezzo.keras.checks import PolicyWarning, SixteenBitOutputWarning
+from mezzo.keras import checks
 from mezzo.keras.plan import NAMES, NARROW, POLICIES, SIXTEEN_BITS
 from mezzo.keras.steps import StepReader, around, keep_losses
 
@@ -36,16 +35,18 @@ if TYPE_CHECKING:
     from mezzo.keras.run import Session
     from mezzo.scripts.patches import Patches
 
-_TOLD = (SixteenBitOutputWarning, PolicyWarning)
 _MARK = "_mezzo_records"
 _SEED = 0x6E75646765  # of the coins that decide where each weight is moved
 
 
 def patch(session: Session, patches: Patches) -> None:
     """From now on the steps of every model that the script fits are recorded."""
-    _own_policy(session, patches)
+    _script_policy(session, patches)
     _used(session, patches)
-    _Steps(session).install(patches)
+    _policy_told(session, patches)
+    steps = _Steps(session)
+    trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
+    patches.set(trainer, "make_train_function", steps.making(vars(trainer)["make_train_function"]))
     if session.request.observe:
         session.formats = _observe(session, patches)
 
@@ -59,37 +60,9 @@ class _Steps:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._depth = 0
 
-    def install(self, patches: Patches) -> None:
-        patches.set(Trainer, "compile", self._compiling(Trainer.compile))
-        patches.set(Trainer, "_symbolic_build", self._heeding(Trainer._symbolic_build))
-        trainer = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
-        patches.set(trainer, "make_train_function", self._making(vars(trainer)["make_train_function"]))
+    def making(self, original: Any) -> Any:
+        """`make_train_function`, whose functions are recorded."""
 
-    def _compiling(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def compile(model: Any, *args: Any, **kwargs: Any) -> Any:
-            with warnings.catch_warnings(record=True) as caught, self._session.heeding():
-                for kind in _TOLD:
-                    warnings.simplefilter("always", kind)
-                made = original(model, *args, **kwargs)
-            for one in caught:
-                if issubclass(one.category, _TOLD):
-                    self._session.journal.note(str(one.message))
-                else:
-                    warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-            return made
-
-        return compile
-
-    def _heeding(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def heeding(*args: Any, **kwargs: Any) -> Any:
-            with self._session.heeding():
-                return original(*args, **kwargs)
-
-        return heeding
-
-    def _making(self, original: Any) -> Any:
         @functools.wraps(original)
         def make_train_function(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model.train_function is None:  # not in compile: a model's own metrics may be made after it
@@ -106,11 +79,11 @@ class _Steps:
     def _watched(self, model: Any, function: Any) -> Any:
         reader: StepReader | None = None
 
-        def heeded(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             try:
-                with self._session.heeding():  # a model that is built by its first step is checked in it
-                    return function(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self._depth -= 1
 
@@ -136,8 +109,7 @@ class _Steps:
                     model._jax_state = {f"{name}_variables": part for name, part in zip(names, made[1])}
                 raise
 
-        functools.update_wrapper(heeded, function)
-        watched = around(heeded, before, after)
+        watched = around(inside, before, after)
         setattr(watched, _MARK, True)
         return watched
 
@@ -153,10 +125,7 @@ class _Steps:
         for step in steps:
             if step.loss is not None:
                 journal.loss(step.loss)
-        updates = {}
-        for step in steps:
-            for update in step.updates:
-                updates[id(update.optimizer)] = update
+        updates = {id(update.optimizer): update for step in steps for update in step.updates}
         for update in updates.values():
             optimizer = model if update.optimizer is None else update.optimizer
             self._session.stepped(optimizer, skipped=update.skipped, scale=update.scale)
@@ -167,22 +136,20 @@ class _Steps:
             nudge(model.trainable_variables)
 
     def _first(self, model: Any) -> None:
-        """Before a model's first step: check that it follows the plan, and tell what a reader of a pair must know."""
+        """Before a model's first step: is it in FP32 if that is asked for, and what must a reader of a pair know."""
         if model in self._known:
             return
         self._known.add(model)
-        session = self._session
-        if session.plan.is_fp32:
-            for layer in model._flatten_layers():
-                if layer.compute_dtype in NARROW:
-                    session.has_own_policy(
-                        f"gives the layer {layer.path} the dtype policy {layer.dtype_policy.name!r} itself"
-                    )
+        session, layers = self._session, model._flatten_layers()
+        narrow = [layer for layer in layers if session.plan.is_fp32 and layer.compute_dtype in NARROW]
+        if narrow:
+            name = narrow[0].dtype_policy.name
+            session.stop(_own_policy(f"gives the layer {narrow[0].path} the dtype policy {name!r} itself"))
         if session.backend != "tensorflow" or session.request.seed_offset is None:
             return
         drawn = [
             layer.path
-            for layer in model._flatten_layers()
+            for layer in layers
             if getattr(layer, "seed_generator", None) is not None and layer.compute_dtype in SIXTEEN_BITS
         ]
         if drawn:
@@ -216,8 +183,30 @@ def nudge(variables: Iterable[Any]) -> int:
     return len(moved)
 
 
-def _own_policy(session: Session, patches: Patches) -> None:
-    """Notice a policy that the script sets; `float32`, as of every script that sets none, is passed over."""
+def _own_policy(what: str) -> ScriptError:
+    return ScriptError(
+        f"the script {what}, so this run would not be in the precision that it is to have. Take that out: Mezzo sets "
+        "the policy of each run"
+    )
+
+
+def _policy_told(session: Session, patches: Patches) -> None:
+    """A policy that does not fit the script's model ends the run; what is only warned of becomes a note."""
+    check_plan = checks.check_plan
+
+    @functools.wraps(check_plan)
+    def checked(model: Any, plan: Any) -> None:
+        try:
+            check_plan(model, plan)
+        except UsageError as error:
+            session.stop(error)
+
+    patches.set(checks, "check_plan", checked)
+    patches.set(checks, "tell", lambda text, kind: session.journal.note(text))
+
+
+def _script_policy(session: Session, patches: Patches) -> None:
+    """Refuse a policy that the script sets; `float32`, as of every script that sets none, is passed over."""
 
     @functools.wraps(set_dtype_policy)
     def seen(policy: Any) -> Any:
@@ -226,14 +215,11 @@ def _own_policy(session: Session, patches: Patches) -> None:
             return set_dtype_policy(policy)
         name = str(getattr(policy, "name", policy))
         place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        if name == "float32":
-            session.journal.note(
-                f"{place} sets the dtype policy float32, which is passed over: this run's is "
-                f"{session.plan.precision}"
-            )
-            return None
-        session.has_own_policy(f"sets the dtype policy {name!r} itself ({place})")
-        return set_dtype_policy(policy)
+        if name != "float32":
+            session.stop(_own_policy(f"sets the dtype policy {name!r} itself ({place})"))
+        session.journal.note(
+            f"{place} sets the dtype policy float32, which is passed over: this run's is {session.plan.precision}"
+        )
 
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", ""))

@@ -17,12 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import FORMATS, named
+from mezzo.core.errors import UsageError
+from mezzo.core.formats import named
 from mezzo.core.loss_scale import LossScale, NoLossScale
-from mezzo.core.patterns import is_pattern, matches
-from mezzo.core.policy import PRESETS, Policy, policy
-from mezzo.core.policy_text import as_loss_scale, print_loss_scale
+from mezzo.core.policy import Policy, policy
+from mezzo.core.policy_text import as_loss_scale, is_pattern, matches, print_loss_scale
 
 NAMES = {
     "float64": "fp64",
@@ -44,9 +43,10 @@ NARROW = frozenset(dtype for dtype, name in NAMES.items() if named(name).storage
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _WORDS = {keras: mezzo for mezzo, keras in POLICIES.items()}
 
-_BETWEEN = r",(?![^(]*\))"  # a comma between two entries of a precision, not one within brackets
+# A word that names a precision: the first one of the text, or the value of a key.
+_NAMED = re.compile(r"(^|=)\s*(\w+)\s*(?=,|$)")
 
-# What Keras has no policy for -> what to use.
+# Formats that Keras has no policy for -> what to use.
 _NO_POLICY = {
     "tf32": "It is a switch of the backend, not of a layer: tf.config.experimental.enable_tensor_float_32_execution, "
     'jax.config.update("jax_default_matmul_precision", "tensorfloat32") or torch.set_float32_matmul_precision("high")',
@@ -54,23 +54,15 @@ _NO_POLICY = {
     "auto": "Nothing is measured for Keras: name bf16 where the device has it, else fp16",
 }
 
-# Keras's own policies that keep variables in 16 bits, or that are made by quantising a model.
-_REFUSED = {
-    "float16": "keeps its variables in 16 bits, where small updates are lost. Use mixed_float16",
-    "bfloat16": "keeps its variables in 16 bits, where small updates are lost. Use mixed_bfloat16",
-    "float64": "is no mixed precision. Use float32, or keras.config.set_dtype_policy for it",
-}
+# Keras's own policies without mixed precision -> what to use.
+_REFUSED = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float64": "float32"}
 
-# What a Policy can say and Keras can't do: attribute, the value that says nothing, what to do instead.
+# What a Policy can say and Keras can't do: key, the value that says nothing, what to do instead.
 _CANNOT = (
     ("ops", (), "Keras has a policy per layer and none for single ops: name the layer, module.PATTERN=fp32"),
     ("params", "fp32", "Keras's mixed policies keep FP32 variables: leave params and masters out"),
     ("state", "fp32", "Keras's optimizers keep FP32 state: leave it out"),
-    (
-        "output",
-        "fp32",
-        "a Keras model gives what its last layer gives: module.LAST_LAYER=fp32 makes that FP32",
-    ),
+    ("output", "fp32", "a model gives what its last layer gives: module.LAST_LAYER=fp32 makes that FP32"),
     ("recompute", "none", "keras.remat makes a layer's activations again: wrap the layer in it"),
     ("scaling", "tensorwise", "it scales fp8 factors, which Mezzo has on PyTorch alone: leave it out"),
     ("hidden", "auto", "Keras's recurrent layers carry their policy's dtype: module.PATTERN=fp32 for FP32"),
@@ -122,23 +114,11 @@ class KerasPlan:
         """The precision that gives the layers of this pattern FP32 and everything else what this plan does.
 
         >>> plan("fp16,module.y=bf16,loss_scale=64").in_fp32("y")
-        'fp16,module.y=fp32,loss_scale=64'
-        >>> plan("fp16,module.a=bf16").in_fp32("b")
-        'fp16,module.a=bf16,module.b=fp32'
+        'fp16,loss_scale=64,module.y=fp32'
         """
-        parts = re.split(_BETWEEN, self.precision)
-        same = [
-            index
-            for index, part in enumerate(parts)
-            if part.rpartition("=")[0].replace("/", ".") == "module." + pattern.replace("/", ".")
-        ]
-        last = [index for index, part in enumerate(parts) if part.startswith("module.")]
-        if same and same[-1] == last[-1]:  # else one after it may name the layer as well
-            parts[same[-1]] = f"module.{pattern}=fp32"
-            same.pop()
-        else:
-            parts.append(f"module.{pattern}=fp32")
-        return ",".join(part for index, part in enumerate(parts) if index not in same)
+        made = policy(self.precision)
+        others = (each for each in made.modules if each[0].replace("/", ".") != pattern.replace("/", "."))
+        return replace(made, modules=(*others, (pattern, "fp32"))).name
 
     @property
     def policies(self) -> frozenset[str]:
@@ -213,21 +193,17 @@ def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> K
     """
     given = _as_policy(precision)
     where = f"policy {str(given)!r}: "
-    for attribute, nothing, mend in _CANNOT:
-        value = getattr(given, attribute)
+    for key, nothing, fix in _CANNOT:
+        value = getattr(given, key)
         if value != nothing:
-            said = {"ops": "op.{0[0][0]}", "params": "params={0},masters={1}"}.get(
-                attribute, attribute + "={0}"
-            )
-            said = said.format(value, given.masters)
-            raise UsageError(f"{where}Keras cannot do {said}: {mend}.")
+            said = {"ops": "op.{0[0][0]}", "params": "params={0},masters={1}"}.get(key, f"{key}={{0}}")
+            raise UsageError(f"{where}Keras cannot do {said.format(value, given.masters)}: {fix}.")
     default = _keras_name(given.compute, f"{where}compute={given.compute}")
     paths = []
     for pattern, fmt in given.modules:
-        dotted = pattern.replace("/", ".")
-        if not is_pattern(dotted.removeprefix(".")):
+        if not is_pattern(pattern.replace("/", ".").removeprefix(".")):
             raise UsageError(
-                f"{where}{pattern!r} is no pattern of layer paths. Write a path such as head, encoder/dense_1 or "
+                f"{where}{pattern!r} is not a pattern of layer paths. Write a path such as head, encoder/dense_1 or "
                 "encoder/*/norm: * is one component or a part of one, ** any number of components."
             )
         paths.append((pattern, _keras_name(fmt, f"{where}module.{pattern}={fmt}")))
@@ -250,17 +226,12 @@ def _keras_name(word: str, where: str) -> str:
 def _as_policy(precision: Any) -> Policy:
     if isinstance(precision, (Policy, os.PathLike)):
         return policy(precision)
-    if hasattr(precision, "compute_dtype") and hasattr(precision, "variable_dtype"):  # a keras.DTypePolicy
-        if hasattr(precision, "default_policy"):
-            raise UsageError(
-                "set_policy was given a keras.DTypePolicyMap. Write its keys as patterns: "
-                '"fp16,module.head=fp32,module.encoder/*/norm=fp32"; or use keras.config.set_dtype_policy for it.'
-            )
-        precision = precision.name
+    if hasattr(precision, "compute_dtype") and not hasattr(precision, "default_policy"):
+        precision = precision.name  # a keras.DTypePolicy
     if not isinstance(precision, str):
         raise UsageError(
-            f"a precision is a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a mezzo.Policy, or "
-            f"the path of a .toml file; this is {precision!r}, a {type(precision).__name__}"
+            f"precision is {precision!r}. Give a string such as 'bf16', 'fp16,module.head=fp32' or 'mixed_float16', a "
+            "mezzo.Policy, or the path of a .toml file. Of a keras.DTypePolicyMap, write the keys as patterns."
         )
     return policy(precision if precision.endswith(".toml") else _in_mezzo_words(precision))
 
@@ -271,20 +242,14 @@ def _in_mezzo_words(text: str) -> str:
     >>> _in_mezzo_words("mixed_float16,module.head=float32")
     'fp16,module.head=fp32'
     """
-    parts = re.split(_BETWEEN, text)
-    where = f"policy {text!r}: "
-    for index, part in enumerate(parts):
-        left, equals, right = part.rpartition("=")
-        word = right.strip()
-        names_precision = (
-            (not left and index == 0) or left.strip() == "compute" or left.strip().startswith("module.")
-        )
-        if not names_precision:
-            continue
+
+    def in_mezzo_words(found: re.Match[str]) -> str:
+        before, word = found.groups()
         if word in _REFUSED:
-            raise UsageError(f"{where}Keras's policy {word} {_REFUSED[word]}.")
-        if word in _WORDS:
-            parts[index] = f"{left}{equals}{_WORDS[word]}"
-        elif not left and word not in PRESETS and word not in FORMATS:
-            raise unknown_name("precision", word, [*POLICIES, *_WORDS], where=where)
-    return ",".join(parts)
+            raise UsageError(
+                f"policy {text!r}: Keras's {word} is not mixed precision: variables have that format too. Use "
+                f"{_REFUSED[word]}, or keras.config.set_dtype_policy."
+            )
+        return before + str(_WORDS.get(word, word))
+
+    return _NAMED.sub(in_mezzo_words, text)

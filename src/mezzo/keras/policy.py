@@ -7,19 +7,14 @@ The naive code it equals, for a precision without patterns::
     model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
 
 With patterns each layer is given its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether
-the model follows the plan, if all its layers are known then; else the first loss does, when every layer has been called
-and nothing has been learnt yet; of a model whose `train_step` never asks Keras for a loss, the end of the first step.
+the model follows the plan, if all its layers are known then; else the first call after it does, before anything is
+learnt. That call also checks whether the loss is given 16 bits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import re
-import warnings
-import weakref
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,7 +30,8 @@ from mezzo.keras.plan import SIXTEEN_BITS, KerasPlan, PlannedName, plan, plan_be
 from mezzo.scripts.patches import Patches
 
 _PATCHES = Patches()
-_Scaled = keras.optimizers.LossScaleOptimizer
+# Compiled models that were not called since -> their plan, or None where it is checked.
+_UNSEEN: WeakKeyDictionary[Any, KerasPlan | None] = WeakKeyDictionary()
 
 
 def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
@@ -57,12 +53,9 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
     Raises:
         UsageError: what Keras cannot do, or a name that does not exist, with the nearest one.
     """
-    global _active
     made = plan(precision, loss_scale)
     _PATCHES.undo()
-    _active = None
     _UNSEEN.clear()
-    _CALLED.clear()
     if made.is_fp32:
         keras.config.set_dtype_policy("float32")
         return made
@@ -72,32 +65,13 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
     if keras.backend.backend() == "torch":
         wrapper = keras.layers.TorchModuleWrapper
         _PATCHES.set(wrapper, "call", _in_its_format(wrapper.call))
-    _active = made
     _PATCHES.set(Trainer, "compile", _compiling(Trainer.compile, made))
-    for name in ("compute_loss", "_compute_loss"):  # Keras's steps call the second, a user's own the first
-        _PATCHES.set(Trainer, name, _looking_first(getattr(Trainer, name)))
     _PATCHES.set(Trainer, "_aggregate_additional_loss", _in_fp32(Trainer._aggregate_additional_loss))
-    _PATCHES.set(keras.Model, "__call__", _noting(keras.Model.__call__))
-    _PATCHES.set(keras.Model, "make_train_function", _looking_after(keras.Model.make_train_function))
+    _PATCHES.set(keras.Model, "__call__", _looking_first(keras.Model.__call__))
     return made
 
 
 # compile
-
-
-@dataclass(frozen=True)
-class _Unseen:
-    """A compiled model that is still to be checked: its plan, and whether its layers were checked already."""
-
-    plan: KerasPlan
-    checked: bool
-
-
-_UNSEEN: WeakKeyDictionary[Any, _Unseen] = WeakKeyDictionary()
-# Such a model -> what it was last called with, and what it gave: shapes and dtypes, no tensors.
-_CALLED: WeakKeyDictionary[Any, tuple[Any, list[checks.Output]]] = WeakKeyDictionary()
-# The active plan. Another one's functions may still be called, by a caller that kept them.
-_active: KerasPlan | None = None
 
 
 def _compiling(compile_model: Any, active: KerasPlan) -> Any:
@@ -106,10 +80,8 @@ def _compiling(compile_model: Any, active: KerasPlan) -> Any:
     @functools.wraps(compile_model)
     def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            given = signature.bind(model, *args, **kwargs).arguments if _active is active else None
+            given = signature.bind(model, *args, **kwargs).arguments
         except TypeError:  # Keras says it
-            given = None
-        if given is None:
             compile_model(model, *args, **kwargs)
             return
         plan = plan_behind(model.dtype_policy) or active
@@ -119,16 +91,14 @@ def _compiling(compile_model: Any, active: KerasPlan) -> Any:
             scaled = _scaled(optimizer, plan, _scale_for(model, plan))
             given["auto_scale_loss"] = False  # or Keras wraps it where the plan says none
         given["optimizer"] = scaled
-        _UNSEEN.pop(model, None)
         known = _is_known(model)
         if known:
             checks.check_plan(model, plan)
+        _UNSEEN[model] = None if known else plan
         del given[next(iter(given))]  # the model: methods may call it self
         compile_model(model, **given)
         # As Keras does with its own wrapper: a saved model holds the optimizer that was given, and loads without Mezzo.
         model._compile_config.config["optimizer"] = optimizer
-        if not (known and _look_at_outputs(model)):
-            _UNSEEN[model] = _Unseen(plan, checked=known)
 
     return compiling
 
@@ -145,13 +115,12 @@ def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
     """The optimizer in Mezzo's loss scale, if there is to be one."""
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
-    if isinstance(optimizer, _Scaled):
-        warnings.warn(
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        checks.tell(
             f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
             f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
             f'loss_scale="{print_loss_scale(loss_scale)}").',
             UserWarning,
-            stacklevel=3,
         )
         return optimizer
     return LossScaleOptimizer(optimizer, loss_scale=loss_scale)
@@ -173,78 +142,29 @@ def _is_known(model: Any) -> bool:
     return bool(model.built) and all(layer.built for layer in model._flatten_layers())
 
 
-def _look_at_outputs(model: Any) -> bool:
-    """Warn of 16-bit outputs that a loss reads; False if they can't be told yet."""
-    if checks.inputs_of(model) is None:
-        return False
-    if not any(tensor.dtype in SIXTEEN_BITS for tensor in keras.tree.flatten(model.outputs)):
-        return False  # as layers say of themselves: the first loss tells
-    try:
-        found = checks.traced_outputs(model)
-    except Exception:  # it takes what can't be guessed (a size that is left open): the first loss tells
-        return False
-    checks.warn_of_outputs(model, found)
-    return True
+# The first call after compile
 
 
-# The first step
-
-
-def _looking_first(compute_loss: Any) -> Any:
-    signature = inspect.signature(compute_loss)
-
-    @functools.wraps(compute_loss)
+def _looking_first(call: Any) -> Any:
+    @functools.wraps(call)
     def looking(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if model in _UNSEEN:
-            given = signature.bind(model, *args, **kwargs).arguments
-            if not _is_on_meta(given.get("y_pred")):
-                unseen = _UNSEEN.pop(model)
-                _CALLED.pop(model, None)
-                _look(model, unseen, given.get("x"), _outputs(model, given.get("y_pred")))
-        return compute_loss(model, *args, **kwargs)
+        inner: Any = super(keras.Model, model)
+        if model not in _UNSEEN:
+            return inner.__call__(*args, **kwargs)
+        made, found = checks.call_noting_layers(model, lambda: inner.__call__(*args, **kwargs))
+        if model in _UNSEEN and not _is_on_meta(made):
+            plan = _UNSEEN.pop(model)
+            if plan is not None:
+                checks.check_plan(model, plan)
+            checks.warn_of_outputs(model, found)
+        return made
 
     return looking
 
 
-def _noting(call: Any) -> Any:
-    @functools.wraps(call)
-    def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = super(keras.Model, model).__call__(*args, **kwargs)  # whatever has replaced it since
-        if model in _UNSEEN and args and not _is_on_meta(made):
-            with contextlib.suppress(Exception):  # what it takes may be anything
-                _CALLED[model] = keras.tree.map_structure(checks.symbol, args[0]), _outputs(model, made)
-        return made
-
-    return noting
-
-
-_LOOKS = "_mezzo_looks"
-
-
-def _looking_after(make: Any) -> Any:
-    """Of `make_train_function`: the function that it made checks the model when its first call is over."""
-
-    @functools.wraps(make)
-    def making(model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = super(keras.Model, model).make_train_function(*args, **kwargs)
-        function = model.train_function
-        if model not in _UNSEEN or function is None or hasattr(function, _LOOKS):
-            return made
-        to_model = weakref.ref(model)
-
-        @functools.wraps(function)
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            made = function(*args, **kwargs)
-            model = to_model()
-            if model in _UNSEEN:
-                _look(model, _UNSEEN.pop(model), *_CALLED.pop(model, (None, [])))
-            return made
-
-        setattr(stepping, _LOOKS, True)
-        model.train_function = stepping
-        return made
-
-    return making
+def _is_on_meta(made: Any) -> bool:
+    """Whether this is Keras's trace on PyTorch's "meta" device, whose dtypes are not those of a step."""
+    return any(getattr(leaf, "is_meta", False) for leaf in keras.tree.flatten(made))
 
 
 def _in_fp32(aggregate: Any) -> Any:
@@ -259,33 +179,7 @@ def _in_fp32(aggregate: Any) -> Any:
     return summing
 
 
-def _is_on_meta(y_pred: Any) -> bool:
-    """Whether this is Keras's trace on PyTorch's "meta" device, whose dtypes are not those of a step."""
-    return keras.backend.backend() == "torch" and any(
-        getattr(leaf, "is_meta", False) for leaf in keras.tree.flatten(y_pred)
-    )
-
-
-def _outputs(model: Any, made: Any) -> list[checks.Output]:
-    return [
-        checks.Output(name, keras.backend.standardize_dtype(tensor.dtype))
-        for name, tensor in checks.named_leaves(model, made)
-    ]
-
-
-def _look(model: Any, unseen: _Unseen, x: Any, found: list[checks.Output]) -> None:
-    if not unseen.checked:
-        checks.check_plan(model, unseen.plan)
-    if x is not None and any(output.dtype in SIXTEEN_BITS for output in found):
-        # For the layers' names. A model may be called in ways that can't be known; what it gave is known without.
-        with contextlib.suppress(Exception):
-            found = checks.traced_outputs(model, x)
-    checks.warn_of_outputs(model, found)
-
-
 # PyTorch's own modules in a Keras model
-
-_WORDS = {"float16": "Half", "bfloat16": "BFloat16"}  # how PyTorch's errors name them
 
 
 def _in_its_format(call: Any) -> Any:
@@ -294,36 +188,26 @@ def _in_its_format(call: Any) -> Any:
     Keras casts the inputs alone: under `mixed_float16` a `torch.nn.Linear` would fail on the two dtypes.
     """
     import torch
+    from keras.src.backend.torch.core import get_device  # Keras has no public name for it
 
     @functools.wraps(call)
     def in_its_format(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = layer.compute_dtype
-        kind = _device_kind(layer)
+        # Where the module is; where it has no tensors, where Keras makes them, which is "meta" while it traces.
+        tensors = (*layer.module.parameters(), *layer.module.buffers())
+        kind = tensors[0].device.type if tensors else torch.device(get_device()).type.replace("meta", "cpu")
+        low = layer.compute_dtype in SIXTEEN_BITS
         # A planned FP32 layer inside another module's autocast is FP32 all the same.
-        around = plan_behind(layer.dtype_policy) is not None and torch.is_autocast_enabled(kind)
-        if dtype not in _WORDS and not around:
+        if not low and not (plan_behind(layer.dtype_policy) and torch.is_autocast_enabled(kind)):
             return call(layer, *args, **kwargs)
-        with torch.autocast(kind, dtype=getattr(torch, dtype), enabled=dtype in _WORDS):
+        with torch.autocast(kind, dtype=getattr(torch, layer.compute_dtype), enabled=low):
             try:
                 return call(layer, *args, **kwargs)
             except RuntimeError as error:
-                if dtype not in _WORDS or not re.search(rf"\b{_WORDS[dtype]}\b", str(error)):
+                if not low or not any(word in str(error) for word in ("Half", "BFloat16")):
                     raise
                 raise UsageError(
                     f"the PyTorch module {type(layer.module).__name__} in the layer {layer.name!r} cannot compute in "
-                    f"{dtype} on {kind}, not with torch.autocast either: {error}. Leave this layer in FP32: "
-                    f'set_policy("...,module.{layer.name}=fp32") before the model is made.'
+                    f'{layer.compute_dtype}: {error}. Leave it in FP32: set_policy("...,module.{layer.name}=fp32").'
                 ) from error
 
     return in_its_format
-
-
-def _device_kind(layer: Any) -> str:
-    """Where the module is; not where Keras makes tensors, which is nowhere ("meta") while it traces."""
-    for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-        return str(tensor.device.type)
-    import torch
-    from keras.src.backend.torch.core import get_device  # Keras has no public name for it
-
-    kind = torch.device(get_device()).type
-    return "cpu" if kind == "meta" else kind

@@ -6,17 +6,15 @@ of Keras is imported here before the script does so; `mezzo.keras.patches` is wh
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NoReturn
 
-from mezzo.core.errors import MezzoError, ScriptError, UsageError
+from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.records import MemoryRecord, RunStarted
 from mezzo.keras.hardware import describe, peak_memory, resident, switch_off_tf32
@@ -28,15 +26,7 @@ from mezzo.scripts.runner import RunRequest
 from mezzo.scripts.seeds import FrameworkSeeds
 
 # What a PyTorch run can be asked for and this one cannot.
-_NOT_HERE = {
-    "watch": "look at exponents",
-    "watch_all": "look at exponents",
-    "sensitivity": "measure sensitivity",
-    "tensorboard": "write TensorBoard's events",
-}
-
-# The options that switch TensorFlow's own graph rewrite on.
-_REWRITES = ("auto_mixed_precision", "auto_mixed_precision_mkl", "auto_mixed_precision_onednn_bfloat16")
+_NOT_HERE = ("watch", "watch_all", "sensitivity", "tensorboard")
 
 _NO_STEPS = (
     "the script never called fit or train_on_batch, so no step was recorded. If it has a training loop of its own, "
@@ -61,11 +51,18 @@ def run(request: RunRequest) -> int:
     Raises:
         UsageError: the script is missing, the policy is wrong, the request asks for what only PyTorch's runs do, or
             records can't be written; nothing has run.
-        ScriptError: the script sets a policy of its own in a run in FP32.
+        ScriptError: the script sets a mixed policy of its own.
         MezzoError: likewise, from the policy.
     """
-    kept, target = checked(request)
-    journal = Journal(request.records, lambda: _started(session))
+    for name in _NOT_HERE:
+        if getattr(request, name):
+            raise UsageError(
+                f"a run of a Keras script can't be asked for {name} ({getattr(request, name)!r}): leave it out. "
+                "mezzo.keras.PrecisionMonitor, a callback, watches a model in fit."
+            )
+    kept, target = plan(request.policy), script.locate(request.target, is_module=request.is_module)
+    session: Session
+    journal = Journal(request.records, lambda: session.started())
     session = Session(request, kept, journal)
     imports = ImportWatch()
     parts: list[runner.Part] = [imports]
@@ -77,30 +74,8 @@ def run(request: RunRequest) -> int:
         target,
         parts,
         finish=lambda status: session.finish(),
-        summary=lambda failed: summary(session, failed=failed),
+        summary=lambda failed: "\n".join(f"mezzo: {note}" for note in journal.notes),
     )
-
-
-def checked(request: RunRequest) -> tuple[KerasPlan, script.Target]:
-    """A request's plan, and its script's place; nothing is imported of Keras.
-
-    Raises:
-        UsageError: the script is missing, the policy is wrong, or the request asks for what only PyTorch's runs do.
-        MezzoError: likewise, from the policy.
-    """
-    for name, what in _NOT_HERE.items():
-        if getattr(request, name):
-            raise UsageError(
-                f"a run of a Keras script can't {what} ({name} is {getattr(request, name)!r}): leave it out. "
-                "mezzo.keras.PrecisionMonitor, a callback, watches a model in fit."
-            )
-    return plan(request.policy), script.locate(request.target, is_module=request.is_module)
-
-
-def _started(session: Session) -> RunStarted:
-    used = session.used or bool(session.journal.losses or session.journal.updates)
-    machine = describe(session.backend, used=used)
-    return runner.started(session.request, session.plan.precision, machine)
 
 
 @dataclass
@@ -109,7 +84,6 @@ class Session:
 
     Attributes:
         backend: Keras's backend; empty until the script has imported Keras.
-        left_alone: why the script's own policy is used; None while Mezzo's is.
         fatal: the user's mistake that only a line of the script could show.
         used: whether the script has made a layer of Keras's: importing TensorFlow imports Keras too.
         resident: bytes that the process held when Keras had been imported; None where the system does not tell.
@@ -120,7 +94,6 @@ class Session:
     plan: KerasPlan
     journal: Journal
     backend: str = ""
-    left_alone: str | None = None
     fatal: MezzoError | None = None
     used: bool = False
     resident: int | None = None
@@ -132,41 +105,15 @@ class Session:
     _measuring: Callable[[], MemoryRecord | None] | None = None
     _observed: bool = False
 
+    def started(self) -> RunStarted:
+        """The record that begins the run."""
+        used = self.used or bool(self.journal.losses or self.journal.updates)
+        return runner.started(self.request, self.plan.precision, describe(self.backend, used=used))
+
     def stop(self, error: MezzoError) -> NoReturn:
         """End the run for a mistake that is the user's."""
         self.fatal = error
         raise error
-
-    @contextmanager
-    def heeding(self) -> Iterator[None]:
-        """What Keras does here checks the run's policy: where that does not fit the script, the user's mistake is told.
-
-        Raises:
-            UsageError: as it was raised; under a policy of Mezzo's it ends the run.
-        """
-        try:
-            yield
-        except UsageError as error:
-            if not self.plan.is_fp32 and self.left_alone is None:
-                self.fatal = error
-            raise
-
-    def has_own_policy(self, what: str) -> None:
-        """The script sets a policy itself: an error in FP32, which this run would not be in; else it is left alone."""
-        if self.plan.is_fp32:
-            self.stop(
-                ScriptError(
-                    f"the script {what}, so this run would not be in FP32. Take that out: Mezzo sets the policy of "
-                    "each run"
-                )
-            )
-        if self.left_alone is None:
-            from mezzo.keras.policy import set_policy
-
-            set_policy("fp32")
-            self.left_alone = f"it {what}"
-            self.journal.note(f"left alone: {self.left_alone}")
-            self.journal.note("to have Mezzo set it, take that line out")
 
     def stepped(self, optimizer: Any, *, skipped: bool, scale: float) -> None:
         """A training step is over. An optimizer's number is its place in the order of first steps.
@@ -203,32 +150,11 @@ class Session:
     def finish(self) -> None:
         """The script is over."""
         journal = self.journal
-        if self.request.observe and not self._observed and self.left_alone is None:
+        if self.request.observe and not self._observed:
             journal.note("no step was observed (memory, formats): the script ended before its third update")
         if not journal.losses and not journal.updates:
-            scales = (
-                self.used and self.left_alone is None and not isinstance(self.plan.loss_scale, NoLossScale)
-            )
+            scales = self.used and not isinstance(self.plan.loss_scale, NoLossScale)
             journal.note(_NO_STEPS + (_LOOP_SCALE if scales else ""))
-
-
-def summary(session: Session, *, failed: bool = False) -> str:
-    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
-    journal, kept = session.journal, session.plan
-    if failed and not (session.used or journal.updates or journal.losses or journal.notes):
-        return ""
-    if session.left_alone is not None:
-        lines = [f"this script ran by its own policy: {kept.precision} was not applied"]
-    elif not session.backend:
-        lines = ["Keras was not imported, so there was nothing to run in another precision"]
-    else:
-        lines = [f"policy {kept.precision} ({kept.default}), Keras on {session.backend}"]
-    if journal.updates:
-        steps = journal.updates
-        lines.append(f"{steps} training step{'' if steps == 1 else 's'}, {journal.skipped} skipped")
-        if session.left_alone is None and not isinstance(kept.loss_scale, NoLossScale):
-            lines.append(f"loss scale {journal.loss_scale:g} in the last step")
-    return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
 
 
 class Instrument:
@@ -241,8 +167,7 @@ class Instrument:
         self._policy_set = False
 
     def install(self) -> None:
-        """Wait for Keras, and for TensorFlow, which a script may set up before."""
-        self._imports.when("tensorflow", self._tensorflow_imported)
+        """Wait for Keras."""
         self._imports.when("keras", self._keras_imported)
 
     def remove(self) -> None:
@@ -252,28 +177,6 @@ class Instrument:
             from mezzo.keras.policy import set_policy
 
             set_policy("fp32")
-
-    def _tensorflow_imported(self, tensorflow: ModuleType) -> None:
-        """Refuse the graph rewrite, whichever line switches it on: it would add 16 bits to any run."""
-        from tensorflow.python.eager.context import Context
-
-        session, original = self._session, Context.set_optimizer_experimental_options
-
-        @functools.wraps(original)
-        def set_optimizer_experimental_options(context: Any, options: Any) -> Any:
-            on = next((name for name in _REWRITES if isinstance(options, dict) and options.get(name)), None)
-            if on is not None:
-                alone = "FP32" if session.plan.is_fp32 else f"{session.plan.precision} alone"
-                session.stop(
-                    ScriptError(
-                        f"the script switches TensorFlow's mixed precision graph rewrite on itself ({on}, "
-                        f"{_place(sys._getframe(1))}), so this run would not be in {alone}. Take that out: Mezzo sets "
-                        "the precision of each run"
-                    )
-                )
-            return original(context, options)
-
-        self._patches.set(Context, "set_optimizer_experimental_options", set_optimizer_experimental_options)
 
     def _keras_imported(self, keras: ModuleType | Any) -> None:
         session = self._session
@@ -294,16 +197,6 @@ class Instrument:
         set_policy(session.request.policy)
         self._policy_set = True
         patch(session, self._patches)
-
-
-def _place(frame: FrameType | None) -> str:
-    """The first line that is neither TensorFlow's nor Mezzo's: the script's, or its library's."""
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("tensorflow", "mezzo", "contextlib"):
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a line that is not known"
 
 
 def main(words: list[str]) -> int:

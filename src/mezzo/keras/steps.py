@@ -25,10 +25,9 @@ SKIPS_WITHIN = (
     "are taken"
 )
 LOSSES_REPORTED = (
-    "the losses are what the model's own training step reports of each batch: if that is a mean over its epoch so far, "
-    "so are they"
+    "the losses are what the model's own training step reports of each batch as loss, if it does: if that is a mean "
+    "over its epoch so far, so are they"
 )
-LOSSES_UNKNOWN = "no losses: the model's own training step reports none by the name of loss"
 
 _MODULO = 2**20  # FP32 is exact up to 2^24
 
@@ -71,13 +70,17 @@ class RecentLosses(keras.metrics.Mean):
 
     def save_own_variables(self, store: Any) -> None:
         """Write what `keras.metrics.Mean` writes."""
-        for place, one in enumerate((self.total, self.count)):
-            store[str(place)] = one
+        store["0"], store["1"] = self.total, self.count
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `keras.metrics.Mean` wrote."""
-        for place, one in enumerate((self.total, self.count)):
-            one.assign(store[str(place)])
+        self.total.assign(store["0"])
+        self.count.assign(store["1"])
+
+
+def steps_per_call(model: Any) -> int:
+    """How many steps one call of a model's train function takes."""
+    return max(1, int(getattr(model, "steps_per_execution", 1) or 1))
 
 
 def keep_losses(model: Any) -> bool:
@@ -87,7 +90,7 @@ def keep_losses(model: Any) -> bool:
     those under a `tf.distribute` strategy (which wants variables made in its scope), keep Keras's.
     """
     old: Any = getattr(model, "_loss_tracker", None)
-    size = max(1, int(getattr(model, "steps_per_execution", 1) or 1))
+    size = steps_per_call(model)
     if isinstance(old, RecentLosses):
         if old.size >= size:
             return False
@@ -149,28 +152,27 @@ class Step:
     updates: tuple[Update, ...]
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What an optimizer held between two calls: `counter` is Mezzo's skipped steps, or Keras's good ones."""
+class StepOptimizer:
+    """One optimizer of a model: with Mezzo's loss scale, Keras's, a constant `loss_scale_factor`, or none.
 
-    scale: float
-    iterations: int = 0
-    counter: int = 0
-    bad: tuple[bool, ...] = ()
-
-
-class _Optimizer:
-    """One optimizer: with Mezzo's loss scale, Keras's, a constant `loss_scale_factor`, or none."""
+    What it holds between two calls is a row of numbers: its iterations, and where the loss scale moves the scale, a
+    counter that every step changes (Mezzo's skipped steps, or Keras's good ones), and Mezzo's marks of bad gradients.
+    """
 
     def __init__(self, optimizer: Any, name: str) -> None:
         self.optimizer, self.name = optimizer, name
         self.is_mezzos = isinstance(optimizer, LossScaleOptimizer)
-        self.moves = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.has_dynamic = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.iterations = getattr(_innermost(optimizer), "_iterations", None)
-        self.constant = float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
-        if self.moves:
+        self.first_scale = float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
+        if self.has_dynamic:
             first = start(optimizer._machine).scale if self.is_mezzos else optimizer.initial_scale
-            self.constant = float(first)
+            self.first_scale = float(first)
+
+    @property
+    def scales(self) -> bool:
+        """Whether it has a loss scale."""
+        return self.has_dynamic or self.first_scale != 1.0
 
     def variables(self) -> list[Any]:
         """What is copied after each call; `_scale` because reading `scale` says that the loss is multiplied by it."""
@@ -178,42 +180,31 @@ class _Optimizer:
         if self.iterations is None:
             return []
         if self.is_mezzos:
-            held = [self.iterations, one._scale, one.skipped_steps]
-            return held if one.bad_gradients is None else [*held, one.bad_gradients]
-        return (
-            [self.iterations, one.dynamic_scale, one.step_counter]
-            if self.moves and one.built
-            else [self.iterations]
-        )
+            marks = [] if one.bad_gradients is None else [one.bad_gradients]
+            return [self.iterations, one._scale, one.skipped_steps, *marks]
+        own = [one.dynamic_scale, one.step_counter] if self.has_dynamic and one.built else []
+        return [self.iterations, *own]
 
-    def held(self, row: Sequence[float]) -> _Held:
-        if not row:
-            return _Held(self.constant)
-        if len(row) == 1:
-            return _Held(self.constant, int(row[0]))
-        return _Held(row[1], int(row[0]), int(row[2]), tuple(map(bool, row[3:])))
+    def scale(self, row: Sequence[float]) -> float:
+        """The loss scale in such a row."""
+        return row[1] if len(row) > 1 else self.first_scale
 
-    def taken(self, before: _Held, after: _Held) -> int:
-        return (after.iterations - before.iterations) % _MODULO
+    def stepped(self, before: Sequence[float], after: Sequence[float]) -> bool:
+        """Whether it took or skipped a step between two rows."""
+        lost = not self.is_mezzos and (self.scale(after) == 0 or math.isinf(self.scale(after)))
+        # A skipped step changes nothing of Keras's optimizer once its scale is lost.
+        return lost or self.iterations is None or list(before[:3]) != list(after[:3])
 
-    def stepped(self, before: _Held, after: _Held) -> bool:
-        if self.iterations is None:  # not known
-            return True
-        if self.moves and not self.is_mezzos and (after.scale == 0 or math.isinf(after.scale)):
-            return True  # Keras's optimizer, lost: a skipped step changes nothing
-        mine = (before.scale, before.iterations, before.counter)
-        return mine != (after.scale, after.iterations, after.counter)
-
-    def skipped(self, before: _Held, after: _Held, steps: int) -> int:
-        """How many of so many steps were skipped."""
-        if not self.moves:
+    def skipped(self, before: Sequence[float], after: Sequence[float], steps: int) -> int:
+        """How many of so many steps were skipped: a skipped step is not an iteration."""
+        if not self.has_dynamic or not before:
             return 0
-        gone = after.counter - before.counter if self.is_mezzos else steps - self.taken(before, after)
-        return max(0, min(steps, gone))
+        return max(0, steps - int(after[0] - before[0]) % _MODULO)
 
-    def bad(self, after: _Held) -> tuple[str, ...]:
+    def bad(self, after: Sequence[float]) -> tuple[str, ...]:
+        """The paths of the variables that are marked."""
         variables = getattr(self.optimizer, "_trainable_variables", ())
-        return tuple(one.path for one, is_bad in zip(variables, after.bad) if is_bad)
+        return tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad)
 
 
 class StepReader:
@@ -231,11 +222,11 @@ class StepReader:
         self.notes: list[str] = []
         self.optimizers = _optimizers_of(model)
         self._model = model
-        self._each = max(1, int(getattr(model, "steps_per_execution", 1) or 1))
+        self._each = steps_per_call(model)
         tracker = getattr(model, "_loss_tracker", None)
         self._tracker = tracker if isinstance(tracker, RecentLosses) else None
         self._places: dict[int, tuple[int, int] | None] = {}
-        self._before: list[_Held] | None = None
+        self._before: list[list[float]] | None = None
         self._waiting: list[tuple[float, list[int], Any]] = []
         self._seen = 0
 
@@ -249,10 +240,7 @@ class StepReader:
         if self._before is None:
             state = args[0] if keras.backend.backend() == "jax" else None
             rows = [self._values(one.variables(), state) for one in self.optimizers]
-            self._before = [
-                one.held([number for value in row for number in _numbers(value)])
-                for one, row in zip(self.optimizers, rows)
-            ]
+            self._before = [[number for value in row for number in _numbers(value)] for row in rows]
 
     def forget(self) -> None:
         """What was done between two calls (a callback that reset the loss scale) is not a step's doing. Reads first."""
@@ -282,36 +270,37 @@ class StepReader:
 
     def scales(self) -> list[float]:
         """The next loss scale of each optimizer, as of the last reading."""
-        return [one.scale for one in self._before] if self._before else [o.constant for o in self.optimizers]
+        rows = self._before or [[] for _ in self.optimizers]
+        return [one.scale(row) for one, row in zip(self.optimizers, rows)]
 
-    def _steps(self, at: float, logged: list[float], tracked: list[float], rows: list[Any]) -> list[Step]:
-        held = [one.held(row) for one, row in zip(self.optimizers, rows)]
-        before = self._before or held
-        self._before = held
-        pairs = list(zip(self.optimizers, before, held))
-        losses = self._losses(tracked)
-        if losses:
-            number = len(losses)
-        else:
-            known = [one.taken(b, h) + one.skipped(b, h, self._each) for one, b, h in pairs if one.is_mezzos]
-            number = max([0, *known]) if self._each > 1 else 1
-            number = min(number or self._each, self._each)
+    def _steps(
+        self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]
+    ) -> list[Step]:
+        pairs = list(zip(self.optimizers, self._before or rows, rows))
+        self._before = rows
+        losses: list[float | None] = [*self._losses(tracked)]
+        if not losses:
+            own = [(before, after) for one, before, after in pairs if one.is_mezzos]
+            made = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
+            number = min(
+                max([0, *made]) or self._each, self._each
+            )  # the last call of an epoch may make fewer
             losses = [*[None] * (number - 1), logged[0] if logged else None]
-            self._note(LOSSES_REPORTED if logged else LOSSES_UNKNOWN)
-        updates: list[list[Update]] = [[] for _ in range(number)]
-        for one, b, h in pairs:
-            if not one.stepped(b, h):
+            self._note(LOSSES_REPORTED)
+        updates: list[list[Update]] = [[] for _ in losses]
+        for one, before, after in pairs:
+            if not one.stepped(before, after):
                 continue
-            gone = one.skipped(b, h, number)
-            if gone and number > 1:
+            gone = one.skipped(before, after, len(losses))
+            if gone and len(losses) > 1:
                 self._note(SKIPS_WITHIN)
             for place, mine in enumerate(updates):
-                skipped = place >= number - gone
-                bad = one.bad(h) if skipped else ()
-                mine.append(Update(one.optimizer, one.name, b.scale, skipped, bad))
+                skipped = place >= len(losses) - gone
+                bad = one.bad(after) if skipped else ()
+                mine.append(Update(one.optimizer, one.name, one.scale(before), skipped, bad))
         return [Step(at, loss, tuple(mine)) for loss, mine in zip(losses, updates)]
 
-    def _losses(self, tracked: list[float]) -> list[float | None]:
+    def _losses(self, tracked: list[float]) -> list[float]:
         """Those that the tracker was given in this call; empty where a step leaves it out, or gives it others."""
         if not tracked:
             return []
@@ -370,25 +359,26 @@ def _pack(loss: Any, values: list[Any]) -> Any:
     return ops.concatenate([ops.reshape(one, (-1,)) for one in flat])
 
 
-def _optimizers_of(model: Any) -> list[_Optimizer]:
+def _optimizers_of(model: Any) -> list[StepOptimizer]:
     """The optimizer of `compile`, and each other that an attribute holds, by itself or in a list, tuple or dict."""
-    found = [_Optimizer(model.optimizer, "optimizer")]
-    known = {id(model.optimizer), id(_innermost(model.optimizer))}
     others: list[tuple[str, Any]] = []
     for key, held in vars(model).items():
         if key.startswith("_self_"):  # TensorFlow's own books
             continue
-        each: Any = [(key, held)]
         if isinstance(held, (list, tuple)):
-            each = [(f"{key}_{at}", one) for at, one in enumerate(held)]
+            others += [(f"{key}_{at}", one) for at, one in enumerate(held)]
         elif isinstance(held, dict):
-            each = [(f"{key}_{name}", one) for name, one in held.items()]
-        others += [(name, one) for name, one in each if isinstance(one, keras.optimizers.Optimizer)]
-    inside = {id(one.inner_optimizer) for _, one in others if hasattr(one, "inner_optimizer")}
+            others += [(f"{key}_{name}", one) for name, one in held.items()]
+        else:
+            others.append((key, held))
+    others = [(name, one) for name, one in others if isinstance(one, keras.optimizers.Optimizer)]
+    known = {id(model.optimizer), id(_innermost(model.optimizer))}
+    known |= {id(one.inner_optimizer) for _, one in others if hasattr(one, "inner_optimizer")}
+    found = [StepOptimizer(model.optimizer, "optimizer")]
     for name, one in others:
-        if id(one) not in known | inside:
+        if id(one) not in known:
             known.add(id(one))
-            found.append(_Optimizer(one, name))
+            found.append(StepOptimizer(one, name))
     return found
 
 

@@ -12,9 +12,10 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ from torch.optim import Optimizer
 from mezzo.core.byte_counts import parse_bytes, written_bytes
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.pytorch import distributed
-from mezzo.pytorch.free_memory import spendable_bytes
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.out_of_memory import is_out_of_memory
 from mezzo.pytorch.snapshot import Snapshot
 
 BEYOND = 0.10
@@ -35,12 +34,27 @@ BEYOND = 0.10
 UNCHANGING = 64
 """If sizes this factor apart take the same bytes, the batch size was not what varied."""
 
+MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
+"""Of the memory that a machine has left, this share or these bytes (the larger) are for what are no tensors."""
+
 MATTERS = 0.02
 """The fastest size is named if it is faster than the largest by more than this share."""
 
 OVER = "over the limit"
 OUT_OF_MEMORY = "out of memory"
-HEADS = ("size", "peak", "steps/s", "samples/s", "fits")
+
+# How torch, CUDA's libraries and Python say that an allocation failed.
+_SAYINGS = (
+    "OutOfMemoryError",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "MemoryError",
+)
 
 Step = Callable[[int], object]
 
@@ -123,54 +137,44 @@ class BatchSizeResult:
         timed = [trial for trial in self.counted if trial.seconds]
         return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """One row per size, in order of size, with the columns `HEADS`."""
-        return [
-            (
-                str(trial.size),
-                "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes),
-                _speed(1 / trial.seconds if trial.seconds else None),
-                _speed(trial.samples_per_second),
-                "yes" if trial.fits else f"no: {trial.why}",
-            )
-            for trial in sorted(self.trials, key=lambda trial: trial.size)
-        ]
+    def table(self) -> list[str]:
+        """A header, and a line per size, in order of size."""
+        rows = [("size", "peak", "steps/s", "samples/s", "fits")]
+        for trial in sorted(self.trials, key=lambda trial: trial.size):
+            peak = "-" if trial.peak_bytes is None else written_bytes(trial.peak_bytes)
+            steps = _speed(1 / trial.seconds if trial.seconds else None)
+            fits = "yes" if trial.fits else f"no: {trial.why}"
+            rows.append((str(trial.size), peak, steps, _speed(trial.samples_per_second), fits))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return ["  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths)), row[-1]]) for row in rows]
 
     def sentence(self, name: str = "batch size ") -> str:
         """The recommendation. `name` is what precedes a size, such as ``"--batch="``."""
-        limit = "" if self.limit is None else f" of {written_bytes(self.limit)}"
         if not self.fits:
             smallest = min(self.trials, key=lambda trial: trial.size)
-            if smallest.peak_bytes is None:
+            if smallest.peak_bytes is None or self.limit is None:
                 return f"nothing fits: {name}{smallest.size} does not run ({smallest.why})."
-            took = written_bytes(smallest.peak_bytes)
-            return f"nothing fits: {name}{smallest.size} takes {took}{limit.replace(' of', ', and the limit is')}."
+            took, limit = written_bytes(smallest.peak_bytes), written_bytes(self.limit)
+            return f"nothing fits: {name}{smallest.size} takes {took}, and the limit is {limit}."
         largest = self.counted[-1]
         bounded = self.refused is not None or not all(trial.fits for trial in self.trials)
-        took = "" if largest.peak_bytes is None else f" ({written_bytes(largest.peak_bytes)}{limit})"
-        text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried, and it fits'}{took}"
+        text = f"{name}{largest.size} is the largest that {'fits' if bounded else 'was tried, and it fits'}"
+        if largest.peak_bytes is not None:
+            limit = "" if self.limit is None else f" of {written_bytes(self.limit)}"
+            text += f" ({written_bytes(largest.peak_bytes)}{limit})"
         fastest = next(trial for trial in self.counted if trial.size == self.fastest)
         most, speed = fastest.samples_per_second, largest.samples_per_second
         if most is None or speed is None:
             return f"{text}."
-        if fastest is largest:
-            return f"{text}, and trains the most samples per second: {_speed(speed)}."
-        if most / speed - 1 < MATTERS:
+        if fastest is largest or most / speed - 1 < MATTERS:
             return f"{text}. It trains {_speed(speed)} samples per second; no smaller size is notably faster."
         return f"{text}. {name}{fastest.size} trains more samples per second: {_speed(most)}, against {_speed(speed)}."
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
-        trials = [
-            {
-                **asdict(trial),
-                "seconds_per_step": trial.seconds,
-                "samples_per_second": trial.samples_per_second,
-            }
-            for trial in self.trials
-        ]
+        trials = [{**asdict(one), "samples_per_second": one.samples_per_second} for one in self.trials]
         for trial in trials:
-            del trial["seconds"]
+            trial["seconds_per_step"] = trial.pop("seconds")
         return {
             "device": self.device,
             "limit_bytes": self.limit,
@@ -182,20 +186,17 @@ class BatchSizeResult:
         }
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*columns([HEADS, *self.rows()]), *(f"note: {n}" for n in self.notes), self.sentence()]
-        )
+        return "\n".join([*self.table(), *(f"note: {note}" for note in self.notes), self.sentence()])
 
 
 @dataclass(frozen=True)
 class Search:
-    """Where a search starts and what bounds it.
+    """Which sizes are tried. Below, `limit` is the bytes that a step may take; None if only failure counts.
 
     Args:
         start: the first size, rounded up to a multiple.
         multiple_of: every size is a multiple of it; it is also the smallest size.
         factor: how sizes grow, above 1.
-        limit: the bytes that a step may take; None if only failure counts.
         max_size: no size above it is tried.
 
     Raises:
@@ -205,7 +206,6 @@ class Search:
     start: int = 8
     multiple_of: int = 1
     factor: float = 2.0
-    limit: int | None = None
     max_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -214,8 +214,6 @@ class Search:
                 raise UsageError(f"{name}={getattr(self, name)}: give 1 or more")
         if not (1.0 < self.factor < math.inf):
             raise UsageError(f"factor={self.factor}: sizes grow by it, so give a number above 1, such as 2")
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"limit={self.limit}: give 1 byte or more")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
                 f"max_size={self.max_size} is below multiple_of={self.multiple_of}, so there is no size to try: "
@@ -247,14 +245,6 @@ class Search:
         size = low + step if aimed is None else min(max(aimed, low + step), grown)
         return None if _is_far_beyond(trials, size, limit) else size
 
-    def refused(self, trials: Sequence[Trial], limit: int | None) -> int | None:
-        """The next larger size, if the search ended because that is predicted to take far more than the limit."""
-        low, high = _bracket(trials)
-        above = low + self.multiple_of
-        if high is not None or not low or (self.max_size is not None and above > self.max_size):
-            return None
-        return above if limit is not None and _is_far_beyond(trials, above, limit) else None
-
     def _aim(self, trials: Sequence[Trial], limit: int | None) -> int | None:
         """The largest multiple that the line puts within the limit; None if the line does not rise."""
         (x0, y0), (x1, y1) = _line(trials)
@@ -266,16 +256,19 @@ class Search:
         self, trials: Sequence[Trial], limit: int | None, device: str, notes: Iterable[str] = ()
     ) -> BatchSizeResult:
         """The result after the last trial, with notes on how the search ended."""
-        refused, end, found = self.refused(trials, limit), _data_end(trials), []
+        end, found, refused = _data_end(trials), [], None
         if end < math.inf:
             found.append(
                 f"from size {end} on the bytes no longer grow with the size: the data may hold no more samples, so "
                 "larger sizes don't count"
             )
-        if refused is not None:
+        low, high = _bracket(trials)
+        above = low + self.multiple_of
+        may_grow = low and high is None and (self.max_size is None or above <= self.max_size)
+        if may_grow and limit is not None and _is_far_beyond(trials, above, limit):
+            refused, predicted = above, written_bytes(int(predicted_bytes(trials, above)))
             found.append(
-                f"size {refused} was not tried: it is predicted to take "
-                f"{written_bytes(int(predicted_bytes(trials, refused)))}, far more than the limit"
+                f"size {above} was not tried: it is predicted to take {predicted}, far more than the limit"
             )
         return BatchSizeResult(tuple(trials), limit, device, refused, (*found, *notes))
 
@@ -324,16 +317,6 @@ def _is_far_beyond(trials: Sequence[Trial], size: int, limit: int) -> bool:
     """Whether a size is predicted to take far more than the limit. A line through one size proves nothing."""
     measured = sum(trial.peak_bytes is not None for trial in trials)
     return measured > 1 and predicted_bytes(trials, size) > limit * (1 + BEYOND)
-
-
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of aligned text; the last column is flush left, all others flush right.
-
-    >>> columns([("size", "fits"), ("8", "yes")])
-    ['size  fits', '   8  yes']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths)), row[-1]]) for row in rows]
 
 
 def _speed(value: float | None) -> str:
@@ -401,7 +384,7 @@ def find_batch_size(
     >>> found.largest % 64
     0
     """
-    models = list(model) if isinstance(model, Sequence) and not isinstance(model, nn.Module) else [model]
+    models = [model] if isinstance(model, nn.Module) or not isinstance(model, Sequence) else list(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     for one in models:
         if not isinstance(one, nn.Module):
@@ -413,16 +396,17 @@ def find_batch_size(
     place = _device_of(device, models)
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
-    search = Search(start, multiple_of, factor, None if limit is None else parse_bytes(limit), max_size)
+    search = Search(start, multiple_of, factor, max_size)
     if distributed.is_distributed():
         raise UsageError(
             "find_batch_size runs in one process: if one rank runs out of memory, the others wait for ever. "
             "Call it before init_process_group, or in a separate process."
         )
     snapshot = Snapshot(models, [*optimizers, *restore])
-    most = search.limit
-    if most is None and place.type == "cpu":
-        most = _limit_of_machine(place)
+    if limit is not None:
+        most: int | None = parse_bytes(limit)
+    else:
+        most = _limit_of_machine(place) if place.type == "cpu" else None
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
@@ -467,12 +451,10 @@ def _try_size(step: Step, size: int, device: torch.device, limit: int | None, ro
                 raise
             # Kept as text: outside this block no traceback holds the failed step's tensors.
             why = ". ".join(str(error).split(". ")[:2]).strip() or OUT_OF_MEMORY
-        if why:
-            trial = Trial(size, fits=False, why=why)
         if cuda:
             gc.collect()
             torch.cuda.empty_cache()
-    return trial
+    return Trial(size, fits=False, why=why) if why else trial
 
 
 def _run_steps(step: Step, size: int, device: torch.device, limit: int | None, rounds: int) -> Trial:
@@ -481,12 +463,13 @@ def _run_steps(step: Step, size: int, device: torch.device, limit: int | None, r
     peak = _peak_bytes(device, lambda: step(size))
     if limit is not None and peak > limit:
         return Trial(size, fits=False, peak_bytes=peak, why=OVER)
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
     for _ in range(rounds):
-        _synchronize(device)
+        wait()
         start = time.perf_counter()
         step(size)
-        _synchronize(device)
+        wait()
         seconds.append(time.perf_counter() - start)
     return Trial(size, fits=True, peak_bytes=peak, seconds=statistics.median(seconds) if seconds else None)
 
@@ -500,11 +483,6 @@ def _peak_bytes(device: torch.device, run: Callable[[], object] = lambda: None) 
     finally:
         peak = watch.stop().peak_bytes
     return peak
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _device_of(device: torch.device | str | None, models: Sequence[nn.Module]) -> torch.device:
@@ -528,3 +506,65 @@ def _limit_of_machine(place: torch.device) -> int:
             "limit='8 GiB'."
         )
     return max(1, spendable + _peak_bytes(place))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or the one that it was raised from, says that memory ran out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, RuntimeError) and says_out_of_memory(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether an error's text, or the end of a log, says that memory ran out."""
+    return any(saying in text for saying in _SAYINGS)
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that a process could allocate now without swapping; None where the system doesn't say.
+
+    Linux says it in `/proc/meminfo`. In a container the limit of the process's control group counts, or that of any
+    group above it. Pages of files that can be dropped count as free.
+    """
+    try:
+        text = (root / "proc/meminfo").read_text()
+        machine = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+    return max(0, min([machine * 1024, *_left_of_groups(root)]))
+
+
+def spendable_bytes(root: Path = Path("/")) -> int | None:
+    """What is available, less a margin of 10 % or 512 MiB (the larger) for all that are no tensors."""
+    available = available_bytes(root)
+    return None if available is None else max(0, available - max(int(MARGIN * available), LEAST_MARGIN))
+
+
+def _left_of_groups(root: Path) -> Iterator[int]:
+    """What each control group above this process has left, by versions 2 and 1."""
+    versions = (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for (_, controllers, path), version in ((line.split(":", 2), v) for line in groups for v in versions):
+        controller, limit, used, droppable = version
+        if controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controller
+        place = top / path.lstrip("/")
+        while place.is_relative_to(top):
+            try:
+                left = int((place / limit).read_text()) - int((place / used).read_text())
+                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+                yield left + int(stat.get(droppable, 0))
+            except (OSError, ValueError):  # no such group, or "max": no limit here
+                pass
+            place = place.parent

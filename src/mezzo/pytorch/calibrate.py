@@ -23,7 +23,7 @@ from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.ranges import RangeWatch
 from mezzo.pytorch.sensitivity import STEPS, Sensitivities
 from mezzo.pytorch.snapshot import Snapshot
-from mezzo.pytorch.training.observing import Observing
+from mezzo.pytorch.training.observers import Observers
 
 _NOT_TRIED = (
     "the policy has not been tried, and what a module computes on the way to what it returns was not seen: "
@@ -65,11 +65,9 @@ def calibrate(
 
     Returns:
         A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
-        the ranking, a `mezzo.core.sensitivity.Sensitivity`, or None where nothing could be measured. Each of its
-        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss, in the loss's own
-        unit, if the module alone runs in that format. Up to 4 of the steps are measured. To first order, a rounding
-        changes the loss by the sum of gradient * (rounded output - FP32 output) over all elements of the module's
-        outputs, of any shape; this is the root of its mean square over the steps (docs/monitoring.md).
+        the ranking from up to 4 of the steps (`mezzo.core.sensitivity.Sensitivity`; docs/monitoring.md), or None where
+        nothing could be measured. Each of its `modules`, the most sensitive first, has `changes`: format -> expected
+        change of the loss, in the loss's own unit, if the module alone runs in that format.
 
     Raises:
         UsageError: steps below 1, a headroom out of range, parameters that aren't FP32, a call within autocast, a
@@ -94,7 +92,7 @@ def calibrate(
     observers: list[StepObserver] = [RangeWatch(model, updated, every=1, kinds=kinds, all_modules=True)]
     if formats:
         observers.append(Sensitivities(formats, every=steps // STEPS, headroom_bits=headroom_bits))
-    observing = Observing(model, observers)
+    observing = Observers(model, observers)
     records: list[Record] = []
     try:
         model.train()
@@ -145,11 +143,9 @@ def _checked(model: nn.Module, parameters: list[nn.Parameter], loss_fn: Any, ste
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise UsageError(
+            f"loss_fn returned a {type(loss).__name__}{shape}: it must return one number, such as a mean over the batch"
         )
-        raise UsageError(f"loss_fn returned {what}: it must return one number, such as a mean over the batch")
     if not loss.requires_grad:
         raise UsageError("loss_fn returned a loss that depends on no parameter: compute it from model(batch)")

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mezzo.core.formats import Format, named
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.dtypes import DTYPES
-from mezzo.pytorch.rounding import round_tensor
+from mezzo.pytorch.rounding import round_array
 
 _COPY_NAMES = """
     relu relu6 leaky_relu threshold hardtanh clamp clamp_min clamp_max max_pool1d max_pool2d max_pool3d
@@ -128,7 +128,7 @@ class Rounding(TorchDispatchMode):
         if not largest:
             return rounded
         scale = 2.0 ** math.floor(math.log2(float(self._narrow.max) / largest))
-        return round_tensor(rounded * scale, self._narrow, "saturate") / scale
+        return round_array(rounded * scale, self._narrow, "saturate") / scale
 
     def _limited(self, name: str, tensor: Tensor) -> Tensor:
         """Rounded; infinite beyond the format's largest number, less the headroom."""
@@ -146,7 +146,7 @@ class Rounding(TorchDispatchMode):
         values = tensor.detach()
         if self._form.name in ("bf16", "fp16"):
             return values.to(DTYPES[self._form.name]).to(torch.float32)
-        return round_tensor(values, self._form, "infinity")
+        return round_array(values, self._form, "infinity")
 
 
 def around(form: Format) -> Format:

@@ -21,6 +21,7 @@ import torch
 
 from mezzo import __version__
 from mezzo.core.errors import unknown_name
+from mezzo.core.policy import Policy
 
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
 """Environment variable that overrides `native_formats` for every device: ``""`` for none, or
@@ -96,12 +97,10 @@ def describe() -> dict[str, Any]:
 def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
 
-    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, but for those on which it is slower
-    than FP32 (`cpu_trains_in_bf16`), and never fp16: where AVX512-FP16 makes fp16 matmul fast, a
-    convolution's training step still took 58 to 154 times FP32's time (torch 2.13), and ``nn.LSTM`` raises.
-    A CUDA device has fp16 from compute capability 7.0 and bf16 from 8.0. A device that is absent, or of a
-    type that nothing is known about, has none. The environment's ``MEZZO_ASSUME_NATIVE`` overrides all of
-    this.
+    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, but for those on which it is slower than FP32
+    (`cpu_trains_in_bf16`), and never fp16 (``docs/log.md``). A CUDA device has fp16 from compute capability 7.0 and
+    bf16 from 8.0. A device that is absent, or of an unknown type, has none. The environment's ``MEZZO_ASSUME_NATIVE``
+    overrides all of this.
 
     Raises:
         UnknownNameError: ``MEZZO_ASSUME_NATIVE`` names something other than bf16 and fp16.
@@ -135,13 +134,41 @@ def has_tf32(device_type: str) -> bool:
     )
 
 
+# PyTorch's switch for TF32: off under the policy fp32, on under tf32 where the device has it. It is one switch for the
+# whole process, read by each product when it runs, in backward too, which is outside any context. So it stays as it was
+# last put.
+
+
+def switch_off_tf32() -> bool:
+    """Have matmuls, convolutions and RNNs computed in true FP32, on GPUs and CPUs; whether the script had
+    asked for less.
+
+    A CPU has short cuts of the same kind: `set_float32_matmul_precision("medium")` computes in bf16 there.
+    cuDNN's convolutions use TF32 by default, which is nobody's request.
+    """
+    asked = torch.get_float32_matmul_precision() != "highest"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return asked
+
+
+def switch_on_tf32() -> None:
+    """Have FP32 matmuls, convolutions and RNNs read TF32 factors, on GPUs that can."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def leaves_autocast_off(policy: Policy, device_type: str) -> bool:
+    """Whether a policy's regions need no autocast: FP32, and TF32 by the device's own matrix units."""
+    return policy.compute == "fp32" or (policy.compute == "tf32" and has_tf32(device_type))
+
+
 def cpu_trains_in_bf16(cpu: Mapping[str, Any]) -> bool:
     """Whether a CPU with these capabilities multiplies bf16 itself, and no slower than FP32.
 
-    oneDNN must be there to do it. Having the instruction is not enough: on Intel cores that have AVX512-FP16
-    and whose AMX is hidden (as in many virtual machines), bf16 matmul ran at about half of FP32's rate
-    (``docs/log.md``). It is a matter of instructions and not of a measurement at start-up, since a choice
-    that depends on the load of the moment would change a run's last bits.
+    oneDNN must be there to do it. Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual
+    machines) ran bf16 matmul at about half of FP32's rate (``docs/log.md``). Instructions decide, not a measurement at
+    start-up: a choice that depends on the load of the moment would change a run's last bits.
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
     has = {name for name, value in cpu.items() if value is True}

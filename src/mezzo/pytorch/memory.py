@@ -1,15 +1,12 @@
 """Peak memory of training steps: a GPU's allocator says it; on a CPU, the tensor bytes alive at the peak.
 
-A CPU process's resident memory says little: imports, thread pools and the C library's caches hide the
-tensors, and freed pages come back late. So on a CPU bytes are counted where tensors are made. A storage is
-counted once, however many views share it, from the op that makes it until C++ lets it go: parameters,
-gradients, optimizer state and what autograd saved for backward alike. What this leaves out: a kernel's
-scratch space inside one op (oneDNN's, im2col's), which never becomes a tensor.
+On a CPU bytes are counted where tensors are made. A storage is counted once, however many views share it, from the op
+that makes it until C++ lets it go: parameters, gradients, optimizer state and what autograd saved for backward alike. A
+kernel's scratch space inside one op, which never becomes a tensor, is left out.
 
-Code made by `torch.compile` allocates behind the dispatcher's back. Once a graph has been compiled, the
-counter reads the CPU allocator's event stream instead, through the profiler's hook; that one sees scratch
-space too. The record's `how` tells the two apart, and a comparison uses the same one on both sides: both
-run the same script.
+Code made by `torch.compile` allocates behind the dispatcher's back. Once a graph has been compiled, the CPU allocator's
+event stream is read instead, through the profiler's hook; that one sees scratch space too. The record's `how` tells the
+two apart.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from mezzo.core.records import MemoryRecord
 
@@ -82,9 +80,7 @@ class PeakTensorBytes:
             counter = _StorageCounter()
             if _something_is_compiled():
                 allocator = _AllocatorCounter()
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the script profiles itself: leave its profiler alone
+                with contextlib.suppress(RuntimeError):  # the script profiles itself: its profiler stays
                     allocator.start()
                     self._counter = allocator
                     return
@@ -141,8 +137,13 @@ class _StorageCounter(TorchDispatchMode):
     def stop(self) -> int:
         self._counting = False
         stack = _get_current_dispatch_mode_stack()
-        if any(mode is self for mode in stack):
-            _leave(self, stack)
+        place = next((n for n, mode in enumerate(stack) if mode is self), None)
+        if place is not None:  # wherever: the user's code may have entered a mode of its own since
+            for _ in stack[place + 1 :]:
+                torch._C._pop_torch_dispatch_stack(None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            for above in stack[place + 1 :]:
+                torch._C._push_on_torch_dispatch_stack(above)
         self._alive.clear()
         return self._peak
 
@@ -151,8 +152,9 @@ class _StorageCounter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._counting:
-            for tensor in _tensors_in((args, kwargs, out)):
-                self._see(tensor)
+            for value in tree_leaves((args, kwargs, out)):
+                if isinstance(value, torch.Tensor):
+                    self._see(value)
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -235,16 +237,6 @@ def _something_is_compiled() -> bool:
     return utils is not None and bool(utils.counters["stats"].get("unique_graphs", 0))
 
 
-def _leave(mode: _StorageCounter, stack: list[TorchDispatchMode]) -> None:
-    """Take `mode` off the stack, wherever in it: the user's code may have entered a mode of its own since."""
-    above = stack[next(i for i, other in enumerate(stack) if other is mode) + 1 :]
-    for _ in above:
-        torch._C._pop_torch_dispatch_stack(None)
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    for other in above:
-        torch._C._push_on_torch_dispatch_stack(other)
-
-
 def _tensors_alive() -> Iterator[torch.Tensor]:
     """Every tensor that Python's collector knows, and the gradients of the leaves among them."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -263,14 +255,3 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return storage if storage.device.type == "cpu" else None
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)

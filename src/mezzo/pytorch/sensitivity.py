@@ -2,10 +2,10 @@
 
     change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
 
-A few steps in FP32 are looked at. Before the optimizer moves the weights, the model's call is run once more, so that
-the inputs of every module and the gradients at its outputs are known. Then each module that computes something runs
-forward twice on the same inputs: once in FP32, once with each of its own operations rounded to the format
-(`mezzo.pytorch.emulation`, which takes any `Format`).
+Before the optimizer moves the weights of an FP32 step, the model's call is run once more, so that the inputs of every
+module and the gradients at its outputs are known. Then each module that computes something runs forward twice on the
+same inputs: once in FP32, once with each of its own operations rounded to the format (`mezzo.pytorch.emulation`, which
+takes any `Format`).
 
 - A module's inputs come rounded in both runs, and so do the results of the modules that it calls: their rounding is
   counted where it happens. The error is exact within a module, and linear in what follows it.
@@ -19,9 +19,11 @@ The step itself is not changed: no gradient, no buffer, no random number.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +36,10 @@ from mezzo.core.formats import Format, named
 from mezzo.core.records import ModuleRounding, Record, SensitivityRecord
 from mezzo.core.sensitivity import RANKED
 from mezzo.pytorch.emulation import Rounding, around, floats, is_finite
-from mezzo.pytorch.monitor.again import RandomState, devices_of, nothing_left
+from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.wrappers import unwrapped
+from mezzo.pytorch.monitor.replay import devices_of, nothing_left
+from mezzo.pytorch.snapshot import RandomState
 
 STEPS = 4
 """Steps that are measured."""
@@ -84,7 +87,7 @@ class _Call:
 
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient, place=place: keep(gradient, place))
+                tensor.register_hook(functools.partial(keep, place=place))
 
 
 class Sensitivities(StepObserver):
@@ -156,11 +159,6 @@ class Sensitivities(StepObserver):
         if self._model is None or self._is_ours(optimizer):
             self._updates += 1
 
-    @property
-    def finding(self) -> None:
-        """None: it explains no skipped step."""
-        return None
-
     def step_dropped(self) -> None:
         """Nothing of the step counts."""
         self._kept, self._count, self._loss = [], 0, 0.0
@@ -198,7 +196,6 @@ class Sensitivities(StepObserver):
     def _again(self, outer: _Call) -> None:
         """Run a model's call forward and backward, and keep the calls of its modules."""
         model = outer.module
-        hooks: list[Any] = []
         with nothing_left(model), torch.enable_grad():
             with torch.no_grad():
                 for buffer, value in outer.buffers:
@@ -213,22 +210,15 @@ class Sensitivities(StepObserver):
                 return leaves[-1].clone()  # no leaf: it may be written
 
             args, kwargs = tree_map_only(Tensor, taken, (outer.args, outer.kwargs))
-            for module in self._paths:
-                if module is not model:
-                    hooks += [
-                        module.register_forward_pre_hook(self._before, with_kwargs=True),
-                        module.register_forward_hook(self._after, always_call=True),
-                    ]
             self._mode = Rounding(self._formats[0])
+            inner = [module for module in self._paths if module is not model]
             try:
-                with self._mode:
+                with _hooked(inner, self._before, self._after), self._mode:
                     self._before(model, args, kwargs)
                     output = model.forward(*args, **kwargs)
                     self._after(model, args, output)
             finally:
                 self._mode = None
-                for hook in hooks:
-                    hook.remove()
             ends = [
                 (y, g) for y, g in zip(floats(output), outer.gradients) if g is not None and y.requires_grad
             ]
@@ -326,14 +316,13 @@ class Sensitivities(StepObserver):
         """
         mode = Rounding(form, rounds=rounds, headroom_bits=self._headroom)
         low = iter(call.low)
-        hooks: list[Any] = []
 
         def taken(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
                 return tensor
             return mode.handed_on(tensor, next(low) and handed_on)
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             mode.inside.append(module)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -347,18 +336,23 @@ class Sensitivities(StepObserver):
         with nothing_left(call.module):
             call.random.put_back()
             args, kwargs = tree_map_only(Tensor, taken, (call.args, call.kwargs))
-            for module in call.inner:
-                hooks += [
-                    module.register_forward_pre_hook(before),
-                    module.register_forward_hook(after, always_call=True),
-                ]
-            try:
-                with mode:
-                    output = call.module.forward(*args, **kwargs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            with _hooked(call.inner, before, after), mode:
+                output = call.module.forward(*args, **kwargs)
         return floats(output), mode.cause
+
+
+@contextmanager
+def _hooked(modules: Iterable[nn.Module], before: Any, after: Any) -> Iterator[None]:
+    """Call `before` and `after` around each call of these modules, also of one that raises."""
+    hooks: list[Any] = []
+    try:
+        for module in modules:
+            hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(after, always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _sum(before: ModuleRounding | None, row: ModuleRounding) -> ModuleRounding:

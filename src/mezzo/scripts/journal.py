@@ -35,9 +35,9 @@ Widen = Callable[[RecordWriter | None], RecordWriter | None]
 class Journal:
     """Counts and writes down one run.
 
-    The `run` record waits for the first thing that happens, since only then is the device (and with it
-    `auto`'s choice) known. A loss that lies on an accelerator is read some steps later, together with
-    others; on a CPU each record is complete on disk before the next step begins.
+    The `run` record waits for the first thing that happens, since only then is the device (and with it `auto`'s choice)
+    known. A loss that lies on an accelerator is read some steps later, together with others; on a CPU each record is
+    complete on disk before the next step begins.
 
     Args:
         path: file for the records; None counts only.
@@ -53,7 +53,13 @@ class Journal:
         self, path: Path | None, started: Callable[[], RunStarted], widen: Widen | None = None
     ) -> None:
         self._widen = widen
-        self._writer = None if path is None else _writer(path)
+        try:
+            self._writer = None if path is None else RecordWriter(path)
+        except OSError as error:
+            raise UsageError(
+                f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in a folder "
+                "that is there."
+            ) from error
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
         self._queue: list[tuple[Record, Any]] = []
@@ -181,16 +187,6 @@ class Journal:
     def now(self) -> float:
         """Seconds since the run began, as records have them."""
         return time.perf_counter() - self._zero
-
-
-def _writer(path: Path) -> RecordWriter:
-    try:
-        return RecordWriter(path)
-    except OSError as error:
-        raise UsageError(
-            f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in a folder "
-            "that is there."
-        ) from error
 
 
 def now_text() -> str:

@@ -103,6 +103,56 @@ class RunRequest:
             raise UsageError(f"not a run request: {text[:80]!r} ({error})") from error
 
 
+class StepWatch:
+    """Observes one early step of a run: from the end of the second update that moved to the end of the next one of the
+    same optimizer. The first steps allocate the optimizer's state and compile; that step is like all later ones.
+
+    The updates in between are marked as observed: watching costs time, and no timing may use them.
+
+    Args:
+        wanted: whether a step is to be observed at all.
+        begin: begins to observe; what it returns ends that, told whether to keep what was seen.
+    """
+
+    def __init__(self, wanted: bool, begin: Callable[[], Callable[[bool], None]]) -> None:
+        self._wanted = wanted
+        self._begin = begin
+        self._moved: dict[int, int] = {}
+        self._optimizer = 0
+        self._stop: Callable[[bool], None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a step is being observed now."""
+        return self._stop is not None
+
+    def after_update(self, optimizer: int, *, moved: bool) -> None:
+        """An update of the optimizer with this number is over."""
+        if not self._wanted:
+            return
+        if self._stop is not None:
+            if optimizer == self._optimizer:
+                self._end(keep=moved)
+                self._wanted = not moved
+                if not moved:  # the next update may be looked into, and the one after it is observed
+                    self._moved[optimizer] = 1
+        elif moved:
+            self._moved[optimizer] = self._moved.get(optimizer, 0) + 1
+            if self._moved[optimizer] == 2:
+                self._optimizer, self._stop = optimizer, self._begin()
+
+    def finish(self, journal: Journal, *, told: bool) -> None:
+        """The script is over; where no step was observed and it is to be told, a note says so."""
+        self._end(keep=False)
+        if self._wanted and told:
+            journal.note("no step was observed (memory, formats): the script ended before its third update")
+
+    def _end(self, *, keep: bool) -> None:
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            stop(keep)
+
+
 class Part(Protocol):
     """What a run changes in this process."""
 
@@ -114,19 +164,17 @@ class Part(Protocol):
 
 
 class Session(Protocol):
-    """What any run knows of itself."""
+    """What any run knows of itself.
 
-    @property
-    def request(self) -> RunRequest:
-        """What was asked for."""
+    Attributes:
+        request: what was asked for.
+        journal: what has happened so far.
+        fatal: the user's mistake that only a line of the script could show; None where there is none.
+    """
 
-    @property
-    def journal(self) -> Journal:
-        """What has happened so far."""
-
-    @property
-    def fatal(self) -> MezzoError | None:
-        """The user's mistake that only a line of the script could show; None where there is none."""
+    request: RunRequest
+    journal: Journal
+    fatal: MezzoError | None
 
 
 def run(

@@ -9,14 +9,13 @@ tf_keras's machine takes no other; so the parent is told that the scale is const
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer as LegacyParent
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3 as Parent
 
-from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.tensorflow.loss_scale_variables import LossScaleVariables, ScaleReads
@@ -30,21 +29,12 @@ class _Scaled(ScaleReads):
     Args:
         inner_optimizer: the optimizer that is given unscaled gradients.
         loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
-
-    Raises:
-        UsageError: a loss scale that is none, or has no form on arrays.
     """
 
-    _library = "tf_keras"
     _legacy = False
 
     def __init__(self, inner_optimizer: Any, loss_scale: LossScale | float | str = "dynamic") -> None:
-        pure = as_loss_scale(loss_scale, "LossScaleOptimizer")
-        if pure is None:
-            raise UsageError(
-                'LossScaleOptimizer: loss_scale is None; give "dynamic", "none", a number or a DynamicLossScale(...)'
-            )
-        scaled = LossScaleVariables(pure)
+        scaled = LossScaleVariables(cast(LossScale, as_loss_scale(loss_scale, "LossScaleOptimizer")))
         super().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)  # type: ignore[call-arg]
         self._scaled = scaled
         self._track_trackable(scaled, "loss_scale")  # type: ignore[attr-defined]
@@ -55,20 +45,10 @@ class _Scaled(ScaleReads):
         return isinstance(self._scaled.pure, DynamicLossScale)
 
     @property
-    def dynamic_counter(self) -> Any:
-        """Good steps since the scale last moved: int64 variable, shape (); None for a constant scale."""
-        return self._scaled.read("dynamic_counter").good_steps if self.dynamic else None
-
-    @property
     def initial_scale(self) -> float:
         """S at the start."""
         pure = self._scaled.pure
         return pure.init if isinstance(pure, DynamicLossScale) else pure.scale
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Good steps in a row that let S grow; None for a constant scale."""
-        return getattr(self._scaled.pure, "growth_interval", None)
 
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, and the loss scale as a policy writes it."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
-from weakref import WeakValueDictionary
 
 import tensorflow as tf
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import LossScale, NoLossScale, ScaleArrays, advance, check, on_host, start
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.tensorflow.conflicts import in_xla, refuse_policy_after, refuse_xla
+from mezzo.tensorflow.switch import in_xla, refuse_xla
 
 Pairs = Sequence[tuple[Any, Any]]
 """Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
@@ -55,50 +54,22 @@ _VARIABLES = {
 }
 
 
-class OwnResults:
-    """Tensors by identity, held weakly: whoever gives back what a call returned would scale or unscale it twice.
-
-    Of `tf.IndexedSlices` their values, so that new slices of the same values are known too.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-    def remember(self, result: Any) -> None:
-        """Know this tensor again, or these slices; None is nothing."""
-        if result is not None:
-            self._by_id[id(_values(result))] = _values(result)
-
-    def __contains__(self, given: Any) -> bool:
-        given = _values(given)
-        return given is not None and self._by_id.get(id(given)) is given
-
-    def forget(self) -> None:
-        """Know none any more."""
-        self._by_id.clear()
-
-
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
     """The moving parts of a loss scale, saved with whatever tracks this object, and what an optimizer does with them.
 
-    A variable belongs to a graph, so there is a set of them for each graph of TF1 in which this is used, and one for
-    eager programs and their `tf.function`s; `here()` is the one that counts where it is called.
+    There is a set of variables for each graph of TF1 in which this is used, and one for eager programs and their
+    `tf.function`s; `here()` is the one that counts where it is called.
 
     Args:
         pure: the loss scale, with the state to begin with.
-
-    Raises:
-        UsageError: the loss scale has no form on arrays.
     """
 
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
         self._held: dict[Any, Held] = {}
-        self._scale_read: dict[Any, Any] = {}  # graph -> S, one tensor for whoever reads it
         # The graphs with a part of a step, in order; None for the eager program.
         self._used: dict[Any, None] = {}
         self._loss_was_scaled = self._gradients_were_unscaled = False
-        self._scaled_losses, self._unscaled_gradients = OwnResults(), OwnResults()
         self.here()
 
     # The variables
@@ -116,8 +87,6 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                 self._used[graph] = None
             if graph not in self._held:
                 self._held[graph] = self._make()
-                if graph is not None and not tf.distribute.has_strategy():
-                    self._scale_read[graph] = tf.convert_to_tensor(self._held[graph].scale)
                 for name, variable in self._by_name().items():
                     self._handle_deferred_dependencies(name=name, trackable=variable)
         return self._held[graph]
@@ -157,27 +126,26 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     # Reading them
 
     def read(self, what: str) -> Held:
-        """The variables of `here()` for who reads `what` of them; none are made.
+        """The variables of `here()`, for reading `what`; none are made.
 
         Raises:
-            UsageError: this graph, or the eager program, has none, or no part of a step: another one has.
+            UsageError: the steps are in another graph.
         """
         with tf.init_scope():
             graph = _graph()
         if graph in self._held and (graph in self._used or not self._used):
             return self._held[graph]
-        here = "the eager program" if graph is None else f"{graph!r}"
         others = [other for other in self._used or self._held if other is not None]
-        where = "the eager program, and none here before its first step here. Call optimizer.minimize(loss) first."
-        if others:
-            where = f"{others[-1]!r}. Read it there: with graph.as_default(): session.run([{_READS}])."
-        raise UsageError(f"{what}: it is read in {here}, and this optimizer has its loss scale in {where}")
+        where = f"{others[-1]!r}" if others else "the eager program"
+        raise UsageError(
+            f"{what}: this optimizer has its loss scale in {where}, and not here. Of a graph of TF1 read it there: "
+            f"with graph.as_default(): session.run([{_READS}])."
+        )
 
     def scale_to_read(self) -> Any:
-        """S for the next step, for whoever asks from outside: in a graph of TF1 the same tensor each time."""
-        held = self.read("loss_scale")
-        known = None if tf.executing_eagerly() else self._scale_read.get(_graph())
-        return tf.convert_to_tensor(held.scale) if known is None else known
+        """S for the next step; in a graph the variable, so that reading adds no op."""
+        scale = self.read("loss_scale").scale
+        return tf.convert_to_tensor(scale) if tf.executing_eagerly() else scale
 
     def machine(self) -> LossScale:
         """The pure loss scale on the host; waits for the device."""
@@ -191,15 +159,14 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
         held = self.read(what)
         if not tf.executing_eagerly():
             raise UsageError(
-                f"{what} is for eager programs, outside of a tf.function, and a graph is being built here. Of a graph "
-                f"of TF1 a Session reads it: session.run([{_READS}])."
+                f"{what} is for eager programs. In a graph of TF1 a Session reads it: session.run([{_READS}])."
             )
         return ScaleArrays(*(float(getattr(held, f.name).numpy()) for f in fields(ScaleArrays)))
 
     # A loss and its gradients
 
     def scaled_loss(self, loss: Any) -> Any:
-        """S * loss in FP32 at least; of a function without arguments, a function. Not of a loss that is scaled."""
+        """S * loss in FP32 at least; of a function without arguments, a function."""
         self._loss_was_scaled = True
         if callable(loss):
             return lambda: self._times_scale(loss())
@@ -208,60 +175,36 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def _times_scale(self, loss: Any) -> Any:
         if not self.scales:
             return loss
-        if loss in self._scaled_losses:
-            raise CallOrderError(
-                "the loss is scaled twice: get_scaled_loss was given what it had returned, and the gradients would be "
-                "too large by the loss scale. Leave out the second get_scaled_loss; to optimizer.minimize(...) and "
-                "optimizer.compute_gradients(...) give the loss unscaled, since they scale it themselves."
-            )
         loss = tf.convert_to_tensor(loss)
         if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
             loss = tf.cast(loss, tf.float32)
-        scaled = loss * tf.cast(tf.convert_to_tensor(self.here(for_a_step=True).scale), loss.dtype)
-        self._scaled_losses.remember(scaled)
-        return scaled
+        return loss * tf.cast(tf.convert_to_tensor(self.here(for_a_step=True).scale), loss.dtype)
 
     def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
-        """gradients * (1 / S), in FP32 at least, each of its own type; None stays None. Not of unscaled ones."""
+        """gradients * (1 / S), in FP32 at least, each of its own type; None stays None."""
         self._gradients_were_unscaled = True
         if not self.scales:
             return list(gradients)
-        if any(gradient in self._unscaled_gradients for gradient in gradients):
-            raise CallOrderError(
-                "the gradients are unscaled twice: get_unscaled_gradients was given what it had returned, and they "
-                "would be too small by the loss scale. Leave out the second get_unscaled_gradients; what "
-                "optimizer.compute_gradients(...) returns is unscaled already."
-            )
         inv_scale = 1.0 / tf.convert_to_tensor(self.here(for_a_step=True).scale)
-        unscaled = [None if gradient is None else _times(gradient, inv_scale) for gradient in gradients]
-        for gradient in unscaled:
-            self._unscaled_gradients.remember(gradient)
-        return unscaled
+        return [None if gradient is None else _times(gradient, inv_scale) for gradient in gradients]
 
     def require_scaled(self) -> None:
         """Raise CallOrderError if the loss was never scaled, or the gradients never unscaled."""
         if not self.scales or (self._loss_was_scaled and self._gradients_were_unscaled):
             return
+        fault = (
+            "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
+        )
         if self._loss_was_scaled:
             fault = "the loss was scaled, and the gradients were never unscaled: they are too large by the loss scale"
-        elif self._gradients_were_unscaled:
-            fault = "the gradients were unscaled, and the loss was never scaled: they are too small by the loss scale"
-        else:
+        elif not self._gradients_were_unscaled:
             fault = "the loss was never scaled, so that small gradients are lost in fp16"
-        way = f"Use optimizer.minimize(...) or optimizer.compute_gradients(...), or write:{_LOOP}"
-        raise CallOrderError(f"apply_gradients: {fault}. {way}")
+        raise CallOrderError(f"apply_gradients: {fault}. Use optimizer.minimize(...), or write:{_LOOP}")
 
     # A step
 
     def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
-
-        The naive code it equals::
-
-            found_inf = any(bad)
-            if not found_inf:
-                apply(grads_and_vars)
-            pure = pure.next(Observation(found_inf))
 
         In a graph the patience's end is an `InvalidArgumentError` of TensorFlow's with the same message; in a function
         that XLA compiles assertions are not run, and `check()` says it.
@@ -284,8 +227,6 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
                 "strategy.run(...) runs on each replica."
             )
         refuse_xla()
-        self._scaled_losses.forget()
-        self._unscaled_gradients.forget()
         gradients, variables = ([pair[place] for pair in grads_and_vars] for place in (0, 1))
 
         def applied(gradients: list[Any]) -> Any:
@@ -359,7 +300,6 @@ class ScaleReads:
     """What the optimizers of TF1 and of Keras 2 tell of their loss scale, which they hold as `_scaled`."""
 
     _scaled: LossScaleVariables
-    _library = "tensorflow"  # whose dtype policy is looked at; TF1 has none
     rewrite: Any = None  # what enable_mixed_precision_graph_rewrite decided, if it made the optimizer
 
     def __repr__(self) -> str:
@@ -391,30 +331,13 @@ class ScaleReads:
         self._scaled.check()
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """S * loss, for `tf.GradientTape`; of a function, a function.
-
-        Raises:
-            CallOrderError: it is scaled already.
-            UsageError: a mixed policy of the optimizer's Keras was set after the graph rewrite.
-        """
-        refuse_policy_after(self._library, self.rewrite, self._scaled.pure)
+        """S * loss, for `tf.GradientTape`; of a function, a function."""
         return self._scaled.scaled_loss(loss)
 
     scale_loss = get_scaled_loss
 
     def get_unscaled_gradients(self, grads: Any) -> list[Any]:
-        """The gradients of a scaled loss times 1/S; None stays None.
-
-        Raises:
-            CallOrderError: they are unscaled already.
-            UsageError: no list of gradients.
-        """
-        if grads is None or tf.is_tensor(grads):
-            what = "None" if grads is None else "one tensor"
-            raise UsageError(
-                f"get_unscaled_gradients: grads is {what}; give a list of gradients, one for each variable, such as "
-                "tape.gradient(scaled_loss, [variable]) returns."
-            )
+        """The gradients of a scaled loss times 1/S; None stays None."""
         return self._scaled.unscaled(list(grads))
 
 

@@ -29,9 +29,7 @@ from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_nam
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.hardware import describe
-from mezzo.tensorflow.conflicts import refuse_policy_before
-from mezzo.tensorflow.op_lists import environment_of, list_of_each
-from mezzo.tensorflow.switch import SWITCH
+from mezzo.tensorflow.switch import SWITCH, environment_of, list_of_each, refuse_policy
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 _WHERE = "enable_mixed_precision_graph_rewrite"
@@ -90,7 +88,7 @@ def enable_mixed_precision_graph_rewrite(
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
             "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`: see `mezzo.tensorflow.op_lists`.
+        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`: see `mezzo.tensorflow.switch`.
             In force until the rewrite is turned off or on anew.
 
     Returns:
@@ -102,7 +100,7 @@ def enable_mixed_precision_graph_rewrite(
         UnsupportedPrecisionError: the rewrite cannot compute in that precision on this machine.
     """
     wrap = _wrapper_for(optimizer)
-    refuse_policy_before(_WHERE)
+    refuse_policy(_WHERE)
     chosen, why = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
     list_of = list_of_each(op_lists) if op_lists is not None else {}
@@ -137,32 +135,28 @@ def choose(precision: str) -> tuple[str, str]:
     precision = _OTHER_NAMES.get(precision, precision)
     if precision in _FULL:
         raise UsageError(
-            f"{_WHERE}: precision is {given!r}, and the rewrite is what computes in less. "
-            "Leave the call out and use the optimizer as it is; if a rewrite is on, "
+            f"{_WHERE}: precision is {given!r}. For FP32 leave the call out; if a rewrite is on, "
             "disable_mixed_precision_graph_rewrite() turns it off."
         )
     if precision not in _PRECISIONS:
         raise unknown_name("precision", str(given), _PRECISIONS, where=f"{_WHERE}: ")
     gpu = _gpu()
+    onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1") not in ("0", "false")
+    refused = None
     if precision == "fp16" and gpu is None:
+        refused = "computes in FP16 on NVIDIA GPUs from compute capability 7.0, and TensorFlow sees none here"
+    elif precision == "bf16" and gpu is not None:
+        refused = f"computes in BF16 on CPUs alone, and here is {gpu}"
+    elif precision == "bf16" and not onednn:
+        refused = "computes in BF16 through oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 turns off"
+    if refused is not None:
         raise UnsupportedPrecisionError(
-            "precision='fp16': TensorFlow's graph rewrite computes in FP16 on NVIDIA GPUs from compute capability "
-            f"{'.'.join(map(str, _TENSOR_CORES))}, and TensorFlow sees none here. Use precision='auto', or 'bf16', "
-            "which it does on CPUs."
-        )
-    if precision == "bf16" and gpu is not None:
-        raise UnsupportedPrecisionError(
-            f"precision='bf16': TensorFlow's graph rewrite computes in BF16 on CPUs alone, and here is {gpu}. Use "
-            "precision='auto' or 'fp16'; or train in BF16 by a policy, mezzo.keras.set_policy('bf16')."
+            f"precision={given!r}: TensorFlow's graph rewrite {refused}. Use precision='auto', or a policy in place of "
+            "the rewrite, mezzo.keras.set_policy('bf16')."
         )
     if gpu is not None:
         return "fp16", f"on {gpu}"
-    if os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1") in ("0", "false"):
-        if precision == "bf16":
-            raise UnsupportedPrecisionError(
-                "precision='bf16': the graph rewrite computes in BF16 through oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 "
-                "turns off. Unset it."
-            )
+    if not onednn:
         return "fp32", "no GPU, and TF_ENABLE_ONEDNN_OPTS=0 leaves none of the rewrites for a CPU"
     assumed = os.environ.get(ASSUME_NATIVE)
     if "bf16" in (describe("")["native_formats"] if assumed is None else assumed.split(",")):
@@ -189,12 +183,8 @@ def _loss_scale(given: Any, chosen: str) -> LossScale:
         return StaticLossScale(given.get_config()["loss_scale_value"])
     if isinstance(given, theirs.DynamicLossScale):
         of = given.get_config()
-        return DynamicLossScale(
-            init=of["initial_loss_scale"],
-            growth_interval=of["increment_period"],
-            growth_factor=of["multiplier"],
-            backoff_factor=1 / of["multiplier"],
-        )
+        factor = of["multiplier"]
+        return DynamicLossScale(of["initial_loss_scale"], factor, 1 / factor, of["increment_period"])
     scale = as_loss_scale(given, _WHERE)
     if scale is None:
         raise UsageError(f'{_WHERE}: loss_scale is None; for no loss scale give loss_scale="none"')
@@ -209,9 +199,7 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
     scaled += [keras2.mixed_precision.LossScaleOptimizer] if keras2 else []
     scaled += [keras3.optimizers.LossScaleOptimizer] if keras3 else []
     if isinstance(optimizer, (*scaled, V1Optimizer)):
-        raise UsageError(
-            f"{_WHERE}: {type(optimizer).__name__} scales the loss already. Give the optimizer that is inside it."
-        )
+        raise UsageError(f"{_WHERE}: {optimizer!r} scales the loss already. Give the optimizer inside it.")
     if isinstance(optimizer, v1.train.Optimizer):
         return lambda scale: V1Optimizer(optimizer, scale)
     if keras3 is not None and isinstance(optimizer, keras3.optimizers.Optimizer):
@@ -231,9 +219,7 @@ def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
         legacy = isinstance(optimizer, keras2.optimizers.legacy.Optimizer)
         wrapper = ours.LegacyLossScaleOptimizer if legacy else ours.LossScaleOptimizer
         return lambda scale: wrapper(optimizer, scale)
-    what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"{optimizer!r}"
-    mend = f" Call it: {optimizer.__name__}(...)." if isinstance(optimizer, type) else ""
     raise UsageError(
-        f"{_WHERE}: optimizer is {what}; give an optimizer of tf.compat.v1.train, such as AdamOptimizer(1e-3), of "
-        f"Keras 3 or of tf_keras.{mend}"
+        f"{_WHERE}: optimizer is {optimizer!r}. Give an instance of an optimizer of tf.compat.v1.train, such as "
+        "AdamOptimizer(1e-3), of Keras 3 or of tf_keras."
     )

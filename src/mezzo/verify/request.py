@@ -25,7 +25,7 @@ from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.policy import policy
 from mezzo.core.records import file_name
 from mezzo.keras.plan import plan
-from mezzo.pytorch.launch.storage import check
+from mezzo.pytorch.launch.runner import check
 from mezzo.scripts.runner import RunRequest
 from mezzo.scripts.script import locate
 from mezzo.verify.measure import Metric

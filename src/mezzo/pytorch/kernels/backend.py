@@ -1,9 +1,7 @@
 """Which implementation of the kernels a device uses: Triton's on a GPU, Numba's on a CPU, or the reference.
 
-Some kernels are behind PyTorch's ops (`CUSTOM`): 16 bits in, FP32 arithmetic, and no FP32 copy of what was read. Such a
-kernel takes the op's own arguments, with a 16-bit first tensor; a region hands FP32 and FP64 tensors to PyTorch
-(`mezzo.pytorch.region.actions`). Which op has one on which device, and that its arithmetic is FP32's, is
-`mezzo.core.rules.OWN_KERNEL`.
+Which op has a kernel of Mezzo's, and on which devices, is in the table of operations (`mezzo.core.rules`). A kernel for
+an op takes the op's own arguments, with a 16-bit first tensor.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from mezzo.core.errors import UsageError, unknown_name
@@ -23,19 +21,6 @@ KERNELS = "MEZZO_KERNELS"
 """Environment variable that forces one implementation for every device."""
 
 IMPLEMENTATIONS = ("reference", "numba", "triton")
-
-_PACKAGE = __package__
-
-#: Op, by its ATen name -> "module:function".
-CUSTOM: Mapping[str, str] = MappingProxyType(
-    {
-        "cross_entropy_loss": f"{_PACKAGE}.cross_entropy:cross_entropy_loss",
-        "instance_norm": f"{_PACKAGE}.composed:instance_norm",
-        "layer_norm": f"{_PACKAGE}.layer_norm:layer_norm",
-        "rms_norm": f"{_PACKAGE}.rms_norm:rms_norm",
-        "softmax": f"{_PACKAGE}.composed:softmax",
-    }
-)
 
 # Device type -> the compiler that its kernels need, and how to get it.
 _COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "pip install triton")}
@@ -93,10 +78,10 @@ def load(package: str, device_type: str) -> ModuleType:
     return importlib.import_module(module)
 
 
-def custom_kernel(op: str) -> Callable[..., Any]:
-    """The kernel of an op in `CUSTOM`; its module is imported now."""
-    module, _, name = CUSTOM[op].partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+def kernel(path: str) -> Callable[..., Any]:
+    """What ``module:function`` names in this package; the module is imported now."""
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return found
 
 

@@ -221,21 +221,6 @@ def store_number_bf16(out: Pointer, i: int, value: float) -> None:
     out[i] = i16(i32(i32(pattern + i32(0x7FFF)) + even) >> 16)
 
 
-# What stands for a tensor that is absent, and for a choice.
-
-
-@inline
-def load_one(weight: Pointer, i: int) -> float:
-    """The weight that isn't there."""
-    return f32(1.0)
-
-
-@inline
-def load_zero(bias: Pointer, i: int) -> float:
-    """The bias that isn't there: minus zero, which added to anything changes nothing."""
-    return f32(-0.0)
-
-
 @inline
 def yes() -> bool:
     """For a choice that a template leaves open."""

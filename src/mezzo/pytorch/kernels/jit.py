@@ -3,9 +3,9 @@
 A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` name what
 changes:
 
-    from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
+    from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
 
-With `"load_weight": "mezzo.pytorch.kernels.optimizer_step.cpu_storage:load_weight_split8"` among its bindings,
+With `"decode": "mezzo.pytorch.kernels.optimizer_step.cpu_elements:decode_split8"` among its bindings,
 `kernel` writes that module with the other import into a cache folder, compiles such a function as C's, and lets Numba
 keep the machine code beside it. The folder is named after everything that the code is made of: Mezzo's kernels,
 Numba, LLVM and the processor. So nothing stale is ever loaded, and the next process starts at once. To compile takes
@@ -190,7 +190,7 @@ def _folder() -> Path:
     """The folder of modules that were written by these sources, with these compilers, for this processor."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    sources = (source for each in ("cpu*.py", "__init__.py", "storage.py") for source in root.rglob(each))
+    sources = (source for each in ("cpu*.py", "__init__.py", "formulas.py") for source in root.rglob(each))
     for source in sorted(sources):
         digest.update(source.relative_to(root).as_posix().encode() + b"\0" + source.read_bytes())
     cpu = llvmlite.binding.get_host_cpu_name()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.emulated.call import Emulated
+from mezzo.pytorch.kernels.emulated import Emulated
 
 __all__ = ["with_fp32_state"]
 

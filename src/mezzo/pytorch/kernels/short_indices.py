@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.emulated.packing import Versioned
+from mezzo.pytorch.kernels.packing import Versioned
 from mezzo.pytorch.kernels.plain import is_plain
 
 # Hooks cost some 10 us a call: as much as a core takes to narrow this many indices.

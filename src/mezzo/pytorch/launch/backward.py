@@ -1,16 +1,13 @@
-"""`backward()` and `autograd.grad` of a run: the loss is noted down, and in fp16 scaled without the
-script's knowing.
+"""`backward()` and `autograd.grad` of a run: the loss is noted, and in fp16 scaled without the script's knowing.
 
-fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves
-the graph is divided by S in FP32 on its way out: a hook that lives for one backward pass sits on *every*
-leaf that the graph reaches, before the script's own hooks. So `.grad` of parameters and of inputs, what
-`autograd.grad` returns and what hooks on leaves see are true gradients. What hooks on tensors inside the
-graph see is scaled.
+fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves the graph is
+divided by S in FP32 on its way out: a hook that lives for one backward pass sits on *every* leaf that the graph
+reaches, before the script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what
+hooks on leaves see are true gradients. What hooks on tensors inside the graph see is scaled.
 
-Each hook also notes, on the device, whether its gradient was finite; `Veto` asks before a step. A gradient
-that no optimizer owns (a hand-written update, an adversarial input) has nobody to veto its use. A graph
-with such a leaf is run again at S/2 until its gradients are finite or S is 1, and only then are they added
-to `.grad`.
+Each hook also notes, on the device, whether its gradient was finite; `Overflows` asks before a step. A gradient that no
+optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped. A graph with such a leaf
+is run again at S/2 until its gradients are finite or S is 1, and only then are they added to `.grad`.
 """
 
 from __future__ import annotations
@@ -25,14 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from mezzo.pytorch.launch.losses import WORTH_TELLING, fp32_logits
-from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Attempts, Found, Veto, values_of
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
 
 if TYPE_CHECKING:
-    from mezzo.pytorch.launch.companions import Companions
-    from mezzo.pytorch.launch.session import Session
+    from mezzo.pytorch.launch.optimizers import Overflows
+    from mezzo.pytorch.launch.runner import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
 _Key = torch._C._TorchDispatchModeKey
@@ -42,14 +38,111 @@ _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
 _Hook = Callable[[Tensor | None], Tensor | None]
-leaves_of = quiet(walks.leaves_of)
+leaves_of = unseen(walks.leaves_of)
 
 
-def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
+class Found:
+    """One number for each leaf of one backward pass, on the leaf's own device: was its gradient not finite?
+
+    Args:
+        devices: of each leaf, in order.
+
+    Attributes:
+        slots: where each leaf notes what it saw: 0-dim FP32, a view of its device's flags.
+        spent: ids of the optimizers that have asked for it at a step.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.spent: set[int] = set()
+        self.devices: dict[torch.device, list[int]] = {}
+        for index, device in enumerate(devices):
+            self.devices.setdefault(device, []).append(index)
+        self._flags = {device: torch.zeros(len(its), device=device) for device, its in self.devices.items()}
+        self.slots: dict[int, Tensor] = {}
+        for device, indices in self.devices.items():
+            self.slots.update(zip(indices, self._flags[device].unbind()))
+
+    def read(self) -> list[bool]:
+        """What each leaf saw; waits for the devices. Ask anew after more of the backward pass has run."""
+        result = [False] * len(self.slots)
+        for device, indices in self.devices.items():
+            for index, flag in zip(indices, self._flags[device].tolist()):
+                result[index] = flag != 0
+        return result
+
+
+Flags = list[tuple[Found, int]]
+"""Of one leaf's gradient: of each backward pass that added to it, the leaf's place in what it found."""
+
+
+class Attempts:
+    """One backward that is run until its gradients are finite: what each attempt starts from, and what it found.
+
+    Args:
+        overflows: knows the flags of the leaves.
+        scale: of the first attempt.
+
+    Attributes:
+        scale: of the attempt that runs.
+        before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
+        found: of the attempt that runs, by each graph in it: a backward inside the backward has one of its own.
+    """
+
+    def __init__(self, overflows: Overflows, scale: float) -> None:
+        self._overflows = overflows
+        self.scale = scale
+        self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
+        self.found: list[Found] = []
+
+    def reach(self, leaves: Iterable[Tensor]) -> None:
+        """These leaves are about to receive gradients."""
+        for leaf in leaves:
+            if id(leaf) not in self.before:
+                self.before[id(leaf)] = (leaf, leaf.grad, list(self._overflows.flags(leaf)))
+                self._reset(leaf)
+
+    def begin(self) -> None:
+        """An attempt begins: no leaf has received anything."""
+        self.found.clear()
+        for leaf, _, _ in self.before.values():
+            self._reset(leaf)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the attempt found a gradient that is not finite; waits for the devices."""
+        return any(any(found.read()) for found in self.found)
+
+    def _reset(self, leaf: Tensor) -> None:
+        _, old, flags = self.before[id(leaf)]
+        leaf.grad = None if old is None else old.clone()
+        self._overflows.flags(leaf)[:] = flags
+
+    @torch.no_grad()
+    def into_the_old(self) -> None:
+        """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
+        for leaf, old, _ in self.before.values():
+            if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
+                leaf.grad = old.copy_(leaf.grad)
+
+
+def make_backward(session: Session, overflows: Overflows, original: Backward) -> Backward:
     """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
 
-    companions = session.companions
-    reaching = quiet(session.networks.backward)
+    observers = session.observers
+
+    def telling(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
+        """A backward, of which those who look at the steps are told, and of its failure."""
+        if observers.listening:
+            observers.backward_begins(roots, scale)
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            observers.step_dropped()
+            raise
+
+    @unseen
+    def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
+        session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
 
     @functools.wraps(original)
     def backward(
@@ -61,40 +154,36 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
         inputs: Any = None,
     ) -> Any:
         rest = (retain_graph, create_graph, grad_variables)
-        if session.left_alone is not None or companions.busy or _tracing():
+        if session.left_alone is not None or observers.busy or _tracing():
             return original(tensors, grad_tensors, *rest, inputs=inputs)
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
             if not session.scaling:
                 return original(tensors, grad_tensors, *rest, inputs=inputs)
             return _inside(
-                session, veto, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
+                session, overflows, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
             )
         seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
-        if session.journal.writes or not session.journal.losses:
-            _note_loss(session, roots, seeds)
-        else:
-            session.journal.losses += 1
+        note_loss(roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
-            if not companions.listening:
+            if not observers.listening:
                 return original(tensors, grad_tensors, *rest, inputs=inputs)
-            with _told(companions, roots, 1.0):
-                return original(tensors, grad_tensors, *rest, inputs=inputs)
+            return telling(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
 
         def run(scale: float, retain: bool | None) -> None:
-            with _told(companions, roots, scale):
-                original(roots, _scaled(roots, seeds, scale), retain, create_graph, inputs=inputs)
+            scaled = _scaled(roots, seeds, scale)
+            telling(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
 
         leaves = leaves_of(roots)
-        reaching(leaves)
-        owned = veto.owned()
+        session.networks.backward(leaves)
+        owned = overflows.owned()
         if all(id(leaf) in owned for leaf in leaves):
             scale = session.scale.scale
             with unscaling(leaves, scale) as found:
-                veto.remember(leaves, found)
+                overflows.remember(leaves, found)
                 run(scale, retain_graph)
         else:
-            _carefully(session, veto, leaves, run, create_graph, retain_graph)
+            _carefully(session, overflows, leaves, run, create_graph, retain_graph)
         return None
 
     return _unseen_by_dynamo(backward)
@@ -103,12 +192,12 @@ def make_backward(session: Session, veto: Veto, original: Backward) -> Backward:
 def make_grad(session: Session, original: Backward) -> Backward:
     """The `torch.autograd.grad` of a run that scales."""
 
-    companions = session.companions
+    observers = session.observers
     inside = threading.local()
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        looks_away = companions.busy or getattr(inside, "now", False)
+        looks_away = observers.busy or getattr(inside, "now", False)
         if not session.scaling or looks_away or _graph_task() != -1 or _tracing():
             return original(outputs, inputs, grad_outputs, *args, **kwargs)
         roots = _as_tuple(outputs)
@@ -118,9 +207,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
         by_hook = {id(leaf) for leaf in hooked}
 
         def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-            inside.now = (
-                True  # to a function mode PyTorch shows this function, which is then called once more
-            )
+            inside.now = True  # PyTorch shows this function to a function mode, and calls it once more
             try:
                 with unscaling(hooked, scale):
                     found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
@@ -137,9 +224,7 @@ def make_grad(session: Session, original: Backward) -> Backward:
 
 
 def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What `autograd.grad` returns goes where no veto can follow it: so it is finite, if any scale makes it
-    so.
-    """
+    """What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so."""
     if _in_functorch():  # values can't be looked at
         return tuple(run(session.scale.scale, *args, **kwargs))
     retain = args[0] if args else kwargs.get("retain_graph")
@@ -150,16 +235,14 @@ def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[A
         if not any(g is not None and bool(_not_finite(g.detach())) for g in results):
             return results
         if scale <= 1.0:
-            session.scale = (
-                before  # no scale helps. A step with these gradients is skipped, and tells the scale
-            )
+            session.scale = before  # no scale helps: the skipped step with these gradients tells it
             return results
         scale = session.overflowed(scale)
 
 
 def _carefully(
     session: Session,
-    veto: Veto,
+    overflows: Overflows,
     leaves: list[Tensor],
     run: Callable[[float, bool | None], None],
     create_graph: bool,
@@ -167,7 +250,7 @@ def _carefully(
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
     before = session.scale
-    attempts = veto.attempts = Attempts(veto, before.scale)
+    attempts = overflows.attempts = Attempts(overflows, before.scale)
     attempts.reach(leaves)
     try:
         while True:
@@ -175,7 +258,7 @@ def _carefully(
             attempts.begin()
             with unscaling(leaves, scale) as found:
                 attempts.found.append(found)
-                veto.remember(leaves, found)
+                overflows.remember(leaves, found)
                 run(scale, True if scale > 1.0 else retain_graph)
             if not attempts.overflowed:
                 break
@@ -183,45 +266,35 @@ def _carefully(
                 session.scale = before  # no scale helps
                 break
             attempts.scale = session.overflowed(scale)
-            session.companions.backward_again()
+            session.observers.backward_again()
     finally:
-        veto.attempts = None
+        overflows.attempts = None
         if not create_graph:
-            _into_the_old(attempts.before.values())
+            attempts.into_the_old()
     if not session.optimizers:
         session.observe(found_inf=attempts.overflowed)
 
 
-@torch.no_grad()
-def _into_the_old(before: Iterable[tuple[Tensor, Tensor | None, Any]]) -> None:
-    """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
-    for leaf, old, _ in before:
-        if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
-            leaf.grad = old.copy_(leaf.grad)
-
-
-def _inside(session: Session, veto: Veto, roots: tuple[Any, ...], run: Callable[[], None]) -> None:
-    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled
-    already.
+def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], None]) -> None:
+    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
 
     Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
     tensors of the outer graph, and their gradients flow on into it: those stay scaled.
     """
-    owned = veto.owned()
+    owned = overflows.owned()
     leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
-    attempts = veto.attempts
+    attempts = overflows.attempts
     if attempts is not None:
         attempts.reach(leaves)
     with unscaling(leaves, session.scale.scale if attempts is None else attempts.scale) as found:
         if attempts is not None:
             attempts.found.append(found)
-        veto.remember(leaves, found)
+        overflows.remember(leaves, found)
         run()
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function
-    """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other
-    hook.
+    """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
 
     Entering it gives the `Found` of the leaves. (A class: Dynamo would look into `contextlib`'s generators.)
     """
@@ -229,39 +302,18 @@ class unscaling:  # noqa: N801, a context manager is named like a function
     def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
         self._leaves, self._scale = leaves, scale
 
+    @unseen
     def __enter__(self) -> Found:
-        return _hook_all(self._leaves, 1.0 / self._scale, self)
+        found, inverse = Found([leaf.device for leaf in self._leaves]), 1.0 / self._scale
+        on = {device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices}
+        for index, leaf in enumerate(self._leaves):
+            _register_first(leaf, self, _unscale_hook(inverse, on[leaf.device], found.slots[index]))
+        return found
 
     def __exit__(self, *exc_info: object) -> None:
         for leaf in self._leaves:
             if leaf._backward_hooks is not None:
                 leaf._backward_hooks.pop(self, None)  # type: ignore[call-overload]
-
-
-class _told:  # noqa: N801
-    """Those who look at the steps are told of a backward from these roots, and if it raises, of that."""
-
-    def __init__(self, companions: Companions, roots: Sequence[Any], scale: float) -> None:
-        self._companions = companions
-        if companions.listening:
-            companions.backward_begins(roots, scale)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._companions.step_dropped()
-
-
-@quiet
-def _hook_all(leaves: Sequence[Tensor], inverse: float, key: object) -> Found:
-    found = Found([leaf.device for leaf in leaves])
-    inverses = {
-        device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices
-    }
-    for index, leaf in enumerate(leaves):
-        _register_first(leaf, key, _unscale_hook(inverse, inverses[leaf.device], found.slot(index)))
-    return found
 
 
 def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
@@ -284,7 +336,7 @@ def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _H
 
 
 def _not_finite(grad: Tensor) -> Tensor:
-    return values_of(grad).isfinite().all().logical_not()
+    return numbers_of(grad).isfinite().all().logical_not()
 
 
 def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
@@ -318,23 +370,8 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
     return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
 
 
-@quiet
-def _note_loss(session: Session, roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
-    if session.lowers and not session.journal.losses:
-        wide = sum(fp32_logits(root) for root in roots if isinstance(root, Tensor))
-        if wide >= WORTH_TELLING:
-            session.journal.note(
-                f"the loss reads an FP32 copy of its logits, which with their log-softmax takes {wide / 2**20:.0f} MiB "
-                "until backward. Computed inside the model's forward, it reads the 16-bit logits and keeps no copy "
-                "(docs/losses.md)"
-            )
-    session.journal.loss(_value(roots, seeds))
-
-
 def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
-    """The number whose gradient this backward computes: the loss itself where it is one scalar without a
-    seed.
-    """
+    """The number whose gradient this backward computes: the loss itself where it is one scalar without a seed."""
     total: Any = None
     for root, seed in zip(roots, seeds):
         if not isinstance(root, Tensor):
@@ -357,9 +394,7 @@ def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
 
 
 def _tracing() -> bool:
-    """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by
-    `autograd.grad`.
-    """
+    """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by `autograd.grad`."""
     return bool(_modes()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 

@@ -1,10 +1,9 @@
-"""Optimizers of a run: each step is written down, and in fp16 one whose gradients are not finite is not
-taken.
+"""Optimizers of a run: each step is written down, and in fp16 one whose gradients are not finite is skipped.
 
-A step is vetoed by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data`
-would crash. What is wrapped is each optimizer class's `step`, at the place where PyTorch itself wraps it
-for its profiler (`Optimizer._patch_step_function`, when the first instance is made), so a subclass with its
-own `step`, and a learning-rate scheduler that wraps the instance's, find what they expect.
+A step is skipped by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data` would
+crash. What is wrapped is each optimizer class's `step`, at the place where PyTorch itself wraps it for its profiler
+(`Optimizer._patch_step_function`, when the first instance is made), so a subclass with its own `step`, and a
+learning-rate scheduler that wraps the instance's, find what they expect.
 """
 
 from __future__ import annotations
@@ -12,23 +11,88 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from mezzo.core.errors import LossScaleCollapseError
-from mezzo.pytorch.launch.quiet import quiet
-from mezzo.pytorch.launch.veto import Veto, holds_finite
-from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
+from mezzo.pytorch.distributed import agreed_largest
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.launch.backward import Attempts, Flags, Found
+from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
 
 if TYPE_CHECKING:
     from mezzo.core.records import Record
-    from mezzo.pytorch.launch.session import Session
-    from mezzo.pytorch.launch.watch import StepWatch
+    from mezzo.pytorch.launch.runner import Session
+    from mezzo.scripts.runner import StepWatch
 
 Step = Callable[..., Any]
+
+
+class Overflows:
+    """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
+
+    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script, with
+    gradients that it had saved or got from `autograd.grad`. The second reads flags that backward leaves, since
+    `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long as the gradient that it speaks of: it
+    falls when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._flags: dict[int, Flags] = {}
+        self.attempts: Attempts | None = None  # of the backward that runs
+
+    @unseen
+    def owned(self) -> set[int]:
+        """The ids of all parameters of all optimizers alive."""
+        return {id(p) for optimizer in self._session.optimizers for p in parameters(optimizer)}
+
+    @unseen
+    def remember(self, leaves: Iterable[Tensor], found: Found) -> None:
+        """These leaves are about to receive gradients, of which `found` will tell."""
+        for index, leaf in enumerate(leaves):
+            key = id(leaf)
+            earlier = () if leaf.grad is None else self._flags.get(key, ())
+            self._flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
+
+    def flags(self, leaf: Tensor) -> Flags:
+        """The flags of one leaf's gradient."""
+        return self._flags.setdefault(id(leaf), [])
+
+    @unseen
+    def forget(self, optimizer: Any) -> None:
+        """The optimizer's gradients were cleared."""
+        for parameter in parameters(optimizer):
+            self._flags.pop(id(parameter), None)
+
+    @unseen
+    def forbid(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip its step; waits for the device. All ranks agree: each has looked at its own
+        gradients before they were added.
+        """
+        params = list(parameters(optimizer))
+        bad = self._flagged(optimizer, params) or not check_finite(optimizer)
+        wrappers = self._session.wrappers
+        for wrapper in dict.fromkeys(wrappers[id(p)] for p in params if id(p) in wrappers):
+            module = wrapper()
+            if module is not None:
+                found = torch.full((), float(bad), device=params[0].device)
+                bad = bool(agreed_largest(found, module.process_group))
+        return bad
+
+    def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
+        """Whether backward found a gradient of these that was not finite, and this optimizer has not skipped for it."""
+        flags = [flag for parameter in params for flag in self._flags.get(id(parameter), ())]
+        founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
+        read = {key: found.read() for key, found in founds.items()}
+        for found in founds.values():
+            found.spent.add(id(optimizer))
+        return any(id(found) in read and read[id(found)][index] for found, index in flags)
 
 
 class Steps:
@@ -36,13 +100,12 @@ class Steps:
 
     Args:
         session: the run.
-        veto: who knows of gradients that are not finite.
         watch: observes one early step.
     """
 
-    def __init__(self, session: Session, veto: Veto, watch: StepWatch) -> None:
+    def __init__(self, session: Session, watch: StepWatch) -> None:
         self._session = session
-        self._veto = veto
+        self.overflows = Overflows(session)
         self._watch = watch
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()  # the dictionary forgets those that are gone
@@ -61,7 +124,7 @@ class Steps:
             for base in own[1:]:
                 self._look_within(base)
             original(optimizer)
-            self._session.networks.optimizer_made(self._veto.owned())
+            self._session.networks.optimizer_made(self.overflows.owned())
             self._session.optimizers.add(optimizer)
             self._session.optimizers_made += 1
             kind: Any = type(optimizer)
@@ -78,7 +141,7 @@ class Steps:
         @functools.wraps(original)
         def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._veto.forget(optimizer)
+            self.overflows.forget(optimizer)
 
         return zero_grad
 
@@ -127,26 +190,27 @@ class Steps:
         self._wrapped.append((kind, step))
         kind.step = within
 
+    @unseen
     def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
-        if self._session.scaling and not holds_finite(optimizer):
+        if self._session.scaling and not check_finite(optimizer):
             raise AbandonedStepError
 
     def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self._session
         closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
         if closure is not None:
-            session.companions.closure_begins()
+            session.observers.closure_begins()
             try:
                 return self._step_with_closure(step, optimizer, closure, args, kwargs)
             finally:
-                session.companions.resume()
-        if session.companions.listening:
-            session.companions.update_begins(self._of_the_script(optimizer))
+                session.observers.resume()
+        if session.observers.listening:
+            session.observers.update_begins(self._of_the_script(optimizer))
         scale = session.scale.scale
         last: Any = None
         try:
             if session.scaling:
-                if self._veto.forbids(optimizer):
+                if self.overflows.forbid(optimizer):
                     raise AbandonedStepError
                 hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
                 if hooks:  # which may change gradients: look after them
@@ -156,7 +220,7 @@ class Steps:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
             return None
         except BaseException:
-            session.companions.step_dropped()
+            session.observers.step_dropped()
             raise
         finally:
             if last is not None:
@@ -176,13 +240,10 @@ class Steps:
             result = step(optimizer, *args, **kwargs)
             self._done(optimizer, moved=True, scale=1.0)
             return result
-        loss: Any = None
         again = 0
 
         def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
-            nonlocal loss
-            loss = closure(*inner_args, **inner_kwargs)
-            return loss, not self._veto.forbids(optimizer)
+            return closure(*inner_args, **inner_kwargs), not self.overflows.forbid(optimizer)
 
         def back_off() -> bool:
             nonlocal again
@@ -193,23 +254,22 @@ class Steps:
             self._observe(optimizer, found_inf=True)
             return True
 
-        runner = ClosureRunner(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
-        if args:
-            args = (runner, *args[1:])
-        else:
-            kwargs = {**kwargs, "closure": runner}
+        def with_closure(closure: Any) -> Any:
+            if args:
+                return step(optimizer, closure, *args[1:], **kwargs)
+            return step(optimizer, **{**kwargs, "closure": closure})
+
         scale = session.scale.scale
-        try:
-            result = step(optimizer, *args, **kwargs)
-        except AbandonedStepError:
-            runner.restore()
+        run = ClosureStep(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
+        result, skipped = run.take(with_closure)
+        if skipped:
             self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
-            return loss
+            return run.loss
         reason = f"closure run again {again} times at a smaller loss scale" if again else ""
         self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
         return result
 
-    @quiet
+    @unseen
     def _observe(self, optimizer: Any, *, found_inf: bool) -> None:
         number = self._number(optimizer)
         try:
@@ -232,7 +292,7 @@ class Steps:
             number = self._numbers[whose] = next(self._next)
         return number
 
-    @quiet
+    @unseen
     def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
         """A step was taken, or not: all is written down before the scale may collapse, or the script be ended."""
         session, scaled = self._session, self._session.scaling
@@ -240,8 +300,8 @@ class Steps:
             session.trial.finish(counts=moved)
         number = self._number(optimizer)
         seen: list[Record] = []
-        if session.companions.listening:
-            seen = session.companions.update_ended(
+        if session.observers.listening:
+            seen = session.observers.update_ended(
                 self._of_the_script(optimizer),
                 index=session.journal.updates,
                 number=number,
@@ -250,12 +310,12 @@ class Steps:
             )
         if session.networks:
             session.networks.step_ended(
-                (p for group in optimizer.param_groups for p in group["params"]),
+                parameters(optimizer),
                 not moved,
-                self._veto.owned,
+                self.overflows.owned,
                 alone=len(session.optimizers) == 1,
             )
-        if self.traced and session.scaling:
+        if session.scaling:
             for module in self.traced:
                 session.networks.call(module)
         # Looking costs time as well: no timing may use such a step.

@@ -1,23 +1,30 @@
-"""Backward over a graph that was traced forward: where gradients cease to be finite, and who made large ones first.
+"""BackwardTrace: where the gradients of a backward pass cease to be finite, and who made large ones first.
 
-A node of autograd's graph tells of its operation what it saved, its result, its slope, while the graph has not been
-freed. Where a node doesn't tell, the answer is None.
+Each node is looked at as it runs: in a replay those of a call that was traced forward, in a step those of the loss's
+graph outside of the calls. A node of autograd's graph tells of its operation what it saved, its result, its slope,
+while the graph has not been freed. Where it doesn't tell, the answer is None.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mezzo.core.finding import SUM, Finding, Maker, TensorFacts
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place, beyond, maker
-from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, line_text, op_of_node
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation, beyond, finding_of
+from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, line_text, op_of_node, over
+from mezzo.pytorch.monitor.replay import OF_CALL
 
 Gradients = Sequence[Tensor | None]
+
+# ------------------------------------------------------------------------------------ what a node tells
 
 _FORWARD = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward"}
 _RESULTS = ("_saved_result", "_saved_output", "_saved_result0")
@@ -25,20 +32,14 @@ _RESULTS = ("_saved_result", "_saved_output", "_saved_result0")
 
 def saved(node: Any) -> list[TensorFacts]:
     """Facts of the floating tensors that a node saved in forward, at most four."""
-    return [facts(value, f"saved {name}") for name, value in _saved_tensors(node).items()][:4]
-
-
-def _saved_tensors(node: Any) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
+    found: list[TensorFacts] = []
     for name in dir(node):
         if name.startswith("_saved_"):
-            try:
+            with suppress(Exception):  # freed, changed in place, or a checkpoint's that is gone
                 value = getattr(node, name)
-            except Exception:  # freed, changed in place, or a checkpoint's that is gone
-                continue
-            if isinstance(value, Tensor) and value.is_floating_point():
-                kept[name.removeprefix("_saved_")] = value
-    return kept
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    found.append(facts(value, f"saved {name.removeprefix('_saved_')}"))
+    return found[:4]
 
 
 def result(node: Any) -> Tensor | None:
@@ -72,22 +73,17 @@ def _computed(node: Any, *, wide: bool) -> Tensor | None:
     """The operation once more, from what was saved; in FP64 on fresh leaves if `wide`."""
     name = op_of_node(node)
     packet = getattr(torch.ops.aten, _FORWARD.get(name, name), None)
-    if packet is None:
-        return None
-    for variant in packet.overloads():
+    for variant in [] if packet is None else packet.overloads():
         overload = getattr(packet, variant)
-        arguments: dict[str, Any] = {}
-        for argument in overload._schema.arguments:
-            if hasattr(node, f"_saved_{argument.name}"):
-                arguments[argument.name] = getattr(node, f"_saved_{argument.name}")
-            elif not argument.has_default_value():
-                break
-        else:
-            given = [value for value in arguments.values() if isinstance(value, Tensor)]
-            if "out" in arguments or not given:
-                continue
-            with torch.autocast(given[0].device.type, enabled=False):
-                value = overload(**{name: _off_graph(v, wide) for name, v in arguments.items()})
+        needed = overload._schema.arguments
+        given = {one.name: getattr(node, f"_saved_{one.name}", None) for one in needed}
+        kept = {one: value for one, value in given.items() if hasattr(node, f"_saved_{one}")}
+        if any(one.name not in kept and not one.has_default_value() for one in needed):
+            continue
+        of_tensors = [value for value in kept.values() if isinstance(value, Tensor)]
+        if of_tensors and "out" not in kept:
+            with torch.autocast(of_tensors[0].device.type, enabled=False):
+                value = overload(**{one: _off_graph(kept_one, wide) for one, kept_one in kept.items()})
             value = value[0] if isinstance(value, tuple) else value
             return value if isinstance(value, Tensor) else None
     return None
@@ -100,108 +96,187 @@ def _off_graph(value: Any, wide: bool) -> Any:
     return value.double().requires_grad_() if wide and value.is_floating_point() else value
 
 
-def cause_of_slope(node: Any, place: Place, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
-    """``invalid`` if an operation has no finite slope where it was, ``overflow`` if it is one beyond the format.
-
-    Args:
-        node: the operation's, which made gradients that aren't finite from ones that are.
-        place: the operation.
-        kept: what it saved.
-        outputs: the gradients that it made.
-    """
-    op = place.op
+def _cause_of_slope(node: Any, op: str, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
+    """``invalid`` if an operation has no finite slope where it was, ``overflow`` if it is one beyond the format."""
     if op == HOOK:
         return "invalid"
     if op in POLES:
         pole = has_pole(node)
-        if pole is not None:
-            return "invalid" if pole else "overflow"
-        blamed = [one for one in kept if op != "div" or one.name != "saved self"]
-        return "invalid" if any(one.zeros for one in blamed) or (not kept and place.zeros) else "overflow"
+        if pole is None:  # what was saved is gone, or can't be computed with
+            blamed = [one for one in kept if op != "div" or one.name != "saved self"]
+            pole = not kept or any(one.zeros for one in blamed)
+        return "invalid" if pole else "overflow"
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
-    if op in COMPOSED:
-        return "overflow"
-    return "invalid" if any(one.nans for one in outputs) else "overflow"
+    return "invalid" if op not in COMPOSED and any(one.nans for one in outputs) else "overflow"
 
 
-class BackwardMakers:
-    """Who made gradients beyond fp16 first, of the nodes of a backward pass: each is told once it has run.
+def at(place: Operation, cause: str, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()) -> Finding:
+    """A finding in backward; inputs and outputs are facts."""
+    line = line_text(place.line)
+    return Finding(cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line)
+
+
+# ------------------------------------------------------------------------------------------- the trace
+
+
+@dataclass(eq=False)
+class Found:
+    """What produced something not finite, outside of the calls or in a backward.
 
     Args:
-        scale: how many times the gradients are too large.
+        finding: the report.
+        node: of the graph, where that is known.
+        start: the loss's node, from which that graph goes down.
     """
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self._scale = scale
-        self._sent: dict[Any, tuple[float, Maker]] = {}
-        self._senders: Counter[Any] = Counter()
+    finding: Finding
+    node: Any = None
+    start: Any = None
 
-    def ran(self, node: Any, place: Place, going: Gradients, coming: Gradients) -> None:
-        """A node has made `going`, all finite, of `coming`."""
-        for number, ((following, _), grad) in enumerate(zip(node.next_functions, going)):
-            if grad is None or following is None:
-                continue
-            self._senders[following] += 1
-            size = beyond(grad, self._scale)
-            if not size:
-                continue
-            given = any(one is not None and beyond(one, self._scale) for one in coming)
-            made = self.behind(node, place, coming) if given else None
-            if not given:
-                made = maker(place, facts(grad, f"gradient of input {number}"))
-            if made is not None and (following not in self._sent or size > self._sent[following][0]):
-                self._sent[following] = size, made
 
-    def behind(self, node: Any, place: Place, coming: Gradients) -> Maker | None:
-        """Who made the gradients that came to a node; None where fp16 holds them, or nobody saw them made."""
-        large = [one for one in coming if one is not None and beyond(one, self._scale)]
-        if not large:
+class BackwardTrace:
+    """Watches nodes of one backward pass.
+
+    Args:
+        nodes: which.
+        starts: nodes that are given a gradient by the caller of backward.
+        place: what is known of a node's operation.
+        scale: how many times the gradients are too large, where the loss scale is to be told from other causes.
+        whole: `nodes` are all that run. Then the effect of a gradient hook is recognised, and the makers of large
+            gradients are recorded, which takes one more pass over each gradient.
+
+    Attributes:
+        found: the first that made a gradient that isn't finite of ones that are.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Any],
+        starts: Sequence[Any],
+        place: Callable[[Any], Operation],
+        *,
+        scale: Tensor | float = 1.0,
+        whole: bool = True,
+    ) -> None:
+        self._place, self._scale, self._whole = place, scale, whole
+        self._sent_bad: set[Any] = set()
+        self._senders, self._start = Counter(starts), next(iter(starts), None)
+        self._makers: dict[Any, tuple[float, Maker]] = {}  # of the largest that was sent to a node
+        self.found: Found | None = None
+        self._handles = [node.register_hook(self._hook(node)) for node in nodes]
+
+    def undo(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def sent_to(self, call: int) -> int:
+        """How many gradients the nodes have sent to one of those that a saved call, by its number, returned."""
+        return max((n for node, n in self._senders.items() if node.metadata.get(OF_CALL) == call), default=0)
+
+    def _hook(self, node: Any) -> Any:
+        def look(going: Gradients, coming: Gradients) -> None:
+            with suppress(Exception), torch._C.DisableTorchFunction():  # the script's backward must go on
+                self._look(node, going, coming)
+
+        return look
+
+    def _look(self, node: Any, going: Gradients, coming: Gradients) -> None:
+        all_finite = True
+        for (following, _), grad in zip(node.next_functions, going):
+            if grad is not None and following is not None:
+                self._senders[following] += 1
+                if not _surely_finite(grad):
+                    all_finite = False
+                    self._sent_bad.add(following)
+        if all_finite:
+            if self._whole and self.found is None:
+                self._note_makers(node, going, coming)
+        elif self.found is not None:
+            self.found.finding.propagators.append(str(self._place(node)))
+        elif all(grad is None or finite(grad) for grad in coming):
+            self.found = self._slope(node, going, coming)
+        elif node not in self._sent_bad:
+            self.found = self._arrived(node, coming)
+
+    def _slope(self, node: Any, going: Gradients, coming: Gradients) -> Found:
+        """The node made gradients that aren't finite, `going`, of ones that are, `coming`."""
+        place, scale = self._place(node), float(self._scale)
+        by_scale = scale > 1.0 and _is_finite_without(scale, node, coming)
+        before = None if by_scale else place.absorbed()
+        if before is not None:
+            return Found(finding_of(*before), None, self._start)
+        kept = saved(node)
+        outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
+        cause = "loss scale" if by_scale else _cause_of_slope(node, place.op, kept, outputs)
+        inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
+        finding = at(place, cause, inputs, outputs[:3])
+        if self._whole and cause == "overflow":
+            finding = replace(finding, maker=self._maker(node, coming))
+        return Found(finding, node, self._start)
+
+    def _arrived(self, node: Any, coming: Gradients) -> Found | None:
+        """What came to the node isn't finite, and what was sent to it is: a sum, or a hook's doing."""
+        place, several = self._place(node), self._senders[node] > 1
+        if not several and not self._whole:  # it came from within a call
             return None
-        if node in self._sent:
-            return self._sent[node][1]
+        cause = "overflow" if several else "invalid"
+        if several and float(self._scale) > 1.0:  # so few parts, each finite, and this much smaller
+            cause = "loss scale"
+        made = [facts(grad, SUM) for grad in coming if grad is not None][:3]
+        finding = at(Operation(place.module, SUM if several else HOOK, place.line), cause, (), made)
+        return Found(finding, node, self._start)
+
+    # who made gradients beyond fp16 first
+
+    def _note_makers(self, node: Any, going: Gradients, coming: Gradients) -> None:
+        given = any(one is not None and beyond(one, float(self._scale)) for one in coming)
+        for number, ((following, _), grad) in enumerate(zip(node.next_functions, going)):
+            size = 0.0 if grad is None or following is None else beyond(grad, float(self._scale))
+            if not size or grad is None:
+                continue
+            made = self._maker(node, coming)
+            if not given:
+                made = self._place(node).made(facts(grad, f"gradient of input {number}"))
+            if made is not None and size > self._makers.get(following, (0.0,))[0]:
+                self._makers[following] = size, made
+
+    def _maker(self, node: Any, coming: Gradients) -> Maker | None:
+        """Who made the gradients that came to a node; None where fp16 holds them, or their maker was not seen."""
+        large = [one for one in coming if one is not None and beyond(one, float(self._scale))]
+        if not large or node in self._makers:
+            return self._makers[node][1] if large else None
         if self._senders[node] > 1:  # each fits, and not their sum
-            return maker(Place(place.module, SUM, place.line), facts(large[0], SUM))
+            place = self._place(node)
+            return Operation(place.module, SUM, place.line).made(facts(large[0], SUM))
         return None
 
 
-def slope_finding(
-    node: Any,
-    place: Place,
-    going: Gradients,
-    coming: Gradients,
-    makers: BackwardMakers | None,
-    *,
-    cause: str = "",
-    how: str = "replay",
-) -> Finding:
-    """Of a node that made gradients that aren't finite, `going`, of ones that are, `coming`; `cause` if it is known."""
-    kept = saved(node)
-    outputs = [facts(grad, f"gradient of input {n}") for n, grad in enumerate(going) if grad is not None]
-    cause = cause or cause_of_slope(node, place, kept, outputs)
-    made = makers.behind(node, place, coming) if makers is not None and cause == "overflow" else None
-    inputs = [facts(grad, "gradient of output") for grad in coming if grad is not None][:3] + kept
-    return at(place, cause, inputs, outputs[:3], how=how, maker=made)
+def _surely_finite(grad: Tensor) -> bool:
+    """Finite, told by one cheap pass: a sum in FP32 is finite only if every element is."""
+    if grad.layout is torch.strided and grad.is_floating_point() and grad.dtype.itemsize > 1:
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        total = grad if grad.numel() == 1 else grad.detach().sum(dtype=wide)
+        if math.isfinite(total.item()):  # torch.isfinite is four operations
+            return True
+    return finite(grad)
 
 
-def at(
-    place: Place,
-    cause: str,
-    inputs: Sequence[TensorFacts] = (),
-    outputs: Sequence[TensorFacts] = (),
-    *,
-    how: str = "replay",
-    maker: Maker | None = None,
-) -> Finding:
-    """A finding in backward."""
-    line = line_text(place.line)
-    return Finding(
-        cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line, how=how, maker=maker
-    )
+def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:
+    """Whether a node, run by hand on gradients without the loss scale, makes finite ones."""
+    run = node.apply if hasattr(node, "saved_tensors") else node
+    try:
+        with torch.no_grad():
+            made = run(*[grad if grad is None else over(grad, scale) for grad in coming])
+    except Exception:  # a node that can't be run by hand
+        return False
+    return all(grad is None or finite(grad) for grad in (made if isinstance(made, tuple) else (made,)))
 
 
 def replay_backward(
     trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> tuple[Place, Finding] | None:
+) -> Finding | None:
     """Backward from the outputs of a traced call to its leaves, whose `.grad` does not change.
 
     Returns the first operation that made a gradient that isn't finite of ones that are; None where every leaf's is.
@@ -211,51 +286,16 @@ def replay_backward(
         outputs: tensors on the graph, each with its gradient in `grads`, of its shape.
         grads: finite.
     """
-    found: list[tuple[Place, Finding]] = []  # the one
-    makers = BackwardMakers()
-    sent: set[Any] = set()
-    # What backward begins with is sent by nobody that is seen, and is added to what comes from within.
-    senders = Counter(output.grad_fn for output in outputs)
-
-    def look(node: Any, going: Gradients, coming: Gradients) -> None:
-        bad_going = [grad is not None and not finite(grad) for grad in going]
-        for (following, _), grad, bad in zip(node.next_functions, going, bad_going):
-            senders[following] += grad is not None
-            if bad:
-                sent.add(following)
-        bad_coming = any(grad is not None and not finite(grad) for grad in coming)
-        place = trace.places[node]
-        if not any(bad_going) and not bad_coming:
-            makers.ran(node, place, going, coming)
-        elif found:
-            found[0][1].propagators.append(str(place))
-        elif not bad_coming:
-            found.append((place, slope_finding(node, place, going, coming, makers)))
-        elif node not in sent:
-            several = senders[node] > 1
-            place = Place(place.module, SUM if several else HOOK, place.line)
-            made = [facts(grad, SUM) for grad in coming if grad is not None][:3]
-            found.append((place, at(place, "overflow" if several else "invalid", outputs=made)))
-
+    starts = [output.grad_fn for output in outputs]
+    watch = BackwardTrace(trace.operations, starts, trace.operations.__getitem__)
     leaves = list(trace.leaves.values())
-    handles = [node.register_hook(_untraced(look, node)) for node in trace.places]
     try:
         given = torch.autograd.grad(
             list(outputs), leaves, list(grads), retain_graph=True, allow_unused=True, materialize_grads=False
         )
     finally:
-        for handle in handles:
-            handle.remove()
+        watch.undo()
     bad = [leaf for leaf, grad in zip(leaves, given) if grad is not None and not finite(grad)]
-    if bad and not found:  # each of several uses was finite, and not their sum
-        place = Place(trace.module_of(bad[0]), SUM)
-        return place, at(place, "overflow")
-    return found[0] if bad else None
-
-
-def _untraced(look: Any, node: Any) -> Any:
-    def hook(going: Gradients, coming: Gradients) -> None:
-        with torch._C.DisableTorchFunction():
-            look(node, going, coming)
-
-    return hook
+    if bad and watch.found is None:  # each of several uses was finite, and not their sum
+        return at(Operation(trace.module_of(bad[0]), SUM), "overflow")
+    return watch.found.finding if bad and watch.found is not None else None

@@ -1,6 +1,6 @@
-"""An investigation: the calls of a step that was skipped are replayed, what went wrong first is told, and what mends.
+"""An investigation replays the calls of a skipped step and reports the first value that was not finite, with remedies.
 
-A remedy that names a policy is tried: the call that went wrong is replayed once more under it.
+A remedy that names a policy is tried first: the call that failed is replayed once more under it.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from mezzo.core.finding import OUTSIDE, SUM, Finding
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.remedies import remedies
-from mezzo.pytorch.monitor.again import nothing_left
-from mezzo.pytorch.monitor.backward_trace import at, replay_backward
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Place, absorbed, finding_of, root
-from mezzo.pytorch.monitor.loss_graph import LossEvent
+from mezzo.pytorch.monitor.backward_trace import BackwardTrace, Found, at, replay_backward
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation, finding_of
 from mezzo.pytorch.monitor.module_paths import path_of
 from mezzo.pytorch.monitor.operations import facts, finite, only_minus_infinity, over, tensors
-from mezzo.pytorch.monitor.saved_call import SavedCall, summed
+from mezzo.pytorch.monitor.replay import SavedCall, nothing_left
 from mezzo.pytorch.region.autocast import autocast
 from mezzo.pytorch.region.modules import apply_module_overrides, fitting
 
-_PASSED = 8  # propagators that are told
+_PASSED = 8  # propagators that are reported
 
 
 def investigate(
     calls: Sequence[SavedCall],
     scales: Mapping[int, float],
-    loss_event: LossEvent | None,
-    gradient_events: Sequence[LossEvent],
+    in_loss: Found | None,
+    outside: Mapping[int, BackwardTrace],
 ) -> tuple[Finding, SavedCall | None]:
     """Where the first value that isn't finite came from, and the call in which it was, if in one.
+
+    In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient
+    outside of the calls; a gradient within a call.
 
     Args:
         calls: those that a gradient of the step came to, in order.
         scales: number of a backward -> how many times its gradients are too large.
-        loss_event: of a loss that isn't finite.
-        gradient_events: of gradients that ceased to be finite outside of the calls.
+        in_loss: of a loss that isn't finite.
+        outside: number of a backward -> what was seen of it outside of the calls.
     """
     notes: list[str] = []
     backwards: list[tuple[Finding, SavedCall | None]] = []
@@ -53,7 +54,7 @@ def investigate(
             if call.inner is not call.model and hasattr(call.model, "_orig_mod"):
                 notes.append("a compiled model: run again as it was written, not as it was compiled")
             try:
-                found, forward = _replayed(call, scales)
+                found, forward = _replayed(call, scales, outside)
             except Exception as error:  # the user's code runs again here, and may not expect that
                 why_not = f"a call could not be run again: {told(error)}"
             else:
@@ -64,15 +65,15 @@ def investigate(
         if why_not:
             missed = True
             notes.append(why_not)
-    if loss_event is not None and missed and not loss_event.sure:
+    if in_loss is not None and missed and in_loss.finding.cause == "loss":
         return Finding("unknown", note="; ".join(notes)), None
-    if loss_event is not None:
-        return _noted(loss_event.finding, notes), None
-    # What alarms is told first: a loss scale that is too large does not explain it.
-    all_found: list[tuple[Finding, SavedCall | None]] = [(event.finding, None) for event in gradient_events]
-    all_found += backwards[::-1]
-    if all_found:
-        finding, place = next((pair for pair in all_found if pair[0].alarms), all_found[0])
+    if in_loss is not None:
+        return _noted(replace(in_loss.finding, how="live"), notes), None
+    # Alarms come first: a loss scale that is too large does not explain them.
+    live = [replace(one.found.finding, how="live") for one in outside.values() if one.found is not None]
+    candidates: list[tuple[Finding, SavedCall | None]] = [*((one, None) for one in live), *backwards[::-1]]
+    if candidates:
+        finding, place = next((pair for pair in candidates if pair[0].alarms), candidates[0])
         return _noted(finding, notes), place
     return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite"), None
 
@@ -95,62 +96,35 @@ def _cannot(call: SavedCall) -> str:
     return ""
 
 
-def _replayed(call: SavedCall, scales: Mapping[int, float]) -> tuple[Finding | None, bool]:
+def _replayed(
+    call: SavedCall, scales: Mapping[int, float], outside: Mapping[int, BackwardTrace]
+) -> tuple[Finding | None, bool]:
     """What its forward produced, or else what its backward did; and whether it was forward that showed it."""
     with nothing_left(call.inner), torch.enable_grad():
-        call.put_back()
+        call.state.put_back()
         args, kwargs = call.arguments()
         named = [(f"input {n}", tensor) for n, tensor in enumerate(tensors((args, kwargs), objects=True))]
         trace = ForwardTrace([call.inner], named, stop=_forward.__code__, called=call.line)
         outputs = list(tensors(_forward(call, trace, args, kwargs)))
         if trace.trouble:
             raise RuntimeError(trace.trouble)
-        reached = [event for tensor in outputs if (event := trace.reached(tensor)) is not None]
+        reached = [operation for tensor in outputs if (operation := trace.reached(tensor)) is not None]
         if reached:
-            return finding_of(*min((root(event) for event in reached), key=lambda pair: pair[0].number)), True
+            first = min((operation.root() for operation in reached), key=lambda pair: pair[0].number)
+            return finding_of(*first), True
         for number, grads in call.grads.items():
             scale = scales.get(number)
             if scale is None:
                 continue
-            if all(finite(grad) for grad in grads.values()):
-                found = _backward(trace, _on_graph(outputs, grads), scale)
+            came = [(outputs[place], grad) for place, grad in grads.items() if place < len(outputs)]
+            came = [(output, grad) for output, grad in came if output.requires_grad]
+            if all(finite(grad) for _, grad in came):
+                found = _backward(trace, came, scale)
             else:
-                found = _came_so(call, number, scale, trace, outputs)
+                found = _came_so(trace, came, scale, outside.get(number), call)
             if found is not None:
                 return found, False
     return None, False
-
-
-def _came_so(
-    call: SavedCall, number: int, scale: float, trace: ForwardTrace, outputs: Sequence[Tensor]
-) -> Finding | None:
-    """Of gradients at a call's outputs that aren't finite.
-
-    An operation outside may have made them so, which is told by who watched that. What would come without the loss
-    scale shows whether the model has a fault as well. Or each of several uses sent a finite one, and not their sum.
-    """
-    grads = call.grads[number]
-    sent = {place: uses for place, uses in call.uses.get(number, {}).items() if place in grads}
-    unscaled = {place: summed(uses, grads[place]) for place, uses in sent.items()}
-    found = _backward(trace, _on_graph(outputs, unscaled), 1.0)
-    if found is not None:
-        return found
-    as_sent = {place: summed(uses, grads[place], scale) for place, uses in sent.items()}
-    for place, total in as_sent.items():
-        if total is not None and not finite(total):
-            alone = unscaled[place]
-            cause = "loss scale" if scale > 1.0 and alone is not None and finite(alone) else "overflow"
-            parts = [facts(part, "gradient of a use") for part, _ in sent[place]][:3]
-            return at(Place(OUTSIDE, SUM), cause, parts, [facts(total, SUM)], how="live")
-    return _backward(trace, _on_graph(outputs, as_sent), scale)  # one of the uses is within the model
-
-
-def _on_graph(outputs: Sequence[Tensor], grads: Mapping[int, Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """The outputs that are on the graph, each with its gradient where that is finite."""
-    pairs = [
-        (outputs[place], grad) for place, grad in grads.items() if place < len(outputs) and grad is not None
-    ]
-    return [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad and finite(grad)]
 
 
 def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,21 +132,41 @@ def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs
         return call.inner(*args, **kwargs)
 
 
-def _backward(trace: ForwardTrace, pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Finding | None:
+_Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
+
+
+def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> Finding | None:
     if not pairs:
         return None
-    outputs = [tensor for tensor, _ in pairs]
+    outputs = [output for output, _ in pairs]
     found = replay_backward(trace, outputs, [grad for _, grad in pairs])
     if found is not None and scale > 1.0:
         unscaled = replay_backward(trace, outputs, [over(grad, scale) for _, grad in pairs])
-        if unscaled is None:
-            return replace(found[1], cause="loss scale")
-        found = unscaled
-    if found is None:
+        return replace(found, cause="loss scale") if unscaled is None else unscaled
+    return found
+
+
+def _came_so(
+    trace: ForwardTrace, pairs: _Pairs, scale: float, outside: BackwardTrace | None, call: SavedCall
+) -> Finding | None:
+    """Of gradients at a call's outputs that aren't finite.
+
+    If an operation outside made them so, its watch reports it. A replay with small gradients shows whether the model
+    also has a slope that isn't finite. If each of several uses sent a finite gradient, their sum overflowed.
+    """
+    small = [(output, torch.full_like(output, 1.0 / max(1, output.numel()))) for output, _ in pairs]
+    found = _backward(trace, small, 1.0)
+    if found is not None and found.cause == "invalid":
+        return found
+    if outside is None or outside.found is not None:
         return None
-    place, finding = found
-    before = absorbed(place)
-    return finding if before is None else finding_of(*before)
+    bad, grad = next((output, grad) for output, grad in pairs if not finite(grad))
+    inside = any(bad.grad_fn is one for node in trace.operations for one, _ in node.next_functions)
+    if not inside and outside.sent_to(call.number) < 2:
+        return None
+    module = trace.operations[bad.grad_fn].module if inside else OUTSIDE
+    cause = "loss scale" if scale > 1.0 else "overflow"  # so few parts, each finite, and this much smaller
+    return at(Operation(module, SUM), cause, (), [facts(grad, SUM)])
 
 
 # ---------------------------------------------------------------------------------------------- remedies
@@ -184,19 +178,19 @@ _NAMES_MODULES = re.compile(r"`[^`]*\bmodule\.[^`]*`")
 def remedies_for(
     finding: Finding, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
 ) -> list[str]:
-    """What to try, without policies that were tried and do not mend, or ask for more than one that does.
+    """What to try, without policies that were tried and do not help, or ask for more than one that does.
 
-    They are tried with the loss scale taken out: where gradients may yet overflow with it, that is said. A policy is
-    that of the call's own model, which is said if it names modules and that model isn't `model`.
+    Each policy is tried without the loss scale; where gradients may still overflow with it, the remedy says so. A
+    policy belongs to the call's own model; if it names modules and that model isn't `model`, the remedy says so.
 
     Args:
         finding: what they are for.
-        call: the one in which it happened; None: nothing can be tried, and no policy is told.
+        call: in which it happened; None: nothing can be tried, and no policy is offered.
         scales: number of a backward -> its scale.
-        model: who is told of it has this one; None: one policy is for all models (`mezzo run`).
+        model: of the `MixedPrecision` that reports it; None: one policy is for all models (`mezzo run`).
     """
     kept: list[str] = []
-    mending: list[str] = []
+    helping: list[str] = []
     whose = ""
     if call is not None and model is not None and path_of(call.inner, model) is None:
         whose = (
@@ -207,12 +201,12 @@ def remedies_for(
         found = None if finding.cause == "loss scale" else _POLICY.search(sentence)
         if found is not None:
             text = found.group(1)
-            if call is None or any(_asks_more(text, less) for less in mending):
+            if call is None or any(_asks_more(text, less) for less in helping):
                 continue
-            mends, scaled = _mends(text, call, scales)
-            if not mends:
+            helps, scaled = _helps(text, call, scales)
+            if not helps:
                 continue
-            mending.append(text)
+            helping.append(text)
             if not scaled:
                 sentence = sentence.replace(": `", smaller, 1)
         kept.append(f"{sentence}{whose}" if whose and _NAMES_MODULES.search(sentence) else sentence)
@@ -234,22 +228,22 @@ def _asks_more(text: str, less: str) -> bool:
     return same and set(one.modules) > set(other.modules)
 
 
-def _mends(text: str, call: SavedCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
+def _helps(text: str, call: SavedCall, scales: Mapping[int, float]) -> tuple[bool, bool]:
     """Whether all is finite under a policy, with the loss scale taken out and, in fp16, with it."""
     device = next((p.device.type for p in call.inner.parameters()), "cpu")
     policy = fitting(policy_of(text), call.inner)  # under `mezzo run` it names other models' modules too
     try:
         with nothing_left(call.inner), torch.enable_grad():
-            call.put_back()
+            call.state.put_back()
             args, kwargs = call.arguments()
             overrides = apply_module_overrides(call.inner, policy, device) if policy.modules else None
             try:
                 with autocast(policy, device):
                     outputs = list(tensors(call.inner(*args, **kwargs)))
                 # Before the overrides go: a checkpoint runs its modules again in backward.
-                mends = _all_finite(call, outputs, scales, scaled=False)
-                needs = mends and policy.compute == "fp16" and max(scales.values(), default=1.0) > 1.0
-                return mends, not needs or _all_finite(call, outputs, scales, scaled=True)
+                helps = _all_finite(call, outputs, scales, scaled=False)
+                needs = helps and policy.compute == "fp16" and max(scales.values(), default=1.0) > 1.0
+                return helps, not needs or _all_finite(call, outputs, scales, scaled=True)
             finally:
                 if overrides is not None:
                     overrides.remove()

@@ -1,4 +1,4 @@
-"""StepObserver: what somebody who looks at training steps is told, by `MixedPrecision` and by a launched script alike.
+"""StepObserver: the base class of what looks at training steps, under `MixedPrecision` and under `mezzo run`.
 
 The calls of one step, in order::
 
@@ -6,10 +6,9 @@ The calls of one step, in order::
     call_ended(model, output)
     backward_begins(loss, scale)          each loss; gradients inside the graph will be `scale` times too large
     update_begins(optimizer, scale)       `.grad` is as backward left it: `scale` times too large
-    update_ended(...)                     the optimizer has moved, or was passed over; gradients not yet cleared
+    update_ended(...)                     the optimizer has moved, or was skipped; gradients not yet cleared
 
-An observer that never looks at a step costs nothing: nobody calls one that is not there. None may change what the
-step computes: no gradient, no buffer, no random number.
+An observer must not change what the step computes: no gradient, no buffer, no random number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mezzo.core.records import Record
 
 
 class StepObserver:
-    """Someone who looks at training steps; this one looks at nothing."""
+    """Observes training steps; this one does nothing."""
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model that trains is about to run forward, with gradients, outside of any other call and of backward.
@@ -46,7 +45,7 @@ class StepObserver:
         """
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """An optimizer's turn begins: `.grad` of its parameters is complete, and `scale` times too large."""
+        """An optimizer's step begins: `.grad` of its parameters is complete, and `scale` times too large."""
 
     def update_ended(
         self,
@@ -57,13 +56,13 @@ class StepObserver:
         skipped: Tensor | bool,
         loss_scale: Tensor | float,
     ) -> None:
-        """The turn is over.
+        """The step is over.
 
         Args:
             optimizer: the user's.
             index: of the run's updates, as in its `UpdateRecord`.
             number: of the optimizer, as there.
-            skipped: whether it was passed over; a tensor where only the device knows.
+            skipped: whether it was skipped; a tensor where only the device knows.
             loss_scale: that the step used; 1.0 without one.
         """
 
@@ -72,7 +71,7 @@ class StepObserver:
 
     @property
     def finding(self) -> Finding | None:
-        """What was found out about the update that ended last; None where it was not skipped or nobody asked."""
+        """Why the update that ended last was skipped; None where it was not, or is not known."""
         return None
 
     def drain(self) -> list[Record]:

@@ -1,4 +1,4 @@
-"""What is told of operations: their names, the user's lines that call them, and facts of their tensors."""
+"""What findings report of operations: names, the user's lines that call them, and facts of their tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.core.finding import TensorFacts
-from mezzo.core.rules import RULES as OP_TABLE
+from mezzo.core.rules import RULES
 from mezzo.pytorch.dtypes import name_of
 
-_DUNDERS = {"truediv": "div", "rdiv": "div", "idiv": "div", "rsub": "sub"}
-_DUNDERS |= {f"{how}{op}": op for how in "ri" for op in ("add", "sub", "mul", "pow", "matmul")}
-_DUNDERS |= {"rtruediv": "div", "itruediv": "div"}
 _IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod", "pow")
+_DUNDERS = {f"{how}{op}": op for how in "ri" for op in ("add", "sub", "mul", "pow", "matmul", "div")}
+_DUNDERS |= {"truediv": "div", "rtruediv": "div", "itruediv": "div"}
 
 HOOK = "gradient hook"
-"""What is no operation: a function of the script's own on a gradient."""
+"""Not an operation: a function of the script's own on a gradient."""
 
 _POLES = """div true_divide reciprocal log log2 log10 log1p logit rsqrt sqrt pow float_power acos asin atanh xlogy norm
 linalg_vector_norm fmod remainder binary_cross_entropy cosine_similarity std var log_softmax softmax
@@ -36,7 +35,7 @@ POLES = frozenset(_POLES.split())
 
 _DECOMPOSED = r"_?linalg_(eig|svd|qr|lu|chol|inv|solve|lstsq|pinv|matrix_exp|ldl)"
 
-COMPOSED = frozenset(op for op in OP_TABLE if op not in POLES and not re.match(_DECOMPOSED, op))
+COMPOSED = frozenset(op for op in RULES if op not in POLES and not re.match(_DECOMPOSED, op))
 """Operations of many steps, or of one, that have a finite slope everywhere."""
 
 
@@ -68,38 +67,33 @@ def op_of_node(node: Any) -> str:
 
 # lines
 
+Line = tuple[str, int]
+
 _FOREIGN = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, mezzo)
 )
-_cache: dict[CodeType, bool] = {}
-
-Line = tuple[str, int]
+_of_the_user: dict[CodeType, bool] = {}
 
 
 def users_line(stop: CodeType | None = None) -> Line | None:
     """File and number of the innermost line of the user's that is running; None if there is none.
 
     Args:
-        stop: code at whose frame the search ends: what called it is not what is asked for.
+        stop: code at whose frame the search ends.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code is not stop:
         code = frame.f_code
-        if code is stop:
-            return None
-        if _is_users(code):
+        known = _of_the_user.get(code)
+        if known is None:
+            foreign = (
+                code.co_filename.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in code.co_filename
+            )
+            known = _of_the_user[code] = not foreign
+        if known:
             return code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
-
-
-def _is_users(code: CodeType) -> bool:
-    known = _cache.get(code)
-    if known is None:
-        name = code.co_filename
-        known = not name.startswith((*_FOREIGN, "<")) and f"{os.sep}contextlib.py" not in name
-        _cache[code] = known
-    return known
 
 
 def line_text(line: Line | None) -> str:
@@ -156,12 +150,12 @@ def over(tensor: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tens
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place; -1 where nobody counts."""
+    """How often it was written in place; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def facts(tensor: Tensor, name: str) -> TensorFacts:
-    """What is told of a tensor under a name. Waits for the device."""
+    """Facts of a tensor, under a name. Waits for the device."""
     seen = values(tensor)
     shape, form = list(tensor.shape), name_of(tensor.dtype)
     if seen is None:
@@ -204,17 +198,14 @@ def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Te
     """
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
+        return
+    items: Any = ()
+    if isinstance(value, (list, tuple)):
+        items = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif not isinstance(value, (type, nn.Module)) and hasattr(value, "__dict__"):
+        items = vars(value).values() if objects or hasattr(value, "__dataclass_fields__") else ()
+    if depth:
+        for item in items:
             yield from tensors(item, depth - 1, objects=objects)
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item, depth - 1, objects=objects)
-    elif depth and _looked_into(value, objects):
-        yield from tensors(vars(value), depth - 1, objects=objects)
-
-
-def _looked_into(value: Any, objects: bool) -> bool:
-    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
-        return False
-    return objects or hasattr(value, "__dataclass_fields__")

@@ -1,10 +1,8 @@
 """OverflowTracer: when a step is skipped, finds the operation that made the first value that is not finite.
 
 The step's model calls are kept until its end, with the gradients at their outputs, and run again if the step was
-skipped: the parameters are then as they were. What is outside of the calls (`outside`) is watched as it happens.
-
-In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient outside
-of the models; a gradient within a call. A backward that is finite with the scale taken out of it is the scale's doing.
+skipped: the parameters are then as they were. What is outside of the calls is watched as it happens. A backward that
+is finite with the scale taken out of it is the scale's doing.
 """
 
 from __future__ import annotations
@@ -24,14 +22,21 @@ from torch.optim import Optimizer
 from mezzo.core.finding import OUTSIDE, Finding
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.pytorch.distributed import is_distributed
-from mezzo.pytorch.monitor.again import eager, running_again, within_compiled
-from mezzo.pytorch.monitor.forward_trace import ForwardTrace, root
+from mezzo.pytorch.monitor.backward_trace import BackwardTrace, Found
+from mezzo.pytorch.monitor.forward_trace import ForwardTrace
 from mezzo.pytorch.monitor.investigation import investigate, remedies_for, told
-from mezzo.pytorch.monitor.loss_graph import KnownLines, LossEvent, LossGraphWatch, loss_event, of_forward
+from mezzo.pytorch.monitor.loss_graph import KnownLines, found_in_loss, seen_forward, watch_loss
+from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.operations import finite, users_line
-from mezzo.pytorch.monitor.saved_call import SavedCall, SideEffects
-from mezzo.pytorch.wrappers import unwrapped
+from mezzo.pytorch.monitor.replay import (
+    Backward,
+    SavedCall,
+    SideEffects,
+    eager,
+    running_again,
+    within_compiled,
+)
 
 _FEW = 8  # kept calls that are looked at before each call
 WATCHED = 50
@@ -42,7 +47,7 @@ _ALL: weakref.WeakSet[OverflowTracer] = weakref.WeakSet()
 
 
 def _never_raises(method: _Method) -> _Method:
-    """What goes wrong in watching is told in a finding's note; the step goes on."""
+    """An error in watching goes into the finding's note; the step goes on."""
 
     @functools.wraps(method)
     def guarded(self: OverflowTracer, *args: Any, **kwargs: Any) -> Any:
@@ -55,29 +60,18 @@ def _never_raises(method: _Method) -> _Method:
     return cast("_Method", guarded)
 
 
-class _Running:
-    """The backward that runs: its number, and whose it is. Calls are numbered beside it."""
-
-    number = 0
-    owner: int | None = None
-    calls = 0
-
-    @classmethod
-    def now(cls) -> tuple[int, int | None]:
-        return cls.number, cls.owner
+def _all_calls() -> list[SavedCall]:
+    return [call for tracer in _ALL for call in tracer.calls]
 
 
 def _sources(calls: Sequence[SavedCall]) -> list[SavedCall]:
     """Calls that no gradient came to, whose results, not finite, these ones were given: a generator's, detached."""
-    found: list[SavedCall] = []
-    kept = [call for tracer in _ALL for call in tracer.calls]
-    looked = list(calls)
+    looked, kept = list(calls), _all_calls()
     for call in looked:  # those that are found are looked at as well
         for other in kept:
             if other.number < call.number and not any(other is one for one in looked) and other.spoilt(call):
                 looked.append(other)
-                found.append(other)
-    return found
+    return looked[len(calls) :]
 
 
 class OverflowTracer(StepObserver):
@@ -89,9 +83,11 @@ class OverflowTracer(StepObserver):
         enter: makes the region in which a kept call is run again.
         clock: seconds since the run's start, for records.
         waits: look also where the host must wait for the device to learn of a skip.
-        model: whose modules' paths are told, where parts of it are called and never the whole.
+        model: whose modules' paths are reported, where parts of it are called and never the whole.
         limit: how many findings that alarm are made; later skips are not looked into, and nothing is kept for them.
     """
+
+    _numbers = 0  # of calls, over all tracers
 
     def __init__(
         self,
@@ -103,19 +99,19 @@ class OverflowTracer(StepObserver):
         model: nn.Module | None = None,
     ) -> None:
         self._enter, self._model = enter, model
+        self._clock, self._waits, self._left = clock, waits, limit
         self.calls: list[SavedCall] = []
         self._pruned = 0  # how many of them there were when it was last seen which may still matter
-        self._clock, self._waits, self._left = clock, waits, limit
         self._effects: weakref.WeakKeyDictionary[nn.Module, SideEffects] = weakref.WeakKeyDictionary()
         self._open: SavedCall | None = None
-        self._scales: dict[int, Tensor | float] = {}
-        self._outside: dict[int, LossGraphWatch] = {}
+        self._scales: dict[int, Tensor | float] = {}  # number of a backward of this step -> its scale
+        self._outside: dict[int, BackwardTrace] = {}
+        self._in_loss: Found | None = None
         self._live: ForwardTrace | None = None
         self._watching = False
         self._to_watch = 0
         self._trouble: list[str] = []
         self._group: Any = None
-        self._loss_event: LossEvent | None = None
         self._finding: Finding | None = None
         self._last: Finding | None = None
         self._records: list[Record] = []
@@ -149,7 +145,7 @@ class OverflowTracer(StepObserver):
         effects = self._effects.get(inner)
         if effects is None:
             effects = self._effects[inner] = SideEffects(inner)
-        _Running.calls += 1
+        OverflowTracer._numbers += 1
         self._open = SavedCall(
             model,
             args,
@@ -157,7 +153,7 @@ class OverflowTracer(StepObserver):
             effects=effects,
             enter=self._enter,
             line=users_line(),
-            number=_Running.calls,
+            number=OverflowTracer._numbers,
         )
 
     @_never_raises
@@ -166,8 +162,10 @@ class OverflowTracer(StepObserver):
         call, self._open = self._open, None
         if call is None or call.model is not model:
             return
-        self._effects[call.inner].after(call)
-        if call.ended(output, _Running.now):
+        effects = self._effects[call.inner]
+        effects.learn(call.state)
+        effects.writes_arguments |= call.written
+        if call.ended(output):
             self.calls.append(call)
 
     @_never_raises
@@ -176,27 +174,26 @@ class OverflowTracer(StepObserver):
         if running_again() or self._left <= 0:
             return
         self._last = None
-        _Running.number += 1
-        _Running.owner = id(self)
-        self._scales[_Running.number] = scale
+        Backward.number += 1
+        self._scales[Backward.number] = scale
         if not self._waits and loss.device.type != "cpu":
             return
-        live, start, places = self._live, [loss.grad_fn], None
+        live, start = self._live, [loss.grad_fn]
         if live is not None:
             live.paused = True
             live.claim(loss, None)
-            places = live.places
         else:
-            sources = [source() for tracer in _ALL for call in tracer.calls for source in call.sources]
+            sources = [source() for call in _all_calls() for source in call.sources]
             start += [tensor.grad_fn for tensor in sources if tensor is not None]
-        if self._loss_event is None and not finite(loss):
+        if self._in_loss is None and not finite(loss):
             reached = None if live is None else live.reached(loss)
-            first = None if reached is None else root(reached)
-            seen = first is not None and not first[0].unseen
-            self._loss_event = (
-                of_forward(*first, places, loss.grad_fn) if first and seen else loss_event(loss)
-            )
-        self._outside[_Running.number] = LossGraphWatch(start, scale, places)
+            first = None if reached is None else reached.root()
+            if live is not None and first is not None and not first[0].unseen:
+                self._in_loss = seen_forward(*first, live.operations)
+            else:
+                self._in_loss = found_in_loss(loss)
+            self._in_loss.start = loss.grad_fn
+        self._outside[Backward.number] = watch_loss(start, scale, None if live is None else live.operations)
 
     def update_ended(
         self,
@@ -235,26 +232,24 @@ class OverflowTracer(StepObserver):
 
     def _prune(self) -> None:
         """Let go of calls whose outputs are gone without a backward (an evaluation in training mode, say)."""
-        self.calls = [call for call in self.calls if call.told or call.graph_alive]
+        self.calls = [call for call in self.calls if call.grads or call.graph_alive]
         self._pruned = len(self.calls)
 
     def _let_go(self) -> None:
-        me, mine = id(self), set(self._scales)
-        self._open = None
+        mine = set(self._scales)
+        self._open = self._live = self._in_loss = None
         self._scales.clear()
         for watch in self._outside.values():
             watch.undo()
         self._outside.clear()
-        self._live = None
-        self._loss_event = None
         self._trouble.clear()
+        # What another optimizer's backward has come through, or may yet, is kept for that one.
+        awaited = {number for tracer in _ALL for number in tracer._scales}
         for tracer in _ALL:
             for call in tracer.calls:
-                if me in call.told:
-                    call.told.discard(me)
-                    call.done = not call.told and not call.retained
-                    call.grads = {number: grads for number, grads in call.grads.items() if number not in mine}
-            # What another optimizer's backward has come through, or may yet, is kept for that one.
+                came = call.grads.keys() & mine
+                call.grads = {number: grads for number, grads in call.grads.items() if number in awaited}
+                call.done = bool(came) and not call.grads and not call.retained
             tracer.calls = [call for call in tracer.calls if not call.done]
             tracer._prune()
 
@@ -278,7 +273,7 @@ class OverflowTracer(StepObserver):
     def live(self) -> Iterator[None]:
         """Watch the operations inside, forward: after an overflow that could not be explained by running calls again.
 
-        Compiled parts run eagerly inside. A step's regions are one watch. What fails in it is told in a finding's note.
+        Compiled parts run eagerly inside. A step's regions are one watch. Its errors go into a finding's note.
         """
         with ExitStack() as stack:
             try:
@@ -312,47 +307,35 @@ class OverflowTracer(StepObserver):
     def _looked_into(self) -> Finding:
         began, kept = time.perf_counter(), 0
         try:
-            calls = [call for tracer in _ALL for call in tracer.calls if id(self) in call.told]
-            self._learn(calls)
+            calls = [call for call in _all_calls() if call.grads.keys() & self._scales.keys()]
+            for call in calls:
+                for tracer in _ALL:
+                    if call.written and call.inner in tracer._effects:
+                        tracer._effects[call.inner].writes_arguments = True
             kept = sum(call.nbytes for call in calls)
             scales = {number: float(scale) for number, scale in self._scales.items()}
             lines = [*(call.line for call in calls), users_line()]
-            graph_events = [watch.event for watch in self._outside.values() if watch.event is not None]
-            for event in (*filter(None, [self._loss_event]), *graph_events):
-                self._known.tell(event, lines)
+            for found in (self._in_loss, *(one.found for one in self._outside.values())):
+                if found is not None:
+                    self._known.tell(found, lines)
             sources = _sources(calls)
-            finding, call = investigate(
-                sorted([*calls, *sources], key=lambda call: call.number),
-                scales,
-                self._loss_event,
-                graph_events,
+            finding, place = investigate(
+                sorted([*calls, *sources], key=lambda call: call.number), scales, self._in_loss, self._outside
             )
-            finding = replace(finding, remedies=remedies_for(finding, call, scales, self._model))
-            if call is not None and any(call is one for one in sources):
-                whose = f"it is in an earlier call of {type(call.inner).__name__}, which gave a later one its input"
+            finding = replace(finding, remedies=remedies_for(finding, place, scales, self._model))
+            if place is not None and any(place is one for one in sources):
+                whose = f"it is in an earlier call of {type(place.inner).__name__}, which gave a later one its input"
                 finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
         except Exception as error:
             finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
-        if finding.cause == "unknown":
-            self._trouble.append(self._why_unknown())
+        if finding.cause == "unknown" and self._group is None and is_distributed():
+            self._trouble.append("it may have been another rank's")
+        elif finding.cause == "unknown" and not self._scales:
+            self._trouble.append("its backward was not seen")
         if self._live is not None and self._live.trouble:
             self._trouble.append(f"watching failed: {self._live.trouble}")
         note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
-
-    def _learn(self, calls: Sequence[SavedCall]) -> None:
-        """What backward showed of the calls, and what was written of their arguments since."""
-        for call in calls:
-            for number, watch in self._outside.items():
-                call.uses[number] = watch.uses.get(call.number, {})
-            for tracer in _ALL:
-                if call.written and call.inner in tracer._effects:
-                    tracer._effects[call.inner].writes_arguments = True
-
-    def _why_unknown(self) -> str:
-        if self._group is None and is_distributed():
-            return "it may have been another rank's"
-        return "" if self._scales else "its backward was not seen"
 
     def _agreed(self, finding: Finding) -> Finding:
         """What the ranks of data parallelism found, each in its own part of the batch: the first that alarms."""

@@ -1,7 +1,7 @@
 """RangeWatch: exponent histograms of a training's weights, activations, gradients and updates, at an interval.
 
 In a watched update hooks are on the modules, and each tensor is counted where it is, once; nothing is read before
-somebody asks. In all others there is no hook and nothing to do but to count the update.
+they are asked for. In all other updates there is no hook, and the update is only counted.
 
 What is counted is what the step computes anyway: calls of the model in training mode, the gradients of `backward` on a
 loss, one update. Not evaluation, not what activation checkpointing repeats, not the gradients of a penalty.
@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -24,11 +24,15 @@ from torch.optim import Optimizer
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.ranges import WHAT, RangeRow, shift_of
 from mezzo.core.records import RangesRecord, Record
-from mezzo.pytorch.monitor.exponent_rows import ExponentRows
+from mezzo.pytorch.monitor.counted import (
+    ACTIVATION_GRADIENT,
+    WEIGHT_GRADIENT,
+    ExponentRows,
+    WatchedOutputs,
+    WatchedParameters,
+)
 from mezzo.pytorch.monitor.module_paths import joined, parameter_paths, path_of, paths
 from mezzo.pytorch.monitor.observer import StepObserver
-from mezzo.pytorch.monitor.watched_outputs import WatchedOutputs
-from mezzo.pytorch.monitor.watched_parameters import WatchedParameters
 
 DEFAULT_EVERY = 100
 """Updates from one that is watched to the next: see docs/monitoring.md for what one costs."""
@@ -53,7 +57,6 @@ class RangeWatch(StepObserver):
         model: whose modules are looked at; None: any that is called.
         optimizer: whose updates count; None: any, each counted for itself.
         every: updates of an optimizer from one that is watched to the next.
-        first: index of the first that is watched.
         clock: seconds, for records.
         kinds: which of `WHAT` to look at.
         note: told what could not be looked at, and why, once each; None: a warning says it.
@@ -64,7 +67,7 @@ class RangeWatch(StepObserver):
         notes: what could not be looked at, and why, once each.
 
     Raises:
-        UsageError: `every` below 1, `first` below 0.
+        UsageError: `every` below 1.
         UnknownNameError: a kind that is not in `WHAT`.
     """
 
@@ -74,19 +77,17 @@ class RangeWatch(StepObserver):
         optimizer: Optimizer | None,
         *,
         every: int = DEFAULT_EVERY,
-        first: int = 0,
         clock: Callable[[], float] = time.monotonic,
         kinds: Collection[str] = tuple(WHAT),
         note: Callable[[str], None] | None = None,
         all_modules: bool = False,
     ) -> None:
-        for name, value, least in (("watch", every, 1), ("first", first, 0)):
-            if not isinstance(value, int) or value < least:
-                raise UsageError(f"{name}={value!r}: give a whole number of updates, {least} or more.")
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"watch={every!r} is not a number of updates. Example: 100")
         for kind in kinds:
             if kind not in WHAT:
                 raise unknown_name("kind of range", kind, WHAT)
-        self.every, self.first = every, first
+        self.every = every
         self.notes: list[str] = []
         self._optimizer = optimizer
         self._clock = clock
@@ -171,7 +172,7 @@ class RangeWatch(StepObserver):
         parameters, self._parameters = self._parameters, None
         self._gradient_scale = None
         if due and not begun and self._optimizer is not None and not self._releases:
-            self._releases = True  # known from here on: the next update is watched in place of this one
+            self._releases = True  # known from here on: the next update is watched instead of this one
             return
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
         if not due or (parameters is None and not outputs):
@@ -184,10 +185,7 @@ class RangeWatch(StepObserver):
         if not outputs and self._outputs.wanted:
             self._note(_NOT_CALLED)
         rows.take(outputs)
-        scales = {
-            "activation gradient": 1.0 if scale is None else scale,
-            "weight gradient": self._weight_scale,
-        }
+        scales = {ACTIVATION_GRADIENT: 1.0 if scale is None else scale, WEIGHT_GRADIENT: self._weight_scale}
         record = RangesRecord(index, number, self._clock(), 1.0)
         self._last = _Watched(rows, ratios, scales, record, _kept(loss_scale), _kept(skipped))
         self._waiting.append(self._last)
@@ -203,12 +201,11 @@ class RangeWatch(StepObserver):
         return self._optimizer is None or optimizer is self._optimizer
 
     def _due(self, optimizer: Optimizer) -> bool:
-        update = self._updates.get(optimizer, 0)
-        return update >= self.first and (update - self.first) % self.every == 0
+        return self._updates.get(optimizer, 0) % self.every == 0
 
     def _armed(self) -> bool:
         """Whether the update that comes is watched; with several optimizers: whether one that may come is."""
-        if self._optimizer is None and max(self._updates.values(), default=0) < 2 and self.first == 0:
+        if self._optimizer is None and max(self._updates.values(), default=0) < 2:
             return True  # not every optimizer has been seen
         return any(map(self._due, self._updates))
 
@@ -260,6 +257,7 @@ class _Known(NamedTuple):
     prefix: str
 
 
+@dataclass
 class _Watched:
     """One watched update, on the device until it is read.
 
@@ -271,27 +269,22 @@ class _Watched:
         loss_scale, skipped: of the update.
     """
 
-    def __init__(
-        self,
-        rows: ExponentRows,
-        ratios: ExponentRows,
-        scales: dict[str, Tensor | float],
-        record: RangesRecord,
-        loss_scale: Tensor | float,
-        skipped: Tensor | bool,
-    ) -> None:
-        self._device_side: Any = (rows, ratios, scales, loss_scale, skipped)
-        self._record = record
+    rows: ExponentRows
+    ratios: ExponentRows
+    scales: dict[str, Tensor | float]
+    record: RangesRecord
+    loss_scale: Tensor | float
+    skipped: Tensor | bool
+    is_read: bool = False
 
     def read(self) -> RangesRecord:
         """The record; waits for the device the first time."""
-        if self._device_side is not None:
-            rows, ratios, scales, loss_scale, skipped = self._device_side
-            shifts = {what: -shift_of(float(scale)) for what, scale in scales.items()}
-            found = rows.read(shifts) + ([] if bool(skipped) else ratios.read(shifts))
-            self._record = replace(self._record, loss_scale=float(loss_scale), rows=found)
-            self._device_side = None
-        return self._record
+        if not self.is_read:
+            shifts = {what: -shift_of(float(scale)) for what, scale in self.scales.items()}
+            found = self.rows.read(shifts) + ([] if bool(self.skipped) else self.ratios.read(shifts))
+            self.record = replace(self.record, loss_scale=float(self.loss_scale), rows=found)
+            self.rows, self.ratios, self.is_read = ExponentRows(), ExponentRows(), True
+        return self.record
 
 
 def _kept(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TensorBoardWriter: a run's records as TensorBoard has them, in place of a file of JSON lines or beside it."""
+"""TensorBoardWriter: a run's records as TensorBoard events, instead of a file of JSON lines or in addition to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mezzo.core.records import (
 )
 
 _RATIO = "update ratio"
-# Formats in which a number can be lost at all; of FP32 nobody asks.
+# Formats of at most 16 bits: shares of lost numbers are written for these.
 _LOW = tuple(name for name, form in FORMATS.items() if form.bits <= 16)
 
 

@@ -22,8 +22,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.observe.formats import MODULE_MARK, OpObserver
 from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.fp8_layers import described, with_heads
-from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.region.modules import apply_module_overrides, described, with_heads
 from mezzo.pytorch.region.plan import plan
 from mezzo.pytorch.unseen import unseen
 from mezzo.pytorch.weights.lowering import stored
@@ -249,7 +248,7 @@ def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
 # How a plan says that an op is computed -> the sentence for the ops of which it says so.
 _BY_KERNEL = {
     "native": "internal_fp32 by the native 16-bit kernel: {ops}.",
-    "own": "computed in FP32 from sixteen bits by Mezzo's own kernel: {ops}.",
+    "kernel": "computed in FP32 from sixteen bits by Mezzo's own kernel: {ops}.",
     "rounded": "internal_fp32 by the FP32 kernel between casts, rounded once, since nothing shows that the 16-bit "
     "kernel here accumulates in FP32: {ops}.",
     "emulated": "{compute} is not native to this device: computed in FP32 between casts: {ops}.",
@@ -266,6 +265,9 @@ def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[st
         how = plans[op].how if op in plans else ""
         if how == "pytorch" and plans[op].rule == "internal_fp32":
             how = "native"
+        kernel = plans[op].kernel if op in plans else None
+        if kernel is not None and kernel.kind not in ("inside", "result"):
+            continue
         if how in ran and (how != "native" or plans[op].rule == "internal_fp32"):
             ran[how].append(op)
     return [

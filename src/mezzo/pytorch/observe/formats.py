@@ -157,13 +157,8 @@ class OpObserver:
             for fmt in dict.fromkeys(fmt for _, fmt in self.policy.modules):
                 yield replace(base, compute=fmt, loss_scale="none")
             return
-        parts = module.split(".")
-        for length in range(len(parts), 0, -1):
-            own = self.policy.format_for_module(".".join(parts[:length]))
-            if own is not None:
-                yield replace(base, compute=own, loss_scale="none")
-                return
-        yield base
+        own = self.policy.format_inside(module)
+        yield base if own is None else replace(base, compute=own, loss_scale="none")
 
     def _gradient(self, seen: _Seen) -> OpFormats:
         op = bare(seen.op)

@@ -77,7 +77,7 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
     entries = _converted(fused, optimizer, masters, state)
     # From here on nothing fails.
     for group in optimizer.param_groups:
-        group["masters"], group["state_format"] = masters, state
+        group["masters"], group["state"] = masters, state
     held = optimizer.state
     held.clear()
     for param, (made, how) in entries.items():
@@ -89,10 +89,10 @@ def adopt(optimizer: Optimizer, *, masters: str, state: str) -> FusedOptimizer:
 
 def _adopted_before(fused: FusedOptimizer, masters: str, state: str) -> FusedOptimizer:
     for group in fused.param_groups:
-        if (group["masters"], group["state_format"]) != (masters, state):
+        if (group["masters"], group["state"]) != (masters, state):
             raise UsageError(
                 f'adopt(masters="{masters}", state="{state}"): this optimizer was adopted before, with '
-                f'masters="{group["masters"]}" and state="{group["state_format"]}".'
+                f'masters="{group["masters"]}" and state="{group["state"]}".'
             )
     return fused
 
@@ -100,12 +100,12 @@ def _adopted_before(fused: FusedOptimizer, masters: str, state: str) -> FusedOpt
 def _shell(kind: type[FusedOptimizer], optimizer: Optimizer, masters: str, state: str) -> FusedOptimizer:
     """A fused optimizer over the groups themselves. `__init__` would write into them before it has checked them."""
     fused = kind.__new__(kind)
-    defaults = {**optimizer.defaults, "masters": masters, "state_format": state}
+    defaults = {**optimizer.defaults, "masters": masters, "state": state}
     fused.__setstate__(
         {"defaults": defaults, "state": optimizer.state, "param_groups": optimizer.param_groups}
     )
     for group in optimizer.param_groups:
-        modes = {"masters": masters, "state_format": state}
+        modes = {"masters": masters, "state": state}
         fused._check({**group, **modes})
         checks.group("adopt", {**group, **modes})
     for name, value in vars(optimizer).items():
@@ -123,7 +123,7 @@ def _converted(
         for param in group["params"]:
             found = optimizer.state.get(param)
             if found:
-                how = storage.storage(param, {"masters": masters, "state_format": state}, specs)
+                how = storage.storage(param, {"masters": masters, "state": state}, specs)
                 what = f"adopt: group {index}, a parameter of shape {list(param.shape)}"
                 made[param] = (state_dicts.from_torch(what, found, param, how), how)
     return made

@@ -17,11 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.pytorch.kernels.optimizer_step.storage import FORMATS
+from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.kernels.plain import is_dense
-
-MASTERS = ("fp32", "split", "split8", "none")
-"""Where a 16-bit weight's master is: an FP32 tensor, a remainder of 16 or 8 bits beside the weight, nowhere."""
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Formats of gradients, whatever the weight's is."""
@@ -35,13 +32,13 @@ def group(owner: str, values: dict[str, Any]) -> None:
 
     Args:
         owner: the optimizer's name, for the message.
-        values: the group, with `masters`, `state_format` and `params`.
+        values: the group, with `masters`, `state` and `params`.
 
     Raises:
         UnknownNameError: an unknown mode.
         UsageError: a parameter that can't be moved in this mode.
     """
-    modes(owner, values["masters"], values["state_format"])
+    modes(owner, values["masters"], values["state"])
     for index, param in enumerate(values["params"]):
         weight(
             param,
@@ -56,7 +53,7 @@ def modes(owner: str, masters: Any, state: Any) -> None:
     Raises:
         UnknownNameError: one doesn't.
     """
-    for kind, given, allowed in (("masters", masters, MASTERS), ("state", state, FORMATS)):
+    for kind, given, allowed in (("masters", masters, MASTERS), ("state", state, STATE_FORMATS)):
         if given not in allowed:
             raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
 

@@ -22,12 +22,11 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from mezzo.core.errors import UsageError
-from mezzo.core.format_names import dtype_name
-from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, Stepper, stepper
-from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
+from mezzo.core.formats import dtype_name
+from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
+from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
 from mezzo.pytorch.optim.storage import Slot
-from mezzo.pytorch.scaling.device_scale import inverse
 from mezzo.pytorch.weights.lowering import has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
@@ -37,14 +36,15 @@ class FusedOptimizer(Optimizer):
     """An optimizer over FP32, bf16 and fp16 weights, whose step is one kernel a device.
 
     Honours torch.amp's contract: a `grad_scale` that is set on it divides the gradients, and a `found_inf` that
-    isn't 0 skips the step, without a wait for the device. A subclass gives its settings' checks and their form for
-    the kernels.
+    isn't 0 skips the step, without a wait for the device. A subclass gives its settings' form for the kernels.
 
     Args:
         params: parameters, named parameters, or groups; a group may have its own `masters` and `state`.
         defaults: the update rule's settings.
-        state: how states are stored: `"fp32"`, `"bf16"`, `"int8"`.
-        masters: where 16-bit weights have their FP32 master: `"fp32"`, `"split"`, `"split8"`, `"none"`.
+        state: how states are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
+        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder with a bf16
+            weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master), `"none"`. An FP32 weight
+            is its own master.
     """
 
     _step_supports_amp_scaling = True
@@ -52,14 +52,17 @@ class FusedOptimizer(Optimizer):
     TORCH: ClassVar[type[Optimizer] | None] = None
     """torch's own optimizer of this name, with which states are exchanged."""
 
+    NUMBERS: ClassVar[tuple[str, ...]]
+    """The settings that are numbers, finite and not negative."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, state: str, masters: str) -> None:
         self._forget()
-        super().__init__(
-            params, {**defaults, "masters": dtype_name(masters), "state_format": dtype_name(state)}
-        )
+        super().__init__(params, {**defaults, "masters": dtype_name(masters), "state": dtype_name(state)})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            state_dicts.rename(group)
         self._forget()
 
     def _forget(self) -> None:
@@ -71,7 +74,11 @@ class FusedOptimizer(Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         """Raise a UsageError where a group's settings make no sense."""
-        raise NotImplementedError
+        owner = type(self).__name__
+        if "betas" in group:
+            checks.betas(owner, group["betas"])
+        for name in self.NUMBERS:
+            checks.number(owner, name, group[name])
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         """A group's settings at this moment, as the kernels take them."""
@@ -84,8 +91,6 @@ class FusedOptimizer(Optimizer):
         Raises:
             UsageError: a setting out of range, a parameter that can't be moved. The optimizer stays as it was.
         """
-        if isinstance(param_group, dict) and isinstance(param_group.get("state"), str):
-            param_group["state_format"] = param_group.pop("state")
         count = len(self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -183,7 +188,7 @@ class FusedOptimizer(Optimizer):
             for index, params in groups:
                 group = self.param_groups[index]
                 hyper = self._hyper(group)
-                modes = (group["masters"], group["state_format"], hyper.states)
+                modes = (group["masters"], group["state"], hyper.states)
                 device: torch.device | None = None
                 rows: list[Row] = []
                 for param in params:
@@ -225,7 +230,7 @@ class FusedOptimizer(Optimizer):
 
     def _slot(self, param: Tensor, group: dict[str, Any], states: tuple[StateSpec, ...]) -> Slot:
         """What is known of a parameter; made anew if it is no longer true."""
-        modes = (group["masters"], group["state_format"], states)
+        modes = (group["masters"], group["state"], states)
         entries = self.state.get(param)
         old = self._slots.get(param)
         if old is not None and old.is_of(param, entries, modes):

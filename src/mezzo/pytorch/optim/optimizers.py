@@ -1,8 +1,4 @@
-"""The optimizers: Adam, AdamW, SGD and Lion, each fused over all parameters.
-
-AdamW's weight decay pulls at the weight itself and never enters the moments. Lion's steps have one size, in the
-direction of a momentum's sign.
-"""
+"""The optimizers: Adam, AdamW, SGD and Lion, each fused over all parameters."""
 
 from __future__ import annotations
 
@@ -13,9 +9,48 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
-from mezzo.pytorch.optim import checks
+from mezzo.pytorch.kernels.optimizer_step import Hyper, StateSpec
 from mezzo.pytorch.optim.fused import FusedOptimizer
+
+_MOMENTS = StateSpec("exp_avg", signed=True), StateSpec("exp_avg_sq", signed=False)
+_BUFFER = (StateSpec("momentum_buffer", signed=True),)
+
+
+def adam_hyper(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool = False,
+) -> Hyper:
+    """Adam, or AdamW where the weight decay is `decoupled`."""
+    decay = 1 - lr * weight_decay if decoupled else 1.0
+    numbers = (decay, 1 - beta1, beta2, 1 - beta2, lr, beta1, eps)
+    return Hyper("adamw", _MOMENTS, numbers, 0.0 if decoupled else weight_decay, maximize)
+
+
+def sgd_hyper(
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> Hyper:
+    """SGD; without momentum there is no state."""
+    rule = "plain" if not momentum else "nesterov" if nesterov else "momentum"
+    numbers = (-lr, momentum, 1 - dampening, 0.0, 0.0, 0.0, 0.0)
+    return Hyper(rule, _BUFFER if momentum else (), numbers, weight_decay, maximize)
+
+
+def lion_hyper(
+    lr: float, beta1: float, beta2: float, weight_decay: float = 0.0, maximize: bool = False
+) -> Hyper:
+    """Lion, with decoupled weight decay."""
+    numbers = (lr, 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 0.0)
+    return Hyper("lion", _MOMENTS[:1], numbers, 0.0, maximize)
 
 
 class Adam(FusedOptimizer):
@@ -36,10 +71,8 @@ class Adam(FusedOptimizer):
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
         maximize: go up the gradient.
-        state: how the moments are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
-        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
-            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
-            `"none"`. An FP32 weight is its own master.
+        state: how the moments are stored; see `FusedOptimizer`, as for `masters`.
+        masters: where a 16-bit weight's FP32 master is.
 
     Raises:
         UsageError: a number out of range, a parameter that can't be moved in this mode.
@@ -48,6 +81,7 @@ class Adam(FusedOptimizer):
 
     TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
     DECOUPLED: ClassVar[bool] = False
+    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -61,37 +95,18 @@ class Adam(FusedOptimizer):
         state: str = "fp32",
         masters: str = "fp32",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "decoupled_weight_decay": self.DECOUPLED,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults["decoupled_weight_decay"] = self.DECOUPLED
         super().__init__(params, defaults, state=state, masters=masters)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        owner = type(self).__name__
-        checks.betas(owner, group["betas"])
-        for name in ("lr", "eps", "weight_decay"):
-            checks.number(owner, name, group[name])
-
-    def _hyper(self, group: dict[str, Any]) -> AdamHyper:
-        beta1, beta2 = group["betas"]
-        return AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=group["decoupled_weight_decay"],
-            maximize=group["maximize"],
-        )
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = map(float, group["betas"])
+        lr, eps, decay = (float(group[name]) for name in self.NUMBERS)
+        return adam_hyper(lr, beta1, beta2, eps, decay, group["decoupled_weight_decay"], group["maximize"])
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay.
+    """Adam with decoupled weight decay, which pulls at the weight itself and never enters the moments.
 
     Naive code, of one parameter's step number t (1, 2, ...), in FP32::
 
@@ -101,22 +116,8 @@ class AdamW(Adam):
         v = beta2 * v + (1 - beta2) * g * g
         w = w - lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
 
-    Args:
-        params: parameters, named parameters or groups, as for `torch.optim.AdamW`. FP32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
-            host would wait for it, so keep it on the CPU.
-        betas: decays of the first and the second moment, each from 0 to 1.
-        eps: added to the denominator.
-        weight_decay: coefficient of the decay.
-        maximize: go up the gradient.
-        state: how the moments are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
-        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
-            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
-            `"none"`. An FP32 weight is its own master.
-
-    Raises:
-        UsageError: a number out of range, a parameter that can't be moved in this mode.
-        UnknownNameError: an unknown `state` or `masters`.
+    Arguments and errors are those of `Adam`, but that `weight_decay` is the coefficient of the decay and 1e-2 where
+    it isn't given.
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
@@ -152,18 +153,15 @@ class SGD(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim.SGD`. FP32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
-            host would wait for it, so keep it on the CPU.
+        lr: learning rate; see `Adam`.
         momentum: decay of the buffer; 0 for none, and then no state either. Where it is turned on later, the
             buffer starts at that step.
         dampening: the part of the gradient that doesn't enter the buffer.
         weight_decay: coefficient of the L2 term.
         nesterov: look ahead along the buffer; needs momentum and no dampening.
         maximize: go up the gradient.
-        state: how the buffer is stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
-        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
-            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
-            `"none"`. An FP32 weight is its own master.
+        state: how the buffer is stored; see `FusedOptimizer`, as for `masters`.
+        masters: where a 16-bit weight's FP32 master is.
 
     Raises:
         UsageError: a number out of range, `nesterov` without momentum, a parameter that can't be moved in this mode.
@@ -171,6 +169,7 @@ class SGD(FusedOptimizer):
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
+    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "momentum", "dampening", "weight_decay")
 
     def __init__(
         self,
@@ -185,39 +184,25 @@ class SGD(FusedOptimizer):
         state: str = "fp32",
         masters: str = "fp32",
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, state=state, masters=masters)
 
     def _check(self, group: dict[str, Any]) -> None:
-        owner = type(self).__name__
-        for name in ("lr", "momentum", "dampening", "weight_decay"):
-            checks.number(owner, name, group[name])
+        super()._check(group)
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise UsageError(
-                f"{owner}: nesterov=True with momentum={group['momentum']!r} and dampening={group['dampening']!r}. "
-                "Nesterov's form needs a momentum above 0 and no dampening."
+                f"{type(self).__name__}: nesterov=True with momentum={group['momentum']!r} and "
+                f"dampening={group['dampening']!r}. Nesterov's form needs a momentum above 0 and no dampening."
             )
 
-    def _hyper(self, group: dict[str, Any]) -> SgdHyper:
-        return SgdHyper(
-            lr=float(group["lr"]),
-            momentum=float(group["momentum"]),
-            dampening=float(group["dampening"]),
-            weight_decay=float(group["weight_decay"]),
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-        )
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        lr, momentum, dampening, decay = (float(group[name]) for name in self.NUMBERS)
+        return sgd_hyper(lr, momentum, dampening, decay, group["nesterov"], group["maximize"])
 
 
 class Lion(FusedOptimizer):
-    """Lion, with decoupled weight decay.
+    """Lion, with decoupled weight decay: steps of one size, in the direction of a momentum's sign.
 
     Naive code, of one parameter's step, in FP32::
 
@@ -230,21 +215,19 @@ class Lion(FusedOptimizer):
 
     Args:
         params: parameters, named parameters or groups, as for `torch.optim`. FP32, bf16 or fp16.
-        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. A number, or a
-            tensor of one element, which is read at each step: on a GPU, the host would wait for it, so keep it
-            on the CPU.
+        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. See `Adam`.
         betas: weight of the momentum in the direction, and decay of the momentum, each from 0 to 1.
         weight_decay: coefficient of the decay; 3 to 10 times larger than AdamW's.
         maximize: go up the gradient.
-        state: how the momentum is stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
-        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder
-            beside a bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master),
-            `"none"`. An FP32 weight is its own master.
+        state: how the momentum is stored; see `FusedOptimizer`, as for `masters`.
+        masters: where a 16-bit weight's FP32 master is.
 
     Raises:
         UsageError: a number out of range, a parameter that can't be moved in this mode.
         UnknownNameError: an unknown `state` or `masters`.
     """
+
+    NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
 
     def __init__(
         self,
@@ -260,18 +243,6 @@ class Lion(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, state=state, masters=masters)
 
-    def _check(self, group: dict[str, Any]) -> None:
-        owner = type(self).__name__
-        checks.betas(owner, group["betas"])
-        for name in ("lr", "weight_decay"):
-            checks.number(owner, name, group[name])
-
-    def _hyper(self, group: dict[str, Any]) -> LionHyper:
-        beta1, beta2 = group["betas"]
-        return LionHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            maximize=group["maximize"],
-        )
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = map(float, group["betas"])
+        return lion_hyper(float(group["lr"]), beta1, beta2, float(group["weight_decay"]), group["maximize"])

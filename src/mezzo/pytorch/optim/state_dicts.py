@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step.storage import StateSpec
+from mezzo.pytorch.kernels.optimizer_step import StateSpec
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
 from mezzo.pytorch.weights.lowering import LOWERED, take_master
@@ -25,7 +25,7 @@ from mezzo.pytorch.weights.lowering import LOWERED, take_master
 if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
 
-MODES = ("masters", "state_format")
+MODES = ("masters", "state")
 """What a group of Mezzo's has and one of torch's hasn't."""
 
 MASTER = "master"
@@ -38,6 +38,13 @@ _TORCH_ONLY = frozenset({"foreach", "fused", "capturable", "differentiable", "am
 Plan = tuple[Entries, Storage, bool]
 
 _SETTINGS = ("betas", "eps", "momentum", "nesterov", "decoupled_weight_decay")
+
+
+def rename(group: dict[str, Any]) -> dict[str, Any]:
+    """A group of version 0.1.0, in which `state` was called ``"state_format"``, in today's words; changed in place."""
+    if "state_format" in group:
+        group["state"] = group.pop("state_format")
+    return group
 
 
 def load(optimizer: FusedOptimizer, state: dict[str, Any]) -> None:
@@ -70,7 +77,7 @@ def _plan(
         raise UsageError(
             f"{name}.load_state_dict: this is no optimizer's state: it must have 'state' and 'param_groups'."
         )
-    saved_groups = state["param_groups"]
+    saved_groups = [rename(dict(group)) for group in state["param_groups"]]
     ours, theirs = (
         [len(group["params"]) for group in each] for each in (optimizer.param_groups, saved_groups)
     )
@@ -138,9 +145,9 @@ def _own(
             f'{_masters(how.masters)}. Make the optimizer with masters="{saved["masters"]}" over weights of the same '
             "format, or carry the masters over: mezzo.master_state_dict and the states: torch_state_dict()."
         )
-    if how.specs and how.state != saved["state_format"]:
+    if how.specs and how.state != saved["state"]:
         raise UsageError(
-            f'{what}: the state was saved with state="{saved["state_format"]}", and the optimizer has '
+            f'{what}: the state was saved with state="{saved["state"]}", and the optimizer has '
             f'state="{how.state}". Make the optimizer with the former, or load torch_state_dict() of the saved one.'
         )
     problem = storage.wrong(found, param, how)

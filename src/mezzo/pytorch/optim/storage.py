@@ -19,10 +19,16 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step import Row
-from mezzo.pytorch.kernels.optimizer_step import storage as stored_as
-from mezzo.pytorch.kernels.optimizer_step.reference import flat
-from mezzo.pytorch.kernels.optimizer_step.storage import NEAREST, StateSpec, groups
+from mezzo.pytorch.kernels.optimizer_step import Row, StateSpec
+from mezzo.pytorch.kernels.optimizer_step.formulas import NEAREST
+from mezzo.pytorch.kernels.optimizer_step.reference import (
+    decode_master,
+    encode_master,
+    flat,
+    groups,
+    load_state,
+    store_state,
+)
 
 Entries = dict[str, Any]
 """What `optimizer.state[param]` holds."""
@@ -75,7 +81,7 @@ class Storage:
 def storage(weight: Tensor, group: Mapping[str, Any], specs: tuple[StateSpec, ...]) -> Storage:
     """How a group's modes store this weight's master and states."""
     masters = "own" if weight.dtype is torch.float32 else group["masters"]
-    return Storage(masters, group["state_format"], specs)
+    return Storage(masters, group["state"], specs)
 
 
 def fresh(weight: Tensor, how: Storage, master: Tensor | None = None) -> Entries:
@@ -105,51 +111,34 @@ def first_master(weight: Tensor, how: Storage, master: Tensor | None) -> Entries
     if not how.keeps_master:
         return {}
     value = weight.detach().to(torch.float32) if master is None else _like(master, weight, torch.float32)
-    key, _ = _MASTER[how.masters]
-    return {key: value.clone() if how.masters == "fp32" else _encoded(value, how)[1]}
+    # A 24-bit master is cut, not rounded: rounded up, it could have another bf16 weight.
+    kept = encode_master(how.masters, value, weight.dtype)[1]
+    return {_MASTER[how.masters][0]: kept.clone() if kept is value else kept}
 
 
-def _encoded(value: Tensor, how: Storage) -> tuple[Tensor, Tensor]:
-    if how.masters == "split":
-        return stored_as.encode_split(value)
-    # Cut, not rounded: 24 bits that are rounded up can have another bf16 weight than the 32 they come from.
-    return stored_as.encode_split8(value, torch.zeros((), dtype=torch.int32, device=value.device))
-
-
-def read_master(weight: Tensor, entries: Entries, how: Storage) -> Tensor:
+def read_master(weight: Tensor, entries: Mapping[str, Any], how: Storage) -> Tensor:
     """A weight's FP32 master, a new tensor; of an edited weight, what the next step would start from."""
     weight = weight.detach()
-    if how.masters == "fp32":
-        return stored_as.refreshed(entries["master"], weight)
-    if how.masters == "split":
-        return stored_as.decode_split(weight, entries["remainder"])
-    if how.masters == "split8":
-        return stored_as.decode_split8(weight, entries["remainder"])
-    return weight.to(torch.float32, copy=True)
+    if how.master_key is None:
+        return weight.to(torch.float32, copy=True)
+    return decode_master(how.masters, weight, entries[how.master_key])
 
 
 @torch.no_grad()
 def write_master(weight: Tensor, entries: Entries, how: Storage, value: Tensor) -> None:
     """Set a weight and its master, in place, from an FP32 value of the weight's shape."""
     value = _like(value, weight, torch.float32)
-    if how.masters == "fp32":
-        entries["master"].copy_(value)
-        weight.copy_(stored_as.encode_nearest(value, weight.dtype))
-    elif how.keeps_master:
-        high, remainder = _encoded(value, how)
-        weight.copy_(high)
-        entries["remainder"].copy_(remainder)
-    else:
-        weight.copy_(value)
+    if how.master_key is not None:
+        value, kept = encode_master(how.masters, value, weight.dtype)
+        entries[how.master_key].copy_(kept)
+    weight.copy_(value)
 
 
 def read_state(entries: Entries, spec: StateSpec) -> Tensor:
     """A state as FP32, in the weight's shape and strides: a new tensor."""
     stored: Tensor = entries[spec.name]
     value = torch.empty_like(stored, dtype=torch.float32)
-    flat(value).copy_(
-        stored_as.load_state(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed)
-    )
+    flat(value).copy_(load_state(flat(stored), entries.get(spec.name + "_scale"), signed=spec.signed))
     return value
 
 
@@ -157,10 +146,7 @@ def write_state(weight: Tensor, how: Storage, spec: StateSpec, value: Tensor) ->
     """The entries of a state with these values, which are of the weight's shape and any format."""
     made = _zeros(weight, how, spec)
     value = flat(_like(value, weight, torch.float32))
-    half = None if how.state == "fp32" else torch.full_like(value, NEAREST, dtype=torch.int32)
-    stored_as.store_state(
-        value, flat(made[spec.name]), made.get(spec.name + "_scale"), half, signed=spec.signed
-    )
+    store_state(value, flat(made[spec.name]), made.get(spec.name + "_scale"), NEAREST, signed=spec.signed)
     return made
 
 
@@ -303,7 +289,7 @@ class Slot:
         how: the form of its entries.
         entries: `optimizer.state[param]`.
         tensors: the values of `entries`.
-        modes: `masters` and `state_format` of its group, and its states.
+        modes: `masters` and `state` of its group, and its states.
         address: of the weight's storage: another one after `param.data = other`.
         dtype: the weight's.
         stride: the weight's.
@@ -361,13 +347,13 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
         optimizer: any of `torch.optim` or of Mezzo's; one that has moved, for its states to exist.
 
     Returns:
-        Bytes a parameter of ``"weights"``, ``"gradients"`` (those that are there), ``"masters"`` (or remainders),
-        ``"states"``, ``"scales"`` and their ``"total"``. Step counts aren't in it: they don't grow with the weight.
+        Bytes a parameter of ``"params"``, ``"gradients"`` (those that are there), ``"masters"`` (or remainders),
+        ``"state"``, ``"scales"`` and their ``"total"``. Step counts aren't in it: they don't grow with the weight.
     """
     params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
-    found = {"weights": 0, "gradients": 0, "masters": 0, "states": 0, "scales": 0}
+    found = {"params": 0, "gradients": 0, "masters": 0, "state": 0, "scales": 0}
     for param in params:
-        found["weights"] += param.nbytes
+        found["params"] += param.nbytes
         found["gradients"] += 0 if param.grad is None else param.grad.nbytes
         for name, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and name != "step":
@@ -382,4 +368,4 @@ def bytes_per_parameter(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def _kind(name: str) -> str:
     if name in ("master", "remainder"):
         return "masters"
-    return "scales" if name.endswith("_scale") else "states"
+    return "scales" if name.endswith("_scale") else "state"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step.storage import encode_nearest, refreshed
+from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.adopt import Adopted
 from mezzo.pytorch.optim.fused import FusedOptimizer
@@ -178,7 +178,7 @@ class WithMasters(Optimizer):
         self._own(param)
         if param.dtype not in lowering.LOWERED:
             return param.detach().clone()
-        return refreshed(self._ensure_master(param), param.detach())
+        return decode_master("fp32", param.detach(), self._ensure_master(param))
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
@@ -291,7 +291,7 @@ class WithMasters(Optimizer):
                 continue
             tensor = self._ensure_master(param)
             for part, weight in lowering.pieces(tensor, param.detach()):
-                part.copy_(refreshed(part, weight))
+                part.copy_(decode_master("fp32", weight, part))
             if grad is not None:
                 wide = grad.to(torch.float32)
                 self._parameter(param).grad = wide if scale is None else wide / scale.to(grad.device)
@@ -383,7 +383,7 @@ def _forward(inner: Optimizer, name: str, owner: WithMasters) -> None:
 
 def _write(master: Tensor, weight: Tensor) -> None:
     for part, out in lowering.pieces(master, weight.detach()):
-        out.copy_(encode_nearest(part, weight.dtype))
+        out.copy_(encode_master("fp32", part, weight.dtype)[0])
 
 
 def _widened(value: Any) -> Any:

@@ -5,11 +5,12 @@ excluded. It runs at every call, so what can be known beforehand (where the tens
 several) is worked out when it is built.
 
 What a 16-bit input is widened for, an FP32 op may keep for backward: its FP32 copy, twice the bytes. Where that is
-worth a pair of saved-tensor hooks, the 16-bit tensor itself is kept (`mezzo.pytorch.kernels.emulated.packing`).
+worth a pair of saved-tensor hooks, the 16-bit tensor itself is kept (`mezzo.pytorch.kernels.packing`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,12 +23,10 @@ from mezzo.core.errors import BannedOpError
 from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import dtype_of, name_of
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.emulated.packing import Packing, Rounded
+from mezzo.pytorch.kernels.packing import Packing, Rounded
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.kernels.short_indices import keeping_short_indices
 from mezzo.pytorch.region.fallback import noted, widen
-from mezzo.pytorch.region.plan import OpPlan, overload_named
-from mezzo.pytorch.region.torch_table import TORCH_TABLE
+from mezzo.pytorch.region.plan import TORCH_TABLE, OpPlan, overload_named
 
 __all__ = ["Action", "action", "for_other_layouts"]
 
@@ -57,38 +56,44 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def action(op_plan: OpPlan, name: str, device_type: str, policy: Policy) -> Action:
     """The action of one overload under a policy's plan; the overload itself where it is to run as it comes."""
-    overload = overload_named(name)
-    compute = dtype_of(policy.activations)
+    overload, compute = overload_named(name), dtype_of(policy.activations)
+    if op_plan.kernel is not None:
+        return _by_kernel(op_plan, overload, device_type, policy)
     if op_plan.how == "banned":
         return _banned(op_plan, overload, device_type)
     if op_plan.how == "emulated":
         return _emulated(op_plan.op, overload, device_type, compute)
     if op_plan.how == "fp32":
         return _in_fp32(op_plan.op, overload, device_type)
-    if op_plan.how == "fp8":
-        return _fp8(overload, device_type, policy)
-    if op_plan.how == "tf32":
-        return _tf32(overload, device_type)
-    if op_plan.how == "recurrent":
-        return _recurrent(overload, device_type, compute)
-    if op_plan.how == "own":
-        return _own(op_plan, overload, device_type, compute)
     if op_plan.how == "rounded":
         return _rounded(op_plan.op, overload, device_type)
-    if op_plan.how == "fp32_sum":
-        from mezzo.pytorch.kernels import embedding
-
-        found: Action = getattr(embedding, op_plan.op)
-        return found
-    if op_plan.how == "short_indices":
-        return keeping_short_indices(op_plan.op, _fastest(overload))
-    if op_plan.how == "number":
-        return _writing_number(op_plan, overload)
     if op_plan.how == "promote":
         return _promoted(overload, device_type)
     if op_plan.rule == "lower":
         return _cast_to(overload, device_type, compute)
     return _fastest(overload)
+
+
+def _by_kernel(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
+    """The action of Mezzo's own kernel, by its kind: it gets the op's arguments, or makes the action itself."""
+    assert op_plan.kernel is not None
+    kind, path = op_plan.kernel.kind, op_plan.kernel.path
+    compute = dtype_of(policy.activations)
+    if kind == "number":
+        return _writing_number(op_plan, overload)
+    function = backend.kernel(path)
+    if kind == "gradient":
+        return function
+    if kind == "indices":
+        made: Action = function(op_plan.op, _fastest(overload))
+        return made
+    if kind == "fp8":
+        return _if_floats(functools.partial(function, scaling=policy.scaling), overload, device_type, 2)
+    if kind == "tf32":
+        return _if_floats(function(overload), overload, device_type)
+    if kind in ("layer", "cell"):
+        return _if_floats(function(overload, compute), overload, device_type)
+    return _sixteen_bits(op_plan, function, overload, device_type, compute)
 
 
 def for_other_layouts(op_plan: OpPlan, name: str, device_type: str) -> Action | None:
@@ -291,11 +296,13 @@ def _first_dtype(args: Sequence[Any], device_type: str) -> torch.dtype | None:
     return None
 
 
-def _own(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
-    kernel = backend.custom_kernel(op_plan.op)
+def _sixteen_bits(
+    op_plan: OpPlan, kernel: Action, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype
+) -> Action:
+    """A kernel that takes a 16-bit first tensor; FP32 goes to PyTorch's, or is lowered where the rule says so."""
     otherwise = _in_fp32(op_plan.op, overload, device_type)
 
-    def ours(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
+    def as_it_comes(x: Tensor, /, *rest: Any, **kwargs: Any) -> Any:
         if x.dtype in _HALVES:
             return kernel(x, *rest, **kwargs)
         return otherwise(x, *rest, **kwargs)
@@ -305,7 +312,21 @@ def _own(op_plan: OpPlan, overload: torch._ops.OpOverload, device_type: str, com
             return kernel(x.to(compute), *rest, **kwargs)
         return overload(x, *rest, **kwargs)
 
-    return lowered if op_plan.rule == "lower" else ours
+    return lowered if op_plan.rule == "lower" else as_it_comes
+
+
+def _if_floats(
+    kernel: Action, overload: torch._ops.OpOverload, device_type: str, first: int | None = None
+) -> Action:
+    """The kernel where the first so many arguments are floating tensors (None: any of all), else the op as it is."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = len(_tensors(args[:first], kwargs, device_type))
+        if found < (first or 1):
+            return overload(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return run
 
 
 def _promoted(overload: torch._ops.OpOverload, device_type: str) -> Action:
@@ -345,45 +366,6 @@ def _narrowed(result: Any, dtype: torch.dtype) -> Any:
     if type(result) in (list, tuple):
         return type(result)(_narrowed(item, dtype) for item in result)
     return result
-
-
-def _fp8(overload: torch._ops.OpOverload, device_type: str, policy: Policy) -> Action:
-    from mezzo.pytorch.kernels.fp8.linear import fp8_linear
-
-    scaling = policy.scaling
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        if _eligible(input, device_type) and _eligible(weight, device_type):
-            return fp8_linear(input, weight, bias, scaling=scaling)
-        return overload(input, weight, bias)
-
-    return linear
-
-
-def _tf32(overload: torch._ops.OpOverload, device_type: str) -> Action:
-    from mezzo.pytorch.kernels.tf32 import product
-
-    in_tf32 = product(overload)
-
-    def rounded_factors(*args: Any, **kwargs: Any) -> Any:
-        if not _tensors(args, kwargs, device_type):
-            return overload(*args, **kwargs)
-        return in_tf32(*args, **kwargs)
-
-    return rounded_factors
-
-
-def _recurrent(overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:
-    from mezzo.pytorch.kernels.recurrent import with_fp32_state
-
-    kernel = with_fp32_state(overload, compute)
-
-    def with_states(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not _tensors(args, kwargs, device_type):
-            return overload(*args, **kwargs)
-        return kernel(*args)
-
-    return with_states
 
 
 def _emulated(op: str, overload: torch._ops.OpOverload, device_type: str, compute: torch.dtype) -> Action:

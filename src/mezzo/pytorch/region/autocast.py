@@ -28,9 +28,9 @@ from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.region import compiling, dispatch, identity, patches
-from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS
-from mezzo.pytorch.tf32 import leaves_autocast_off, switch_on_tf32
+from mezzo.pytorch.machine import leaves_autocast_off, switch_on_tf32
+from mezzo.pytorch.region import compiling, identity, patches
+from mezzo.pytorch.region.plan import AUTOCAST_KEYS
 
 __all__ = ["Region", "autocast"]
 
@@ -45,18 +45,18 @@ class _Meaning:
     enabled: bool  # whether autocast itself is on
     dtype: torch.dtype | None
     ways: dict[int, identity.Way] = field(default_factory=dict)  # label outside -> the way to the one inside
-    recomputes: bool = False  # whether some outputs are not kept for backward
     checked: bool = False  # whether a genuine torch.autocast object has been made of it without complaint
 
 
-_Outside = tuple[identity.Way, torch.autocast | None, bool, torch.dtype, bool]
+_Outside = tuple[identity.Way, torch.autocast | None, bool, torch.dtype, bool | None]
 
-_meanings: dict[tuple[Any, str, bool, str | None], _Meaning] = {}
+_meanings: dict[tuple[Any, ...], _Meaning] = {}
 _regions: dict[tuple[Any, ...], Region] = {}  # one object serves all who ask for the same
 
 _get_ident = threading.get_ident
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_label, _assumed_native = identity.label, identity.assumed_native
+_label, _native_key = identity.label, identity.native_key
+_hold, _release = patches.hold, patches.release
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 _get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _is_grad_enabled = torch.is_grad_enabled
@@ -65,9 +65,6 @@ _increment_nesting, _decrement_nesting = torch.autocast_increment_nesting, torch
 _clear_cache = torch.clear_autocast_cache
 _function_mode = torch._C._is_torch_function_mode_enabled
 _FP32 = torch.float32  # the dtype of autocast under emulated TF32, which torch.autocast's own objects refuse
-
-# What must be in place before the first label of a policy is used.
-identity.on_new_label(dispatch.install)
 
 
 @unseen
@@ -101,9 +98,9 @@ def autocast(
         UnsupportedPrecisionError: more different policies in this process than labels (hundreds).
         BannedOpError: from an op that the policy bans, when it meets a 16-bit input.
     """
-    if torch.compiler.is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
+    if _is_dynamo_compiling() and not _is_eager_only(policy, device_type, enabled):
         return cast("Region", _traced(policy, device_type, enabled, cache_enabled))
-    key = (policy, device_type, enabled, cache_enabled, _assumed_native())
+    key = (policy, device_type, enabled, cache_enabled, _native_key())
     found = _regions.get(key)
     if found is None:
         found = Region(policy, device_type, enabled, cache_enabled)
@@ -129,6 +126,7 @@ class Region:
         cache_enabled: bool | None = None,
     ) -> None:
         self.device_type = default_device_type() if device_type is None else device_type
+        compiling.set_up()
         self._meaning = _meaning_of(policy, self.device_type, enabled)
         self._cache_enabled = cache_enabled
         # What each thread found outside, once for each time that it is inside.
@@ -144,35 +142,39 @@ class Region:
         if _is_dynamo_compiling():
             torch._dynamo.graph_break(msg="a Region that was made outside of what is compiled")
         meaning, device = self._meaning, self.device_type
-        before = _label()
-        way = meaning.ways.get(before)
-        if way is None:
-            way = meaning.ways[before] = identity.way(before, device, meaning.policy)
-        enabled, dtype, cached = _is_enabled(device), _get_dtype(device), _is_cache_enabled()
+        enabled, dtype = _is_enabled(device), _get_dtype(device)
         genuine: torch.autocast | None = None
         if meaning.dtype is not _FP32 and (not meaning.checked or _function_mode()):
             genuine = torch.autocast(device, meaning.dtype, meaning.enabled, self._cache_enabled)
+        before = _label() if _increment_nesting() > 1 else 0
+        way = meaning.ways.get(before)
+        if way is None:
+            try:
+                way = meaning.ways[before] = identity.way(before, device, meaning.policy)
+            except BaseException:
+                _decrement_nesting()
+                raise
+        if genuine is not None:
             meaning.checked = genuine._enabled == meaning.enabled and device in AUTOCAST_KEYS
             if meaning.enabled and not genuine._enabled:
                 # torch has said why (the device is absent). Without autocast there is no policy either.
                 way = identity.way(before, device, None)
             genuine.__enter__()
         else:
-            _set_enabled(device, meaning.enabled)
+            if enabled is not meaning.enabled:
+                _set_enabled(device, meaning.enabled)
             if meaning.dtype is not None and meaning.dtype is not dtype:
                 _set_dtype(device, meaning.dtype)
-            _increment_nesting()
-            if self._cache_enabled is not None:
-                _set_cache_enabled(self._cache_enabled)
-        if self._cache_enabled is None and cached and not _is_grad_enabled():
-            _set_cache_enabled(False)  # a weight could be written at any moment
-        if way.is_outermost:
-            patches.hold()
+        cached = None
+        if self._cache_enabled is not None or not _is_grad_enabled():
+            cached = _is_cache_enabled()
+            # Without gradients a weight could be written at any moment.
+            _set_cache_enabled(bool(self._cache_enabled))
         way.enter()
-        if meaning.recomputes:
-            from mezzo.pytorch.region import recompute
-
-            recompute.push()
+        if way.is_outermost:
+            _hold()
+            if compiling.handler is not None:
+                compiling.set_up()
         outside = (way, genuine, enabled, dtype, cached)
         try:
             self._entered[_get_ident()].append(outside)
@@ -183,21 +185,19 @@ class Region:
     @unseen
     def __exit__(self, *exc_info: object) -> None:
         way, genuine, enabled, dtype, cached = self._entered[_get_ident()].pop()
-        if self._meaning.recomputes:
-            from mezzo.pytorch.region import recompute
-
-            recompute.pop()
+        device = self.device_type
         way.leave()
         if way.is_outermost:
-            patches.release()
+            _release()
         if genuine is not None:
             genuine.__exit__(None, None, None)
-            return
+        else:
+            _set_enabled(device, enabled)
+            _set_dtype(device, dtype)
+        if cached is not None:
+            _set_cache_enabled(cached)
         if _decrement_nesting() == 0:
             _clear_cache()
-        _set_enabled(self.device_type, enabled)
-        _set_dtype(self.device_type, dtype)
-        _set_cache_enabled(cached)
 
     def __call__(self, function: _Function) -> _Function:
         """The function, with a region of its own around each call."""
@@ -217,7 +217,7 @@ class Region:
 
         @functools.wraps(function)
         def in_region(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_dynamo_compiling():
+            if not _is_dynamo_compiling():
                 with shared:
                     return function(*args, **kwargs)
             with autocast(policy, device_type, enabled, cache_enabled):
@@ -240,7 +240,7 @@ def default_device_type() -> str:
 
 def _meaning_of(policy: str | os.PathLike[str] | Policy, device_type: str, enabled: bool) -> _Meaning:
     """The policy resolved for a device: worked out once, but a file, which may change, is read each time."""
-    key = (policy, device_type, enabled, identity.assumed_native())
+    key = (policy, device_type, enabled, _native_key())
     found = _meanings.get(key)
     if found is None:
         found = _work_out(policy, device_type, enabled)
@@ -281,7 +281,7 @@ def _work_out(policy: str | os.PathLike[str] | Policy, device_type: str, enabled
         if resolved.compute == "tf32":
             switch_on_tf32()
         return _Meaning(resolved, False, None)
-    return _Meaning(resolved, True, dtype_of(resolved.activations), recomputes=bool(resolved.recomputed))
+    return _Meaning(resolved, True, dtype_of(resolved.activations))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Two settings of PyTorch's compiler, in force while it compiles.
+"""What a context sets in PyTorch's compiler while it compiles: two settings, and the names that `patches` replaces.
 
 **The tag of its caches** says which policy each label stands for in this process. A graph's cache key holds the label
 (AOTAutograd's holds every device's autocast dtype). The key lacks what the labels mean, which depends on the order in
@@ -16,24 +16,25 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.region import identity, patches
 from mezzo.scripts.patches import ImportWatch
 
 __all__ = ["begin", "end", "set_up"]
 
 _DEFAULT, _OFF = "same_as_forward", "off"
 _imports: ImportWatch | None = None
-_handler: Any = None  # of Dynamo's callbacks
+handler: Any = None  # of Dynamo's callbacks, once Dynamo is imported
 _before: tuple[str, Any] | None = None  # the user's settings, during a compilation
 
 
 def set_up() -> None:
     """Have each compilation from now on call `begin` and `end`. `torch._dynamo.reset` forgets this."""
     global _imports
-    if _handler is not None:
-        if begin not in _handler.start_callbacks:
-            _handler.register_start_callback(begin)
-            _handler.register_end_callback(end)
+    if handler is not None:
+        if begin not in handler.start_callbacks:
+            handler.register_start_callback(begin)
+            handler.register_end_callback(end)
     elif _imports is None:
         _imports = ImportWatch()
         _imports.install()
@@ -41,13 +42,14 @@ def set_up() -> None:
 
 
 def _dynamo_imported(module: ModuleType | Any) -> None:
-    global _handler
-    _handler = module.callback_handler
+    global handler
+    handler = module.callback_handler
     set_up()
     if _imports is not None:
         _imports.remove()
 
 
+@unseen  # Dynamo holds a lock while it calls this: compiling what runs here would wait for it for ever
 def begin(*_: object) -> None:
     """A compilation begins, or a label is made in one."""
     global _before
@@ -55,12 +57,14 @@ def begin(*_: object) -> None:
     from torch._functorch import config as functorch_config
 
     if _before is None:
+        patches.suspend()
         _before = config.cache_key_tag, getattr(functorch_config, "backward_pass_autocast", None)
     config.cache_key_tag = _before[0] + identity.fingerprint()
     if _before[1] == _DEFAULT:  # a setting that the user has changed stays, as does an older PyTorch's
         functorch_config.backward_pass_autocast = _OFF
 
 
+@unseen
 def end(*_: object) -> None:
     """The compilation is over: both settings are the user's again."""
     global _before
@@ -72,3 +76,4 @@ def end(*_: object) -> None:
         if _before[1] == _DEFAULT:
             functorch_config.backward_pass_autocast = _DEFAULT
         _before = None
+        patches.resume()

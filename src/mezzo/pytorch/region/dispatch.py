@@ -23,12 +23,19 @@ import torch
 from mezzo.core.policy import Policy
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.machine import leaves_autocast_off
 from mezzo.pytorch.region import identity, recompute
 from mezzo.pytorch.region.actions import Action, action, for_other_layouts
 from mezzo.pytorch.region.fallback import OTHER_LAYOUTS, quietly
-from mezzo.pytorch.region.plan import OpPlan, comes_as_it_is, overload_named, own_table, plan
-from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, has_kernel
-from mezzo.pytorch.tf32 import leaves_autocast_off
+from mezzo.pytorch.region.plan import (
+    AUTOCAST_KEYS,
+    OpPlan,
+    comes_as_it_is,
+    has_kernel,
+    overload_named,
+    own_table,
+    plan,
+)
 
 __all__ = ["OpPlan", "end_rule", "passed_through", "plan", "registered", "rule_alone"]
 

@@ -14,11 +14,12 @@ since a compiled graph may still be guarded by it.
 
 Nothing else in Mezzo reads or writes the label. Where it can't be carried (a thread that enters
 `torch.autocast` itself, `torch.amp.custom_bwd`, DataParallel's replicas), no policy is in force and PyTorch's
-own table applies; `state` says so.
+own table applies.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import threading
@@ -29,7 +30,8 @@ import torch
 
 from mezzo.core.errors import UnsupportedPrecisionError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.machine import ASSUME_NATIVE, native_formats
+from mezzo.pytorch.machine import ASSUME_NATIVE, leaves_autocast_off, native_formats
+from mezzo.pytorch.region import recompute
 
 Binding = tuple[tuple[str, Policy], ...]
 
@@ -41,19 +43,23 @@ _DTYPES = (None, torch.bfloat16, torch.float16)
 _lock = threading.RLock()
 _bindings: dict[int, Binding] = {0: ()}
 # Keyed by what `MEZZO_ASSUME_NATIVE` said too: a policy installed for other native formats is another one.
-_labels: dict[tuple[Binding, str | None], int] = {((), None): 0}
+_labels: dict[tuple[Binding, bytes | str | None], int] = {((), None): 0}
 _states: dict[int, tuple[tuple[str, torch.dtype | None], ...]] = {}
-_successors: dict[tuple[int, str, Policy | None, str | None], int] = {}
-_listeners: list[Callable[[int, str, Policy], None]] = []
+_successors: dict[tuple[int, str, Policy | None, bytes | str | None], int] = {}
 _devices: tuple[str, ...] = ()
 _resting: dict[str, torch.dtype] = {}  # the dtype of each device's autocast where it is off
 _ways: list[Way] = []
 _digits = 1
 
-# os.environ's own table, where it has one of bytes (POSIX).
-_RAW_NAME = os.fsencode(ASSUME_NATIVE)
+# What `MEZZO_ASSUME_NATIVE` says, read at each context from `os.environ`'s own table of bytes where there is one
+# (POSIX): `os.environ.get` would be a third of the context's time.
 _raw_environment: dict[bytes, bytes] | None = (
     getattr(os.environ, "_data", None) if os.name == "posix" else None
+)
+native_key: Callable[[], bytes | str | None] = (
+    functools.partial(os.environ.get, ASSUME_NATIVE)
+    if _raw_environment is None
+    else functools.partial(_raw_environment.get, os.fsencode(ASSUME_NATIVE))
 )
 
 _is_enabled = torch.is_autocast_enabled
@@ -113,14 +119,6 @@ def label_state(code: int) -> tuple[tuple[str, torch.dtype | None], ...]:
     return tuple(settings)
 
 
-def assumed_native() -> str | None:
-    """What `MEZZO_ASSUME_NATIVE` says; asked at each region, and `os.environ.get` would be a third of its time."""
-    if _raw_environment is None:
-        return os.environ.get(ASSUME_NATIVE)
-    raw = _raw_environment.get(_RAW_NAME)
-    return None if raw is None else os.fsdecode(raw)
-
-
 def binding_of(code: int) -> Binding:
     """The binding for which a label stands; () for 0 and for a label that is not ours."""
     return _bindings.get(code, ())
@@ -138,20 +136,10 @@ def current_policy(device_type: str = "cpu") -> Policy | None:
     return None
 
 
-def state(device_type: str = "cpu") -> str:
-    """In a word: ``policy`` (one is in force), ``torch`` (autocast is on, with PyTorch's own table), or ``off``.
-
-    ``torch`` inside what should be Mezzo's region means that the policy's identity was not carried there.
-    """
-    if current_policy(device_type) is not None:
-        return "policy"
-    return "torch" if _is_enabled(device_type) else "off"
-
-
 def successor(code: int, device_type: str, policy: Policy | None) -> int:
     """The label after `policy` (None: no policy) is bound to `device_type` in a region whose label is
     `code`."""
-    key = (code, device_type, policy, assumed_native())
+    key = (code, device_type, policy, native_key())
     found = _successors.get(key)
     if found is None:
         rest = tuple(pair for pair in binding_of(code) if pair[0] != device_type)
@@ -166,14 +154,19 @@ def successor(code: int, device_type: str, policy: Policy | None) -> int:
 class Way:
     """From one label to another and back, as the fewest autocast settings that say so.
 
+    ``enter()`` writes the label inside into this thread's autocast state, which holds the one outside; ``leave()``
+    writes the one outside again.
+
     Args:
         before: the label outside.
         code: the label inside.
+        recomputes: whether some outputs are not kept for backward inside.
     """
 
-    __slots__ = ("_inside", "_outside", "before", "code", "is_outermost")
+    __slots__ = ("_recomputes", "before", "code", "enter", "is_outermost", "leave")
 
-    def __init__(self, before: int, code: int) -> None:
+    def __init__(self, before: int, code: int, recomputes: bool = False) -> None:
+        self._recomputes = recomputes
         self.before = before
         self.code = code
         self.is_outermost = bool(code) and not before
@@ -187,27 +180,33 @@ class Way:
             for (device, outside), (_, inside) in zip(label_state(self.before), label_state(self.code))
             if outside is not inside
         ]
-        self._inside = tuple((device, *_step(device, outside, inside)) for device, outside, inside in pairs)
-        self._outside = tuple((device, *_step(device, inside, outside)) for device, outside, inside in pairs)
+        inside = [(device, *_step(device, outer, inner)) for device, outer, inner in pairs]
+        outside = [(device, *_step(device, inner, outer)) for device, outer, inner in pairs]
+        self.enter = _writing(inside, recompute.push if self._recomputes else None)
+        self.leave = _writing(outside, recompute.pop if self._recomputes else None)
 
-    def enter(self) -> None:
-        """Write the label inside into this thread's autocast state, which holds the one outside."""
-        for device, on, dtype in self._inside:
+
+def _writing(
+    settings: list[tuple[str, bool, torch.dtype | None]], also: Callable[[], None] | None
+) -> Callable[[], None]:
+    """What writes (device, on, dtype or None for the one that is there) into this thread's autocast state."""
+    if len(settings) == 1 and settings[0][2] is None and also is None:
+        return functools.partial(_set_enabled, *settings[0][:2])  # the usual case, without Python
+
+    def write() -> None:
+        for device, on, dtype in settings:
             _set_enabled(device, on)
             if dtype is not None:
                 _set_dtype(device, dtype)
+        if also is not None:
+            also()
 
-    def leave(self) -> None:
-        """Write the label outside again."""
-        for device, on, dtype in self._outside:
-            _set_enabled(device, on)
-            if dtype is not None:
-                _set_dtype(device, dtype)
+    return write
 
 
 def way(before: int, device_type: str, policy: Policy | None) -> Way:
     """The way from a region whose label is `before` into one in which `policy` rules `device_type`."""
-    return Way(before, successor(before, device_type, policy))
+    return Way(before, successor(before, device_type, policy), bool(policy and policy.recomputed))
 
 
 def _step(
@@ -230,19 +229,8 @@ def rebound(code: int) -> Iterator[None]:
         set_label(before)
 
 
-def on_new_label(listener: Callable[[int, str, Policy], None]) -> None:
-    """Call `listener(label, device_type, policy)` for each policy of each binding before its label is first
-    used."""
-    with _lock:
-        _listeners.append(listener)
-        for code, binding in _bindings.items():
-            for device_type, policy in binding:
-                listener(code, device_type, policy)
-
-
 def _dtype_agrees(policy: Policy, device_type: str) -> bool:
     from mezzo.pytorch.dtypes import dtype_of
-    from mezzo.pytorch.tf32 import leaves_autocast_off
 
     off = leaves_autocast_off(policy, device_type)
     if off or not _is_enabled(device_type):
@@ -253,9 +241,11 @@ def _dtype_agrees(policy: Policy, device_type: str) -> bool:
 
 def _label_for(binding: Binding) -> int:
     global _digits
+    from mezzo.pytorch.region.dispatch import install
+
     if not binding:
         return 0
-    key = (binding, assumed_native())
+    key = (binding, native_key())
     with _lock:
         found = _labels.get(key)
         if found is not None:
@@ -271,8 +261,7 @@ def _label_for(binding: Binding) -> int:
                 "policy values, or run further policies in a new process."
             )
         for device_type, policy in binding:
-            for listener in _listeners:
-                listener(code, device_type, policy)
+            install(code, device_type, policy)  # what must be in place before the label is first used
         _labels[key] = code
         _bindings[code] = binding
         if 3**_digits <= code:
@@ -286,7 +275,7 @@ def _label_for(binding: Binding) -> int:
 def fingerprint() -> str:
     """Of what each label of this process means, in the order of their making: see `compiling`."""
     content = "|".join(
-        f"{code}:{assumed}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
+        f"{code}:{assumed!r}:" + ",".join(f"{device}={policy.fingerprint()}" for device, policy in binding)
         for (binding, assumed), code in sorted(_labels.items(), key=lambda item: item[1])
     )
     content += "|" + ",".join(_devices) + "|" + _environment()

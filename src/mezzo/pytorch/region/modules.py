@@ -4,24 +4,30 @@ A matching module's `forward` becomes a small object that opens a region of the 
 class's `forward`. It is an attribute of the module and refers to it, so `copy.deepcopy` and `pickle` carry it
 over to the copy; the module's class, its hooks and its `state_dict` stay as they are, and Dynamo traces
 through it.
+
+An fp8 policy leaves some linear layers in bf16, by patterns that it then shows (`with_heads`). The last layer of a
+model makes logits, or a value that a loss reads: factors with 3 bits of mantissa would cost most there and, in one
+layer of many, save least. So it stays in bf16, and so does each layer that shares an embedding's weight.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mezzo.core.errors import UnknownNameError
-from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
+from mezzo.core.policy_text import is_pattern, matches
 from mezzo.pytorch.region import identity
 from mezzo.pytorch.region.autocast import autocast, default_device_type
 
-__all__ = ["ModuleOverrides", "apply_module_overrides"]
+__all__ = ["ModuleOverrides", "apply_module_overrides", "described", "heads_of", "with_heads"]
 
 
 class ModuleOverrides:
@@ -172,3 +178,71 @@ def no_such_module(pattern: str, paths: Iterable[str], of: str = "the model") ->
     near = difflib.get_close_matches(pattern.replace("*", "0"), named, n=1, cutoff=0.0)
     mend = f" The nearest is {near[0]!r}." if near else " The model has no submodules."
     return UnknownNameError(f"policy: module pattern {pattern!r} matches no module of {of}.{mend}")
+
+
+def heads_of(model: nn.Module) -> tuple[str, ...]:
+    """The paths of a model's heads: its last `nn.Linear` in the order of definition, and those with tied embeddings.
+
+    A model that is a single linear layer has none, and the projection inside an `nn.MultiheadAttention`, which is not
+    called as a module, is none.
+    """
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = list(_linear_layers(model))
+    tied = [path for path, layer in layers if id(layer.weight) in embedded]
+    return tuple(dict.fromkeys([*tied, *(path for path, _ in layers[-1:])]))
+
+
+def with_heads(policy: Policy, model: nn.Module) -> Policy:
+    """The policy for this model: under fp8 with a pattern ``module.PATH=bf16`` for each head.
+
+    A head for which the policy has a pattern of its own, or for a module around it, is as that pattern says.
+    """
+    if policy.compute != "fp8":
+        return policy
+    heads = [path for path in heads_of(model) if is_pattern(path) and policy.format_inside(path) is None]
+    if not heads:
+        return policy
+    return replace(policy, modules=(*((path, "bf16") for path in heads), *policy.modules))
+
+
+def described(policy: Policy, model: nn.Module) -> list[str]:
+    """For `explain`: which linear layers multiply in fp8 and which stay in bf16, and why; empty without fp8."""
+    if "fp8" not in policy.computed:
+        return []
+    from mezzo.pytorch.kernels.fp8 import misfit
+
+    lower: list[str] = []
+    apart: list[str] = []
+    for path, layer in _linear_layers(model):
+        fmt = policy.format_inside(path) or policy.compute
+        why = misfit(layer.in_features, layer.out_features) if fmt == "fp8" else f"the policy says {fmt}"
+        if why:
+            apart.append(f"{path} ({why})")
+        else:
+            lower.append(path)
+    count = f"{len(lower)} linear layer{'s' if len(lower) > 1 else ''}"
+    notes = [f"fp8 in {count}: {', '.join(_together(lower))}." if lower else _NOTHING]
+    return notes + ([f"Not in fp8: {'; '.join(_together(apart))}."] if apart else [])
+
+
+def _together(paths: list[str]) -> list[str]:
+    """Layers of repeated blocks as one: ``blocks.0.up`` and ``blocks.1.up`` are ``blocks.*.up``."""
+    return list(dict.fromkeys(re.sub(r"([^\d.][^.]*)\.\d+(?=\.)", r"\1.*", path) for path in paths))
+
+
+_NOTHING = (
+    "fp8 in no layer of this model: only linear layers multiply in fp8 (not convolutions, recurrent layers or "
+    "attention), and not the head; the rest is as under bf16."
+)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    attention = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.modules()
+    }
+    for path, module in model.named_modules():
+        if path and isinstance(module, nn.Linear) and id(module) not in attention:
+            yield path, module

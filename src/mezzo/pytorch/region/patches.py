@@ -1,11 +1,14 @@
-"""What a region replaces in PyTorch while it is open, in any thread, and puts back when the last one ends.
+"""What an autocast context replaces in PyTorch while it is open, in any thread, and restores when the last one ends.
 
-| replaced                                                 | for                                  |
-|----------------------------------------------------------|--------------------------------------|
-| `set_grad_enabled` (init, exit), `inference_mode` (exit) | clearing the cache of 16-bit weights |
-| `_CheckpointFrame`, `CheckpointFunction.forward`         | recomputing under the same policy    |
+| replaced                                                              | for                                  |
+|-----------------------------------------------------------------------|--------------------------------------|
+| `torch._C._set_grad_enabled`, `torch._C._InferenceMode`               | clearing the cache of 16-bit weights |
+| `torch.utils.checkpoint._CheckpointFrame` and its `CheckpointFunction`| recomputing under the same policy    |
 
-Weights: `torch.autocast` keeps the 16-bit copy of an FP32 leaf until the outermost region ends, and finds it by the
+These are four names in two modules, not attributes of classes: to assign those costs microseconds, since CPython then
+forgets what it knows of the class.
+
+Weights: `torch.autocast` keeps the 16-bit copy of an FP32 leaf until the outermost context ends, and finds it by the
 tensor's address alone. A weight that is written in between would be used at its old value, and a copy made under
 `no_grad` would be used later without a gradient. Weights are written while gradients are not recorded: by an
 optimizer's step, or in a block under `no_grad`. So each switch of the recording clears the copies. A write through
@@ -19,64 +22,117 @@ forward pass is checkpointed, with the label of that moment.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.autograd.grad_mode import inference_mode, set_grad_enabled
 
 from mezzo.core.errors import UnsupportedPrecisionError
-from mezzo.pytorch.region import compiling, identity
-from mezzo.pytorch.tf32 import leaves_autocast_off
+from mezzo.pytorch.machine import leaves_autocast_off
+from mezzo.pytorch.region import identity
 
-__all__ = ["hold", "release"]
+__all__ = ["hold", "release", "resume", "suspend"]
 
-_lock = threading.Lock()
-_held = 0
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there last, what takes its place
+_open: list[None] = []  # an entry for each outermost context; `append` and `pop` are atomic
 _clear, _is_enabled, _DEVICE = torch.clear_autocast_cache, torch.is_autocast_enabled, identity.LABEL_DEVICE
+_CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
 
 
 def hold() -> None:
-    """An outermost region begins in some thread."""
-    global _held
-    with _lock:
-        _held += 1
-        if _held > 1:
-            return
-        if not _replaced or any([vars(owner)[name] is not was for owner, name, was, _ in _replaced]):
-            found = [(owner, name, vars(owner)[name], wrap) for owner, name, wrap in _TABLE]
-            _replaced[:] = [(owner, name, original, wrap(original)) for owner, name, original, wrap in found]
-        for owner, name, _, wrapper in _replaced:
-            setattr(owner, name, wrapper)
-    compiling.set_up()
+    """An outermost context begins in some thread."""
+    _open.append(None)
+    core, names = _CORE, _CHECKPOINT
+    switch, mode, frame, function = _theirs
+    if (
+        core["_set_grad_enabled"] is switch
+        and core["_InferenceMode"] is mode
+        and names["_CheckpointFrame"] is frame
+        and names["CheckpointFunction"] is function
+    ):
+        core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _ours
+        names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
+    elif names["CheckpointFunction"] is not _ours[-1]:  # else another thread or `mezzo run` has replaced them
+        _replace()
 
 
 def release() -> None:
     """End what one `hold` began. What someone else has replaced since is theirs, and stays."""
-    global _held
-    with _lock:
-        _held -= 1
-        if not _held:
-            for owner, name, original, wrapper in _replaced:
-                if vars(owner)[name] is wrapper:
-                    setattr(owner, name, original)
+    _open.pop()
+    if not _open:
+        switch, mode, frame, function = _ours
+        if (
+            _CORE["_set_grad_enabled"] is switch
+            and _CORE["_InferenceMode"] is mode
+            and _CHECKPOINT["_CheckpointFrame"] is frame
+            and _CHECKPOINT["CheckpointFunction"] is function
+        ):
+            _CORE["_set_grad_enabled"], _CORE["_InferenceMode"], frame, function = _theirs
+            _CHECKPOINT["_CheckpointFrame"], _CHECKPOINT["CheckpointFunction"] = frame, function
+        else:
+            for (name, names), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
+                if names[name] is ours:
+                    names[name] = theirs
+        if _open:  # another thread has begun a context meanwhile
+            hold()
+            release()
 
 
-def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What switches the recording of gradients, and clears the cache of a region."""
+def suspend() -> None:
+    """A compilation begins: Dynamo writes `torch._C._set_grad_enabled` into its graphs as it finds it there."""
+    for name, theirs, ours in zip(_WHERE, _theirs, _ours):
+        if _WHERE[name] is _CORE and _CORE[name] is ours:
+            _CORE[name] = theirs
+
+
+def resume() -> None:
+    """The compilation is over."""
+    if _open:
+        _replace()
+
+
+def _replace() -> None:
+    """Replace what is not yet replaced, also what someone else has put there since the last time."""
+    global _theirs, _ours
+    found = [names[name] for name, names in _WHERE.items()]
+    pairs = [
+        (t, o) if f is t or f is o else (f, wrap(f))
+        for f, t, o, wrap in zip(found, _theirs, _ours, _WRAPPERS)
+    ]
+    _theirs, _ours = tuple(theirs for theirs, _ in pairs), tuple(ours for _, ours in pairs)
+    for (name, names), ours in zip(_WHERE.items(), _ours):
+        names[name] = ours
+
+
+def _clearing_switch(original: Callable[[bool], None]) -> Callable[[bool], None]:
+    """`torch._C._set_grad_enabled`, through which all of torch's Python switches the recording of gradients."""
 
     @functools.wraps(original)
-    def switch(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def _set_grad_enabled(mode: bool) -> None:
+        original(mode)
         if _is_enabled(_DEVICE):
             _clear()
-        return result
 
-    return switch
+    return _set_grad_enabled
+
+
+def _clearing_mode(original: Callable[[bool], Any]) -> type:
+    """`torch._C._InferenceMode`, on which `torch.inference_mode` is built."""
+
+    class _InferenceMode:
+        def __init__(self, mode: bool) -> None:
+            self._mode = original(mode)
+
+        def __enter__(self) -> None:
+            self._mode.__enter__()
+
+        def __exit__(self, *exc_info: object) -> None:
+            self._mode.__exit__(*exc_info)
+            if _is_enabled(_DEVICE):
+                _clear()
+
+    return _InferenceMode
 
 
 def _labelled_frame(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,23 +144,31 @@ def _labelled_frame(original: Callable[..., Any]) -> Callable[..., Any]:
     return frame
 
 
-def _labelled_function(original: Any) -> Any:
+def _labelled_function(original: type[torch.autograd.Function]) -> type:
     """Reentrant checkpoints."""
-    forward = original.__func__
 
-    def labelled(ctx: Any, run_function: Any, *args: Any) -> Any:
-        return forward(ctx, _under_this_label(run_function), *args)
+    class CheckpointFunction(original):  # type: ignore[misc,valid-type]
+        @classmethod
+        def apply(cls, run_function: Any, *args: Any) -> Any:
+            return original.apply(_under_this_label(run_function), *args)
 
-    return staticmethod(labelled)
+    return CheckpointFunction
 
 
-_TABLE: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (set_grad_enabled, "__init__", _clearing),
-    (set_grad_enabled, "__exit__", _clearing),
-    (inference_mode, "__exit__", _clearing),
-    (torch_checkpoint, "_CheckpointFrame", _labelled_frame),
-    (torch_checkpoint.CheckpointFunction, "forward", _labelled_function),
+_WHERE = {
+    "_set_grad_enabled": _CORE,
+    "_InferenceMode": _CORE,
+    "_CheckpointFrame": _CHECKPOINT,
+    "CheckpointFunction": _CHECKPOINT,
+}
+_WRAPPERS: tuple[Callable[[Any], Any], ...] = (
+    _clearing_switch,
+    _clearing_mode,
+    _labelled_frame,
+    _labelled_function,
 )
+_theirs: tuple[Any, ...] = tuple(names[name] for name, names in _WHERE.items())
+_ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _theirs))
 
 
 def _under_this_label(function: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The dispatch plan: for each op, what this policy does on this kind of device, decided before anything runs.
+"""The plan: for each op, what a policy does on this kind of device, decided before anything runs.
 
-`plan(policy, device_type)` is a value that can be printed. It sets three things side by side, op by op: the
-policy's rule, PyTorch's own autocast table, and what the device has natively. Only where the first differs
-from what the second already does is a kernel registered (`mezzo.pytorch.region.dispatch`); everything else keeps
-PyTorch's C++ path.
+`plan(policy, device_type)` is a value that can be printed. It compares, op by op, the policy's rule and the row of the
+table (`mezzo.core.rules`) with PyTorch's own autocast lists and with what the device has natively. A kernel is
+registered (`mezzo.pytorch.region.dispatch`) only where PyTorch does not do the same already; everything else keeps its
+C++ path.
 """
 
 from __future__ import annotations
@@ -18,23 +18,80 @@ import torch
 from mezzo.core.compute import FP8_OPS
 from mezzo.core.errors import UsageError
 from mezzo.core.policy import Decision, Policy
-from mezzo.core.rules import (
-    IN_PLACE,
-    KEEPS_INDICES,
-    OWN_GIVES_FP32,
-    RECURRENT,
-    RECURRENT_CELLS,
-    RULES,
-    SUMS_IN_SIXTEEN_BITS,
-    WRITES_NUMBER,
-    Rule,
-    native_evidence,
-    own_kernel,
-)
+from mezzo.core.rules import IN_PLACE, RULES, Kernel, OpRule, Rule
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.machine import native_formats
-from mezzo.pytorch.region.torch_table import AUTOCAST_KEYS, TORCH_TABLE, has_kernel
-from mezzo.pytorch.tf32 import leaves_autocast_off
+from mezzo.pytorch.machine import leaves_autocast_off, native_formats
+
+# PyTorch's own autocast lists, from ATen/autocast_mode.h and autocast_mode.cpp of torch 2.13. A test compares them with
+# the dispatcher. Where another release lacks one of these kernels the dispatcher has the last word (`own_table`).
+# Categories: ``lower`` (inputs to autocast's dtype), ``fp32`` (inputs to FP32), ``fp32_dtype`` (output dtype set to
+# FP32, input left as it is), ``promote`` (widest input), ``banned``.
+_CPU = {
+    "lower": """conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm
+    addmm
+        _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention
+        _native_multi_head_attention""",
+    "fp32": """avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile
+        quantile.scalar nanquantile nanquantile.scalar stft stft.center cdist grid_sampler_2d
+        _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex cholesky cholesky_inverse
+        cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d
+        adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+        replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+        poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss
+        soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div
+        multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn
+        fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond
+        linalg_cond.p_str linalg_matrix_rank linalg_matrix_rank.tol_tensor linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.atol_rtol_float linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals
+        linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv linalg_tensorsolve
+        fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
+        fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex
+        linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex""",
+    "promote": "stack cat index_copy",
+}
+
+_CUDA = {
+    "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
+        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
+        cudnn_convolution_transpose""",
+    "fp32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
+        frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+        cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar
+        norm.ScalarOpt_dim""",
+    "fp32_dtype": """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+        linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    "banned": "binary_cross_entropy",
+}
+
+
+def _by_op(lists: Mapping[str, str]) -> dict[str, str]:
+    return {op: category for category, ops in lists.items() for op in ops.split()}
+
+
+TORCH_TABLE: Mapping[str, Mapping[str, str]] = {"cpu": _by_op(_CPU), "cuda": _by_op(_CUDA)}
+
+# The dispatcher's key for a device type, as `torch.library` spells it.
+AUTOCAST_KEYS: Mapping[str, str] = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+    "hpu": "AutocastHPU",
+    "mtia": "AutocastMTIA",
+}
+
 
 # Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
 # the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
@@ -77,23 +134,19 @@ class OpPlan:
     """What one op does under a policy on a kind of device.
 
     Args:
-        op: the op's name as in `mezzo.core.rules`.
+        op: the op's name as in the table.
         rule: the policy's rule.
         formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
             ``first input's`` (as they come).
         format_out: format of the floating outputs, in the same words.
         how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
-            registered kernel casts, the device's own computes), ``own`` (Mezzo's kernel computes in FP32 what it
-            reads in 16 bits), ``recurrent`` (a recurrent op's FP32 kernel on 16-bit
-            values, with an FP32 state), ``fp8`` and ``tf32`` (factors as
-            `mezzo.core.compute` has them), ``rounded`` (the FP32 kernel between casts: 16 bits in and out),
-            ``emulated`` (stored in the format, computed in FP32), ``fp32``, ``promote``, ``fp32_sum`` (as it is, but
-            backward sums in FP32), ``short_indices`` (as it is, but backward keeps shorter indices), ``number``
-            (as it is; FP32 for a number beyond the format), ``banned``, ``absent`` (this build has no such op on the
-            device).
+            registered kernel casts, the device's own computes), ``kernel`` (Mezzo's own, see `kernel`), ``emulated``
+            (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel between casts: 16 bits in and
+            out), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
         reason: the rule's reason, then why it is done so here.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
         remedy: for a banned op, what to use in its place.
+        kernel: the kernel of the table's row, or that for the factors of fp8 or TF32.
     """
 
     op: str
@@ -104,6 +157,7 @@ class OpPlan:
     reason: str
     overloads: tuple[str, ...] = ()
     remedy: str = ""
+    kernel: Kernel | None = None
 
     def output(self, inputs: Sequence[str]) -> str:
         """The planned output format when the floating inputs arrive in these formats (names, in order).
@@ -156,98 +210,108 @@ def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[s
     return MappingProxyType(plans)
 
 
-def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, native: bool) -> OpPlan:
-    rule, compute = decision.rule, policy.activations
+_FP8 = Kernel(
+    "fp8",
+    "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there",
+    "fp8:fp8_linear",
+)
+_TF32 = Kernel(
+    "tf32",
+    "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32",
+    "tf32:product",
+)
 
-    def planned(inside: str, out: str, how: str, why: str, overloads: tuple[str, ...] = ()) -> OpPlan:
+
+def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, native: bool) -> OpPlan:
+    rule, compute, row = decision.rule, policy.activations, RULES.get(op)
+
+    def planned(
+        how: str, formats: tuple[str, str], why: str, names: Sequence[str] = (), kernel: Kernel | None = None
+    ) -> OpPlan:
         reason = f"{decision.reason}; {why}" if why else decision.reason
-        return OpPlan(op, rule.value, inside, out, how, reason, overloads, decision.remedy)
+        return OpPlan(op, rule.value, *formats, how, reason, tuple(names), decision.remedy, kernel)
+
+    def by_kernel(kernel: Kernel, formats: tuple[str, str], why: str = "") -> OpPlan:
+        if kernel.kind == "number":
+            return planned("kernel", formats, "", [n for n in names if n.endswith(".Scalar")], kernel)
+        return planned("kernel", formats, why + kernel.why, names, kernel)
+
+    def unlike_torch(
+        how: str, formats: tuple[str, str], wanted: Sequence[str], why: str = "", same: str = ""
+    ) -> OpPlan:
+        """``pytorch`` where its own table treats every overload in a wanted way, or its parts do; else `how`."""
+        rest = [n for n in names if theirs.get(n, "") not in wanted and n not in by_parts]
+        if decision.source == "table" and op in by_parts:
+            rest = []
+        if rule is Rule.PROMOTE:
+            rest = [n for n in rest if n in theirs or not _promotes_by_itself(op, n)]
+        return planned(how, formats, why, rest) if rest else planned("pytorch", formats, same or why)
 
     foreign = _FOREIGN.get(device_type, frozenset())
     names = () if op in foreign else overloads_of(op, device_type)
+    theirs, by_parts = own_table(device_type), _BY_PARTS.get(device_type, frozenset())
+    wide = "fp64" if op in _ALWAYS_FP64 else "fp32"
     if not names:
-        return planned("", "", "absent", "this build of PyTorch has no such op on this device")
-    theirs = own_table(device_type)
-    by_parts = _BY_PARTS.get(device_type, frozenset())
-    categories = {name: theirs.get(name, "") for name in names}
+        return planned("absent", ("", ""), "this build of PyTorch has no such op on this device")
     if policy.compute == "fp32":
-        return planned("fp32", "fp32", "pytorch", "the policy computes in FP32: autocast is off")
+        return planned("pytorch", ("fp32", "fp32"), "the policy computes in FP32: autocast is off")
     if leaves_autocast_off(policy, device_type):
-        return planned(
-            "fp32", "fp32", "pytorch", "the device's own TF32: autocast is off, PyTorch's switch is on"
-        )
+        why = "the device's own TF32: autocast is off, PyTorch's switch is on"
+        return planned("pytorch", ("fp32", "fp32"), why)
     if policy.compute == "tf32":
         if rule is Rule.LOWER:
-            why = "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32"
-            return OpPlan(op, rule.value, "fp32", "fp32", "tf32", why, names)
+            return OpPlan(op, rule.value, "fp32", "fp32", "kernel", _TF32.why, names, kernel=_TF32)
         why = "FP32: only the factors of products are shorter"
-        out = "fp64" if op in _ALWAYS_FP64 else FIRST
+        out = wide if op in _ALWAYS_FP64 else FIRST
         return OpPlan(op, rule.value, FIRST, out, "pytorch", why, remedy=decision.remedy)
 
-    def others(*wanted: str) -> tuple[str, ...]:
-        """The overloads that PyTorch's own table does not already treat in the wanted way."""
-        if decision.source == "table" and op in by_parts:
-            return ()
-        return tuple(name for name in names if categories[name] not in wanted and name not in by_parts)
-
-    ours = own_kernel(device_type, compute, op) if backend.serves_custom_kernels(device_type) else ""
     if op in IN_PLACE and rule is not Rule.BANNED:
         rule = Rule.PROMOTE  # no rule may cast the tensor that is written
+    kernel = _kernel_on(row, device_type, policy)
+    kind = kernel.kind if kernel else ""
+    evidence = row.evidence(device_type) if row else ""
+    if rule is Rule.BANNED:
+        return planned("banned", ("fp32", "fp32"), "FP32 inputs pass", names)
+    if rule is Rule.PROMOTE:
+        formats = (FIRST, FIRST) if op in IN_PLACE or kind == "number" else (WIDEST, WIDEST)
+        if kernel and kind in ("gradient", "indices", "number"):
+            return by_kernel(kernel, formats)
+        return unlike_torch("promote", formats, (), same="it does so by itself")
     if rule is Rule.LOWER:
         if policy.compute == "fp8" and op in FP8_OPS:
-            why = "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there"
-            return OpPlan(op, rule.value, FIRST, compute, "fp8", why, names)
-        if op in RECURRENT and policy.hidden == "fp32":
-            out = "fp32" if op in RECURRENT_CELLS else f"{compute}+fp32"
-            return planned(FIRST, out, "recurrent", "hidden and cell state stay FP32 between steps", names)
-        if ours and op not in OWN_GIVES_FP32:
-            return planned(FIRST, compute, "own", f"its first input goes to {compute}; {ours}", names)
+            return OpPlan(op, rule.value, FIRST, compute, "kernel", _FP8.why, names, kernel=_FP8)
+        if kernel and kind in ("layer", "cell"):
+            return by_kernel(kernel, (FIRST, "fp32" if kind == "cell" else f"{compute}+fp32"))
+        if kernel and kind == "inside":
+            return by_kernel(kernel, (FIRST, compute), f"its first input goes to {compute}; ")
         if not native:
-            return planned(
-                compute, compute, "emulated", "computed in FP32 between casts on this device", names
-            )
-        rest = others("lower")
-        if rest:
-            return planned(compute, compute, "native", "not on PyTorch's list for this device", rest)
-        return planned(compute, compute, "pytorch", "as PyTorch's own table has it")
-
-    if rule is Rule.INTERNAL_FP32 and op not in OWN_GIVES_FP32:
-        evidence = native_evidence(device_type, compute, op)
-        if ours:
-            return planned(FIRST, FIRST, "own", ours, names)
-        if evidence:
-            rest = others("")
-            return planned(FIRST, FIRST, "native" if rest else "pytorch", evidence, rest)
-        if op not in _ALWAYS_FP64:
-            why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
-            return planned(FIRST, FIRST, "rounded", why, names)
-
-    if rule in (Rule.FP32, Rule.INTERNAL_FP32):
-        if ours and op in OWN_GIVES_FP32:
-            return planned(FIRST, "fp32", "own", ours, names)
-        rest = others("fp32", "fp32_dtype")
-        out = "fp64" if op in _ALWAYS_FP64 else "fp32"
-        return planned("fp32", out, "fp32" if rest else "pytorch", "", rest)
-
-    if rule is Rule.PROMOTE and (device_type, op) in SUMS_IN_SIXTEEN_BITS:
-        why = "the gradient of a 16-bit weight is summed in FP32"
-        return planned(WIDEST, WIDEST, "fp32_sum", why, names)
-
-    if rule is Rule.PROMOTE and op in KEEPS_INDICES:
-        why = "backward keeps its indices in 16 or 32 bits, not 64"
-        return planned(WIDEST, WIDEST, "short_indices", why, names)
-
-    if rule is Rule.PROMOTE and op in WRITES_NUMBER:
-        return planned(FIRST, FIRST, "number", "", tuple(name for name in names if name.endswith(".Scalar")))
-
-    if rule is Rule.PROMOTE:
-        widest = FIRST if op in IN_PLACE else WIDEST
-        rest = tuple(name for name in others() if categories[name] or not _promotes_by_itself(op, name))
-        return planned(
-            widest, widest, "promote" if rest else "pytorch", "" if rest else "it does so by itself", rest
+            why = "computed in FP32 between casts on this device"
+            return planned("emulated", (compute, compute), why, names)
+        why = "not on PyTorch's list for this device"
+        return unlike_torch(
+            "native", (compute, compute), ("lower",), why, same="as PyTorch's own table has it"
         )
+    if kernel and kind == "result":
+        return by_kernel(kernel, (FIRST, "fp32"))
+    gives_fp32 = op in _ALWAYS_FP64 or (row and row.kernel and row.kernel.kind == "result")
+    if rule is Rule.INTERNAL_FP32 and not gives_fp32:
+        if kernel and kind == "inside":
+            return by_kernel(kernel, (FIRST, FIRST))
+        if evidence:
+            return unlike_torch("native", (FIRST, FIRST), ("",), evidence)
+        why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
+        return planned("rounded", (FIRST, FIRST), why, names)
+    return unlike_torch("fp32", ("fp32", wide), ("fp32", "fp32_dtype"))
 
-    return planned("fp32", "fp32", "banned", "FP32 inputs pass", names)
+
+def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel | None:
+    """The kernel of a row where it serves this kind of device, and the policy has a use for it."""
+    kernel = row.kernel_on(device_type) if row else None
+    if kernel is None or (kernel.kind in ("layer", "cell") and policy.hidden != "fp32"):
+        return None
+    if kernel.kind in ("inside", "result") and not backend.serves_custom_kernels(device_type):
+        return None
+    return kernel
 
 
 def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
@@ -264,6 +328,15 @@ def _promotes_by_itself(op: str, name: str) -> bool:
     tensors = [argument for argument in overload._schema.arguments if "Tensor" in str(argument.type)]
     alone = len(tensors) == 1 and "[]" not in str(tensors[0].type) and "List" not in str(tensors[0].type)
     return alone or torch.Tag.pointwise in overload.tags
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload` on this kind of device.
+
+    Once Mezzo has registered one this is True whatever PyTorch does: `mezzo.pytorch.region.dispatch` asks before.
+    """
+    name = op if "::" in op else f"aten::{op}"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, AUTOCAST_KEYS[device_type]))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ find. The numbers are torch's, event by event, as long as the scale stays within
 - Gradients are divided by the scale that `scale()` multiplied with, whatever `update` did in between.
 - A step whose loss was never scaled raises: its update would be too small by the scale, in silence.
 - `was_skipped` says what `step` did. Closures work. A disabled scaler keeps its state and its getters.
-- A fused SGD with momentum whose first step is skipped starts from no momentum (`can_skip_on_device`).
+- A fused SGD with momentum whose first step is skipped starts from no momentum (`step.can_skip_on_device`).
 
 No scaler can tell that gradients were clipped before they were unscaled: a clip is an edit of `.grad` like
 any other. `clip_grad_norm_` here unscales first, and `mezzo.MixedPrecision` has no order to get wrong.
@@ -16,12 +16,13 @@ any other. `clip_grad_norm_` here unscales first, and `mezzo.MixedPrecision` has
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, overload
+from functools import lru_cache
+from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,13 +31,19 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import DynamicLossScale, ScaleArrays, check, on_host
-from mezzo.core.scale_numbers import LARGEST
-from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.scaling import state as saved_state
-from mezzo.pytorch.scaling.closure import AbandonedStepError, ClosureRunner
-from mezzo.pytorch.scaling.device_scale import moved, reading_is_free
-from mezzo.pytorch.scaling.fused_step import can_skip_on_device
+from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, check, on_host
+from mezzo.pytorch import loss_scaler
+from mezzo.pytorch import step as engine
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_traced(method: _Method) -> _Method:
+    """Dynamo breaks its graph here: it would lose what `unscale_` writes into the optimizer's state."""
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return unseen(method)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -141,7 +148,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
-        if self._scale is not None and not reading_is_free(self._scale):
+        if self._scale is not None and not loss_scaler.reading_is_free(self._scale):
             self._overflows, self._stuck = (
                 torch.full((), int(count), dtype=torch.int32, device=dev)
                 for count in (self._overflows, self._stuck)
@@ -165,7 +172,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, good_steps = self._scale, self._growth_tracker
         if scale is None or good_steps is None:
             return ScaleArrays(self._init_scale, self._init_growth_tracker, self._overflows, self._stuck)
-        if reading_is_free(scale):
+        if loss_scaler.reading_is_free(scale):
             return ScaleArrays(scale.item(), int(good_steps.item()), self._overflows, self._stuck)
         return ScaleArrays(scale, good_steps, self._overflows, self._stuck)
 
@@ -173,11 +180,10 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         self._scale, after = moved(self._fixed(), scale, self._state(), found_inf)
         self._overflows, self._stuck = after.overflows, after.stuck
-        # A new tensor, as the scale is: whoever holds the old one holds the old number.
-        on_device = isinstance(after.good_steps, Tensor)
-        self._growth_tracker = (
-            after.good_steps if on_device else torch.full_like(growth_tracker, after.good_steps)
-        )
+        if isinstance(after.good_steps, Tensor):
+            self._growth_tracker = after.good_steps
+        else:
+            growth_tracker.fill_(after.good_steps)
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -211,8 +217,9 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
-            self._used_scale, _ = self._check_scale_growth_tracker("scale")
-            return outputs * self._used_scale.to(outputs.device, non_blocking=True)
+            self._used_scale = scale = self._scale
+            assert scale is not None
+            return outputs * scale.to(outputs.device, non_blocking=True)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, dict)):
             each = map(self._scaled, outputs)
             if isinstance(outputs, (list, tuple)):
@@ -220,25 +227,13 @@ class GradScaler(torch.amp.GradScaler):
             return each
         raise UsageError(f"scale() takes a tensor, or an iterable of tensors, not {type(outputs).__name__}")
 
-    @contextmanager
-    def _scale_in_use(self) -> Iterator[None]:
-        """Inside, `_scale` is what the losses were multiplied with, whatever `update` has made of it since."""
-        current = self._scale
-        if self._used_scale is not None:
-            self._scale = self._used_scale
-        try:
-            yield
-        finally:
-            self._scale = current
-
-    def _check_order(self, optimizer: Optimizer, call: str) -> None:
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is OptState.STEPPED:
+    def _check_not_stepped(self, state: dict[str, Any], call: str) -> None:
+        if state["stage"] is OptState.STEPPED:
             raise CallOrderError(
                 f"{call}() is being called after step(), which has already been called since the last update(). "
                 "Call scaler.update() after each step."
             )
-        if stage is OptState.UNSCALED and call == "unscale_":
+        if call == "unscale_" and state["stage"] is OptState.UNSCALED:
             raise CallOrderError(
                 "unscale_() has already been called on this optimizer since the last update(). Call it once, "
                 "after the last backward of the step."
@@ -255,25 +250,36 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not
-        wait.
+        """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not wait.
 
         Raises:
             CallOrderError: nothing was scaled, or the gradients are unscaled already, or `step` has been
                 called.
             UsageError: an fp16 gradient.
         """
-        if self._enabled:
-            self._check_order(optimizer, "unscale_")
-            self._check_scaled(optimizer, "unscale_")
-            with self._scale_in_use():
-                super().unscale_(optimizer)
+        if not self._enabled:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        self._check_not_stepped(state, "unscale_")
+        self._check_scaled(optimizer, "unscale_")
+        scale = self._scale_in_use()
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, loss_scaler.inverse(scale), found_inf, False
+        )
+        state["stage"] = OptState.UNSCALED
+
+    def _scale_in_use(self) -> Tensor:
+        """What the losses were multiplied with, whatever `update` has made of the scale since."""
+        scale = self._scale if self._used_scale is None else self._used_scale
+        assert scale is not None
+        return scale
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        grads = gradients.values(gradients.parameters(optimizer), allow_fp16=allow_fp16)
-        return gradients.unscale_(grads, inv_scale)
+        grads = engine.gradients_of(engine.parameters(optimizer), allow_fp16=allow_fp16)
+        return engine.unscale_(grads, inv_scale, found_inf)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Unscale the optimizer's gradients if that is still to be done, then clip them to `max_norm`.
@@ -288,7 +294,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        return torch.nn.utils.clip_grad_norm_(list(gradients.parameters(optimizer)), max_norm)
+        return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that is still to be done, then call `optimizer.step(*args, **kwargs)` if all is finite.
@@ -311,39 +317,42 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             self._last[optimizer] = (0, False)
             return optimizer.step(*args, **kwargs)
-        self._check_order(optimizer, "step")
         state = self._per_optimizer_states[id(optimizer)]
+        self._check_not_stepped(state, "step")
         closure = kwargs.pop("closure", None)
         if closure is None and args and callable(args[0]):
             closure, *args = args  # type: ignore[assignment]
-        if closure is None and state["stage"] is OptState.READY:
-            self._check_scaled(optimizer, "step")
         if closure is not None:
             result = self._step_with_closure(optimizer, state, closure, *args, **kwargs)
-        elif all(param.grad is None for param in gradients.parameters(optimizer)):
-            raise UsageError(
-                "no parameter of this optimizer has a gradient. Before step(), call "
-                "scaler.scale(loss).backward() on a loss that depends on them."
-            )
-        elif getattr(optimizer, "_step_supports_amp_scaling", False) and not can_skip_on_device(optimizer):
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
-            try:
-                with self._scale_in_use():
-                    result = super().step(optimizer, *args, **kwargs)
-            except BaseException:
-                # torch's leaves them on a fused optimizer that raised, and multiplies with them the next time.
-                for name in ("grad_scale", "found_inf"):
-                    if hasattr(optimizer, name):
-                        delattr(optimizer, name)
-                raise
+            result = self._step_once(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         if "skipped" not in state:
             state["skipped"] = self._found(state) if state["found_inf_per_device"] else None
         self._last[optimizer] = (self._scale_calls, state["skipped"])
         return result
+
+    @_not_traced
+    def _step_once(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ready = state["stage"] is OptState.READY
+        if ready:
+            self._check_scaled(optimizer, "step")
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(
+                "no parameter of this optimizer has a gradient. Before step(), call "
+                "scaler.scale(loss).backward() on a loss that depends on them."
+            )
+        if not engine.can_skip_on_device(optimizer):
+            if ready:
+                self.unscale_(optimizer)
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if _takes_scaler(type(optimizer)):  # type: ignore[arg-type]  # which torch deprecates, with a warning
+            return super().step(optimizer, *args, **kwargs)
+        if ready:
+            self._check_inf_per_device(optimizer)
+        found_inf = state["skipped"] = self._found(state)
+        grad_scale = self._scale_in_use() if ready else None
+        return engine.step_on_device(optimizer, found_inf, *args, grad_scale=grad_scale, **kwargs)
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -353,9 +362,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _found(self, *states: dict[str, Any]) -> Tensor:
         """Whether anything was found, on the scale's device: 0.0 or 1.0."""
-        scale, _ = self._check_scale_growth_tracker("step")
         flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        return gradients.combined(flags, scale.device)
+        return engine.combined(flags, self._scale_in_use().device)
 
     def _step_with_closure(
         self, optimizer: Optimizer, state: dict[str, Any], closure: Any, *args: Any, **kwargs: Any
@@ -383,14 +391,9 @@ class GradScaler(torch.amp.GradScaler):
             self._advance(self._found(state))
             return True
 
-        runner = ClosureRunner(optimizer, evaluate, back_off)
-        state["skipped"] = False
-        try:
-            return optimizer.step(runner, *args, **kwargs)
-        except AbandonedStepError:
-            runner.restore()
-            state["skipped"] = True
-            return None
+        run = engine.ClosureStep(optimizer, evaluate, back_off)
+        result, state["skipped"] = run.take(lambda runner: optimizer.step(runner, *args, **kwargs))
+        return result
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's last `step` left it where it was. May wait for the device.
@@ -422,24 +425,29 @@ class GradScaler(torch.amp.GradScaler):
         states = self._per_optimizer_states.values()
         if new_scale is not None:
             self._set_scale(new_scale)
-        elif self._scale is None or not any(state["found_inf_per_device"] for state in states):
+            self._per_optimizer_states.clear()
+            return
+        if self._scale is None or not any(state["found_inf_per_device"] for state in states):
             raise CallOrderError(
                 "update(): no gradients were checked since the last update(). Call "
                 "scaler.scale(loss).backward() and scaler.step(optimizer) first."
             )
-        else:
-            host_knows = reading_is_free(self._scale) or any(s.get("skipped") is True for s in states)
-            self._advance(self._found(*states))
-            self._unchecked = 0 if host_knows else self._unchecked + 1
+        saw_skip = any(state.get("skipped") is True for state in states)
+        self._advance(self._found(*states))
         self._per_optimizer_states.clear()
-        if new_scale is None and (host_knows or self._unchecked >= self._pure.patience):
+        self._unchecked += 1
+        if engine.host_knows(self._scale, saw_skip) or self._unchecked >= self._pure.patience:
             self._unchecked = 0
-            try:
-                check(self._pure, self._state())
-            except LossScaleCollapseError as collapse:
-                raise collapse.going_on(
-                    f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
-                ) from collapse
+            if int(self._stuck) >= self._pure.patience:
+                self._collapse()
+
+    def _collapse(self) -> None:
+        try:
+            check(self._pure, self._state())
+        except LossScaleCollapseError as collapse:
+            raise collapse.going_on(
+                f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
+            ) from collapse
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         pure = self._fixed()
@@ -467,7 +475,7 @@ class GradScaler(torch.amp.GradScaler):
         It has the five keys of torch's state with torch's meaning, and six of Mezzo's own, which torch's
         scaler passes over: the state loads there too. A disabled scaler saves what it holds all the same.
         """
-        return saved_state.to_state(on_host(self._fixed(), self._state()))
+        return to_scaler_state(on_host(self._fixed(), self._state()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class or by `torch.amp.GradScaler`, into an enabled scaler or a disabled
@@ -480,7 +488,7 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: a state that lacks one of torch's five keys.
         """
         if state_dict:
-            self._hold(saved_state.from_state(state_dict, self._fixed()))
+            self._hold(from_scaler_state(state_dict, self._fixed()))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | {"_overflows": int(self._overflows), "_stuck": int(self._stuck)}
@@ -494,3 +502,9 @@ class GradScaler(torch.amp.GradScaler):
         else:
             super().__setstate__(state)
             self._forget()
+
+
+@lru_cache(maxsize=256)
+def _takes_scaler(kind: Any) -> bool:
+    """Whether an optimizer's `step` has torch's older parameter `grad_scaler`."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters

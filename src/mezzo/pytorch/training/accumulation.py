@@ -1,4 +1,4 @@
-"""FP32 gradients of 16-bit parameters: what arrives in 16 bits is added to an FP32 `.grad` and freed.
+"""Gradient accumulation: the losses between two optimizer steps, and FP32 sums of 16-bit gradients.
 
 A sum of many 16-bit gradients in 16 bits loses whatever is under half an ulp of the sum so far: in bf16 the
 257th of equal terms no longer counts. PyTorch's engine keeps the sum in another format than the parameter's
@@ -14,13 +14,62 @@ There the sums are kept apart, and each loss's averaged 16-bit gradients are add
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.step import parameters
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+# The largest seed of a backward that an fp16 loss can hold.
+_FP16_SEED = 2.0**15
+
+
+@dataclass
+class Accumulation:
+    """The losses between two turns of the optimizer.
+
+    Args:
+        accumulate: how many a full one has; each is divided by it.
+        seen: how many of them have been accumulated.
+        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
+        loss: the last of them, detached; None where it is not known.
+    """
+
+    accumulate: int
+    seen: int = 0
+    scale: Tensor | None = None
+    loss: Tensor | None = None
+
+    def begin(self, loss: Tensor, scale: Tensor) -> None:
+        """Take the scale of this window's losses, if the loss is its first."""
+        if self.seen == 0:
+            # A seed of 2**16 is infinite in fp16, and would cost a skipped step before anything was computed.
+            self.scale = scale.clamp(max=_FP16_SEED) if loss.dtype is torch.float16 else scale
+
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """What the backward of a loss starts from, `scale / accumulate` in its dtype and shape; None for 1."""
+        if self.scale is not None:
+            return (self.scale.to(loss.device) / self.accumulate).to(loss.dtype).expand_as(loss)
+        return torch.full_like(loss, 1.0 / self.accumulate) if self.accumulate > 1 else None
+
+    @property
+    def rescale(self) -> float:
+        """`accumulate / seen`: what makes the sum of a window that is short follow the mean of its losses."""
+        return self.accumulate / self.seen
+
+    @property
+    def seed_factor(self) -> Tensor | float:
+        """What `seed` multiplies a loss's gradients with."""
+        return (1.0 if self.scale is None else self.scale) / self.accumulate
+
+    @property
+    def gradient_factor(self) -> Tensor | float:
+        """How many times the window's summed gradients are too large."""
+        return (1.0 if self.scale is None else self.scale) / self.rescale
 
 
 class Gradients:
@@ -58,7 +107,7 @@ class FP32Gradients(Gradients):
 
     def cover(self, optimizer: Optimizer) -> None:
         """Let the gradients of those in 16 bits be FP32; a gradient that is there already is converted."""
-        for param in gradients.parameters(optimizer):
+        for param in parameters(optimizer):
             if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
                 self._changed[id(param)] = (param, param.grad_dtype)
                 _set(param, torch.float32)
@@ -79,7 +128,7 @@ class FP32Sums(Gradients):
     @torch.no_grad()
     def take(self, optimizer: Optimizer) -> None:
         """Add the 16-bit gradients to the sums, and let go of them."""
-        for param in gradients.parameters(optimizer):
+        for param in parameters(optimizer):
             grad = param.grad
             if grad is None or param.dtype not in SIXTEEN_BITS:
                 continue

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch.step import parameters
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -104,3 +108,45 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
                 seen.add(following)
                 stack.append(following)
     return leaves
+
+
+class OptimizerBackward:
+    """Accumulates a loss's gradients into the parameters of one optimizer.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._reentrant: bool | None = None
+
+    def params(self) -> list[Tensor]:
+        """The parameters that get gradients.
+
+        Raises:
+            UsageError: none.
+        """
+        params = [p for p in parameters(self._optimizer) if p.requires_grad]
+        if not params:
+            raise UsageError("step(): no parameter of the optimizer requires a gradient")
+        return params
+
+    def __call__(
+        self, loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool
+    ) -> None:
+        """Add d(loss)/d(p) * seed to `p.grad` of each parameter.
+
+        Args:
+            loss: one element.
+            seed: of its dtype and shape; None for 1.
+            others: parameters of other optimizers, which a reentrant checkpoint would reach too.
+            retain_graph: keep the graph for another backward.
+        """
+        params = self.params()
+        if self._reentrant is None:  # the first loss decides for all
+            self._reentrant = has_reentrant_checkpoint(loss)
+        if self._reentrant:
+            backward_around(loss, seed, others, retain_graph=retain_graph)
+        else:
+            backward_into(loss, seed, params, retain_graph=retain_graph)

@@ -1,4 +1,4 @@
-"""What `MixedPrecision` refuses, each with its mend."""
+"""What `MixedPrecision` refuses, each error with its fix."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.scaling import gradients
+from mezzo.pytorch.step import parameters
 from mezzo.pytorch.training.accumulation import SIXTEEN_BITS
 
 
 def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable[Any]) -> None:
-    """Check that the optimizer trains parameters of this model, and that nobody else does.
+    """Check that the optimizer trains parameters of this model that no other MixedPrecision has.
 
     Raises:
         UsageError: it does not.
@@ -28,7 +28,7 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"MixedPrecision: the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer. "
-            "One MixedPrecision an optimizer."
+            "Make one MixedPrecision per optimizer."
         )
     own = {id(p) for p in model.parameters()}
     if not own:
@@ -36,20 +36,18 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
             f"MixedPrecision: {type(model).__name__} has no parameters, so there is nothing to train. A "
             "lazy module must have seen its first input."
         )
-    trained = list(gradients.parameters(optimizer))
-    if not any(id(p) in own for p in trained):
+    mine = {id(p) for p in parameters(optimizer)}
+    if own.isdisjoint(mine):
         raise UsageError(
             f"MixedPrecision: none of the optimizer's parameters belongs to this {type(model).__name__}. "
             "Make the optimizer from model.parameters(), after the model is on its device."
         )
-    mine = {id(p) for p in trained}
-    for other in others:
-        if any(id(p) in mine for p in gradients.parameters(other.optimizer)):
-            raise UsageError(
-                "MixedPrecision: another MixedPrecision already has some of these parameters, and the two "
-                "would unscale and clear each other's gradients. Give both optimizers' parameters to one, "
-                "or call close() on the other (or delete it) first."
-            )
+    if any(id(p) in mine for other in others for p in parameters(other.optimizer)):
+        raise UsageError(
+            "MixedPrecision: another MixedPrecision already has some of these parameters, and the two "
+            "would unscale and clear each other's gradients. Give both optimizers' parameters to one, "
+            "or call close() on the other (or delete it) first."
+        )
     inner = getattr(optimizer, "inner", optimizer)  # of with_masters
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -59,18 +57,21 @@ def model_and_optimizer(model: nn.Module, optimizer: Optimizer, others: Iterable
         )
 
 
-def numbers(
+def arguments(
     *,
     clip_norm: float | None,
     clip_value: float | None,
     accumulate: int,
-    watch: bool | int = False,
-    trace: bool | None = None,
+    watch: bool | int,
+    trace: bool | None,
+    scheduler: Any,
+    records: Any,
+    release: bool,
 ) -> None:
-    """Check the numbers' ranges, and who is to look.
+    """Check `MixedPrecision`'s other arguments.
 
     Raises:
-        UsageError: one is out of range, or neither a number nor a truth value where it must be.
+        UsageError: one is out of range or of the wrong kind, or can't go with `release_gradients`.
     """
     for name, bound in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         measures = name == "clip_norm" and bound == math.inf
@@ -88,71 +89,28 @@ def numbers(
     if trace is not None and not isinstance(trace, bool):
         raise UsageError(
             f"MixedPrecision: trace is {trace!r}; give True (look into every skipped step), False (into none), or None "
-            "(where that makes nobody wait)"
+            "(where looking costs no wait)"
         )
-
-
-def writer(records: Any) -> None:
-    """Check that records can be written.
-
-    Raises:
-        UsageError: there is no way to write one.
-    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "MixedPrecision: ReduceLROnPlateau needs a metric at each step. Step it yourself, by result.stepped."
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise UsageError(f"MixedPrecision: scheduler is a {type(scheduler).__name__}, which has no step()")
     if records is not None and not hasattr(records, "write"):
         raise UsageError(
             f"MixedPrecision: records is {records!r}; give a RecordWriter, such as "
             'mezzo.core.records.RecordWriter("run.jsonl"), or a mezzo.TensorBoardWriter'
         )
-
-
-def release(clip_value: float | None) -> None:
-    """Check that gradients that are released need not be rewritten.
-
-    Raises:
-        UsageError: they would.
-    """
-    if clip_value is not None:
+    if release and clip_value is not None:
         raise UsageError(
             "MixedPrecision: release_gradients=True frees each gradient within backward, and clip_value would "
             "have to rewrite it first. Use clip_norm, or keep the gradients."
         )
 
 
-def released_graph(retain_graph: bool, reentrant: bool) -> None:
-    """Check that weights may move while this graph's backward runs.
-
-    Raises:
-        UsageError: they may not.
-    """
-    if retain_graph:
-        raise UsageError(
-            "step(retain_graph=True): with release_gradients=True the weights have moved when backward ends, so "
-            "its graph can't run again. Step the other MixedPrecision first, or keep the gradients."
-        )
-    if reentrant:
-        raise UsageError(
-            "step(): the graph holds a checkpoint with use_reentrant=True, which computes its gradients in a "
-            "backward of its own. release_gradients=True needs use_reentrant=False."
-        )
-
-
-def scheduler(given: Any) -> None:
-    """Check that a scheduler can be stepped without arguments.
-
-    Raises:
-        UsageError: it can't.
-    """
-    if isinstance(given, ReduceLROnPlateau):
-        raise UsageError(
-            "MixedPrecision: ReduceLROnPlateau needs a metric at each step. Step it yourself, by "
-            "result.moved."
-        )
-    if given is not None and not callable(getattr(given, "step", None)):
-        raise UsageError(f"MixedPrecision: scheduler is a {type(given).__name__}, which has no step()")
-
-
 def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
-    """What to call with the model after each move.
+    """What to call with the model after each step that was taken.
 
     Args:
         ema: as the user gave it.
@@ -182,29 +140,23 @@ def averager(ema: Any, *, low: bool) -> Callable[[nn.Module], Any] | None:
     return chosen
 
 
-def loss(given: Tensor) -> None:
+def loss(given: Any) -> None:
     """Check that backward can start from a loss.
 
     Raises:
         UsageError: it can't.
     """
     if not isinstance(given, Tensor):
-        raise UsageError(
-            f"step(loss): the loss is a {type(given).__name__}; hand in the tensor, without .item()"
+        problem = f"is a {type(given).__name__}; hand in the tensor, without .item()"
+    elif given.numel() != 1:
+        problem = f"has shape {tuple(given.shape)}; reduce it to one number, e.g. loss.mean()"
+    elif not given.requires_grad:
+        problem = (
+            "needs no gradient. Was it computed under torch.no_grad(), detached, or from a model whose parameters "
+            "are frozen?"
         )
-    if given.numel() != 1:
-        raise UsageError(
-            f"step(loss): the loss has shape {tuple(given.shape)}; reduce it to one number, e.g. loss.mean()"
-        )
-    if not given.requires_grad:
-        raise UsageError(
-            "step(loss): the loss needs no gradient. Was it computed under torch.no_grad(), detached, or "
-            "from a model whose parameters are frozen?"
-        )
-    if not given.is_floating_point():
-        raise UsageError(f"step(loss): the loss is {name_of(given.dtype)}; it must be a real floating number")
-
-
-def no_gradient() -> UsageError:
-    """The error where backward has left no gradient in any of an optimizer's parameters."""
-    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
+    elif not given.is_floating_point():
+        problem = f"is {name_of(given.dtype)}; it must be a real floating number"
+    else:
+        return
+    raise UsageError(f"step(loss): the loss {problem}")

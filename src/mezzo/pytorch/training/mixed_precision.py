@@ -1,9 +1,9 @@
 """MixedPrecision: a model, its optimizer and a policy; `step(loss)` does everything between the loss and the
 next one.
 
-The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, the optimizer's turn
-(`turns`: unscale, look for NaN and infinity, clip, step or skip), scheduler and average only if it moved, next
-scale, clear the gradients.
+The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, the optimizer step
+(`pytorch/step.py`: unscale, look for NaN and infinity, clip, step or skip), scheduler and average only if it stepped,
+next scale, clear the gradients.
 
 What it leaves out: it does not wrap the model's call (`mp.autocast()` is where mixed precision begins and
 ends, and what leaves it has the format that its last op gave it), it does not save model and optimizer, and
@@ -33,22 +33,20 @@ from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
 from mezzo.core.trial import TrialDecision
+from mezzo.pytorch.loss_scaler import inverse
+from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.region.autocast import Region
-from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.training import checks, turns, weight_modes
+from mezzo.pytorch.step import FusedStep, InPlaceStep, StepOutcome, host_knows, parameters
+from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
-from mezzo.pytorch.training.accumulation import FP32Gradients, FP32Sums, Gradients
-from mezzo.pytorch.training.backward import leaves_of
-from mezzo.pytorch.training.in_force import InForce
-from mezzo.pytorch.training.journal import Journal
+from mezzo.pytorch.training.accumulation import Accumulation, FP32Gradients, FP32Sums, Gradients
+from mezzo.pytorch.training.backward import OptimizerBackward, leaves_of
 from mezzo.pytorch.training.networks import Networks
-from mezzo.pytorch.training.observing import Observing, observers_for
-from mezzo.pytorch.training.optimizer_backward import OptimizerBackward
+from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
-from mezzo.pytorch.training.result import StepResult
-from mezzo.pytorch.training.shown_masters import showing_masters
-from mezzo.pytorch.training.turns import InPlace, OnePass, Outcome, Released, Turn
-from mezzo.pytorch.training.window import Window
+from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
+from mezzo.pytorch.training.result import Journal, StepResult
+from mezzo.pytorch.weights.master_state import showing_masters
 
 # Who owns which parameters: two would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
@@ -100,12 +98,15 @@ class MixedPrecision:
         ema: an average of the model, updated after each move: something with `update_parameters(model)`, such
             as `torch.optim.swa_utils.AveragedModel`, or a function of the model. Where weights are 16-bit it
             is shown their FP32 masters.
-        weights: what parameters are stored in, by default what the policy says. `"fp32"`; `"split"`: bf16,
-            with the other 16 bits of an FP32 master kept by the optimizer; `"split8"`: bf16 and 8 bits;
-            `"masters"`: the compute format, with separate FP32 masters. Normalisations, and what the policy
-            names fp32, stay FP32. The model is changed in place, and torch's AdamW, Adam and SGD become
-            Mezzo's under the object that you hold.
-        state: what the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
+        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`. `params`, `masters` and
+            `state` mean what they mean in a policy's text: `"bf16", masters="split"` is
+            `"bf16,masters=split"`. Parameters of normalisations, and of modules that the policy names fp32,
+            stay FP32. The model is changed in place, and torch's AdamW, Adam and SGD become Mezzo's under the
+            object that you hold.
+        masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy;
+            `"split"`, the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone,
+            parameters are stored in the compute format; with `params="bf16"` alone, masters are split.
+        state: the format that the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
         release_gradients: step each parameter inside backward and free its gradient at once.
         loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, a
             number, or as a policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
@@ -116,12 +117,13 @@ class MixedPrecision:
             from: `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
         records: where losses and updates are written, one record each. They are read and written every 16
             updates, at `close()` and where something raises, so that not every step waits for the device.
+        weights: deprecated; `params` and `masters` replace it.
 
     Raises:
         UsageError: a model without parameters, an optimizer of another model, parameters that another
-            MixedPrecision owns, 16-bit parameters without masters, weights that precision or optimizer
+            MixedPrecision owns, 16-bit parameters without masters, storage that precision or optimizer
             can't have, a number out of range. Model and optimizer are then as they were.
-        UnknownNameError: an unknown precision, kind of weights or state.
+        UnknownNameError: an unknown precision, format of parameters or state, or kind of masters.
         UnsupportedPrecisionError: 16-bit weights under `auto` on hardware without such a format.
     """
 
@@ -136,7 +138,8 @@ class MixedPrecision:
         accumulate: int = 1,
         scheduler: Any = None,
         ema: Any = None,
-        weights: str | None = None,
+        params: str | None = None,
+        masters: str | None = None,
         state: str | None = None,
         release_gradients: bool = False,
         loss_scale: LossScale | float | str | None = None,
@@ -144,48 +147,54 @@ class MixedPrecision:
         watch: bool | int = False,
         trace: bool | None = None,
         records: RecordWriter | None = None,
+        weights: str | None = None,
     ) -> None:
         checks.model_and_optimizer(model, optimizer, _ALIVE)
-        checks.numbers(
-            clip_norm=clip_norm, clip_value=clip_value, accumulate=accumulate, watch=watch, trace=trace
+        checks.arguments(
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
+            watch=watch,
+            trace=trace,
+            scheduler=scheduler,
+            records=records,
+            release=release_gradients,
         )
         scale = as_loss_scale(loss_scale, "MixedPrecision")
-        checks.scheduler(scheduler)
-        checks.writer(records)
-        if release_gradients:
-            checks.release(clip_value)
-            if accumulate == 1:
-                GradientRelease.check_model(model)
+        if release_gradients and accumulate == 1:
+            GradientRelease.check_model(model)
         device_type = device_type or next(model.parameters()).device.type
-        asked, why = weight_modes.chosen(policy_of(precision), weights, state, device_type)
-        asked, why = weight_modes.formats_agree(optimizer, asked, why)
+        if weights is not None:
+            params, masters = cast_parameters.former(weights, params, masters)
+        asked, why = cast_parameters.chosen(policy_of(precision), params, masters, state, device_type)
+        asked, why = cast_parameters.formats_agree(optimizer, asked, why)
         self.model = model
         self.clip_norm = clip_norm
         self.clip_value = clip_value
         self.accumulate = accumulate
         self.scheduler = scheduler
-        low = asked.params != "fp32" or weight_modes.has_16_bit(optimizer)
+        low = asked.params != "fp32" or cast_parameters.has_16_bit(optimizer)
         self._average = checks.averager(ema, low=low)
         self._journal = Journal(records)
         self._findings: deque[Finding] = deque(maxlen=100)
-        self._window = Window(accumulate)
-        self._statistics = _NETWORKS.of(model)
+        self._window = Accumulation(accumulate)
+        self._buffers = _NETWORKS.of(model)
         self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
-        self._in_force = InForce(model, asked, device_type, scale, why)
+        self._resolved = ResolvedPrecision(model, asked, device_type, scale, why)
         try:
-            self._train(optimizer, self._in_force.policy, release_gradients)
+            self._train(optimizer, self._resolved.policy, release_gradients)
         except BaseException:
-            self._in_force.end()
+            self._resolved.end()
             raise
-        self._observing = Observing(
+        self._observing = Observers(
             model,
             observers_for(
                 model,
                 optimizer,
                 watch=watch,
                 trace=trace,
-                scales=self._in_force.machine is not None,
-                enter=self._in_force.region,
+                scales=self._resolved.scaler is not None,
+                enter=self._resolved.region,
                 clock=self._journal.now,
             ),
         )
@@ -196,24 +205,28 @@ class MixedPrecision:
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
         """Put weights and optimizer into the policy's formats, and choose how its turns are taken."""
-        trained = weight_modes.put_into_force(self.model, optimizer, policy, self._others(), fused=release)
+        stepping = cast_parameters.apply(self.model, optimizer, policy, self._others(), fused=release)
         self.optimizer = optimizer
-        self._fused = trained.fused
-        self._stored_as = trained.stored_as
-        self._release: Released | None = None
-        self._turn: Turn
-        if trained.fused is None or self.clip_value is not None:
-            self._turn = InPlace(trained.optimizer, self.clip_value, self.clip_norm)
+        self._fused = stepping if isinstance(stepping, FusedOptimizer) else None
+        self._stored_as = cast_parameters.stored_as(stepping)
+        self._release: GradientRelease | None = None
+        self._optimizer_step: InPlaceStep | FusedStep
+        if self._fused is None or self.clip_value is not None:
+            self._optimizer_step = InPlaceStep(stepping, self.clip_value, self.clip_norm)
         else:
-            self._turn = OnePass(trained.fused, self.clip_norm)
+            self._optimizer_step = FusedStep(self._fused, self.clip_norm)
             if release and self.accumulate == 1:
-                self._release = Released(trained.fused, optimizer, self.clip_norm)
-        self._backward = OptimizerBackward(trained.optimizer)
+                self._release = GradientRelease(self._fused)
+        self._backward = OptimizerBackward(stepping)
         # What torch's own does besides (a profiler's range) takes longer than the rest of it.
-        self._clears_itself = weight_modes.clears_plainly(optimizer)
+        self._clears_itself = cast_parameters.clears_plainly(optimizer)
         self._gradients = Gradients()
         # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
-        if self.accumulate > 1 or self.clip_value is not None or trained.wants_fp32_gradients:
+        if (
+            self.accumulate > 1
+            or self.clip_value is not None
+            or cast_parameters.has_separate_masters(stepping)
+        ):
             in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
             self._gradients = FP32Sums() if in_buckets else FP32Gradients()
         self._gradients.cover(optimizer)
@@ -223,22 +236,22 @@ class MixedPrecision:
     def _others(self) -> Iterator[Tensor]:
         for mp in _ALIVE:
             if mp is not self:
-                yield from gradients.parameters(mp.optimizer)
+                yield from parameters(mp.optimizer)
 
     @property
     def policy(self) -> Policy:
         """The policy, with `auto` replaced by the format that is on trial or was decided on."""
-        return self._in_force.policy
+        return self._resolved.policy
 
     @property
     def precision(self) -> str:
         """The compute format of the next step."""
-        return self._in_force.precision
+        return self._resolved.precision
 
     @property
     def decision(self) -> TrialDecision | None:
         """Which precision and why; None while `auto` still times the first steps."""
-        return self._in_force.decision
+        return self._resolved.decision
 
     @property
     def findings(self) -> list[Finding]:
@@ -253,8 +266,8 @@ class MixedPrecision:
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step, 1.0 without one. Waits for the device."""
-        machine = self._in_force.scaling
-        return 1.0 if machine is None else float(machine.scale)
+        scaler = self._resolved.active_scaler
+        return 1.0 if scaler is None else float(scaler.scale)
 
     def reset_loss_scale(self) -> None:
         """Let the loss scale begin anew, as it did first: after a `LossScaleCollapseError` whose cause is mended.
@@ -266,44 +279,44 @@ class MixedPrecision:
         Raises:
             UsageError: this training has no loss scale.
         """
-        machine = self._in_force.machine
-        if machine is None:
+        scaler = self._resolved.scaler
+        if scaler is None:
             raise UsageError(
                 f"reset_loss_scale(): precision {self.policy} has no loss scale, so there is none to begin anew. Only "
                 "fp16 has one by itself; loss_scale= gives one to any precision."
             )
-        self._in_force.set_scale(training_state.begun_anew(machine))
+        scaler.reset()
 
     def autocast(self) -> AbstractContextManager[Region]:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
         """
-        force = self._in_force
-        if force.trial is not None or (force.machine is not None and self._watches_buffers):
+        resolved = self._resolved
+        if resolved.trial is not None or (resolved.scaler is not None and self._watches_buffers):
             return self._watched_region()
         if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
             return self._watched_region()
-        return force.region()
+        return resolved.region()
 
     @property
     def _watches_buffers(self) -> bool:
-        if self._statistics.watches or torch.compiler.is_dynamo_compiling():
-            return self._statistics.watches
-        return any(mp._statistics.watches for mp in _ALIVE)
+        if self._buffers.watches or torch.compiler.is_dynamo_compiling():
+            return self._buffers.watches
+        return any(mp._buffers.watches for mp in _ALIVE)
 
     @contextmanager
     def _watched_region(self) -> Iterator[Region]:
         """The region; entering it begins a trial's clock, and copies running statistics."""
         training = self.model.training and torch.is_grad_enabled()
-        if training and self._in_force.trial is not None:
-            self._in_force.trial.start()
-        if training and self._in_force.scaling is not None:
+        if training and self._resolved.trial is not None:
+            self._resolved.trial.start()
+        if training and self._resolved.active_scaler is not None:
             for model in {mp.model for mp in _ALIVE}:  # calls of the other networks may be part of this step
                 _NETWORKS.call(model)
         watched: AbstractContextManager[Any] = nullcontext()
         if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
             watched = self._observing.live()
-        with self._in_force.region() as region, watched:
+        with self._resolved.region() as region, watched:
             yield region
 
     @_disable_dynamo
@@ -330,42 +343,61 @@ class MixedPrecision:
                 once on a CPU or where the host sees the skip, else within `patience` more steps.
         """
         checks.loss(loss)
-        window = self._window
-        scaling = self._in_force.scaling
-        window.begin(loss, None if scaling is None else scaling.scale)
+        window, observing = self._window, self._observing
+        scaler = self._resolved.active_scaler
         if window.seen == 0:
             self._losses.clear()
-            self._statistics.begin_anew()
-        if scaling is not None and len(_ALIVE) > 1:
-            self._losses.append(loss)
-        outcome: Outcome | None = None
-        if self._observing:
-            self._observing.backward_begins(loss, window.seed_factor)
+            self._buffers.begin_anew()
+        if scaler is not None:
+            window.begin(loss, scaler.scale)
+            if len(_ALIVE) > 1:
+                self._losses.append(loss)
+        outcome: StepOutcome | None = None
+        if observing.listening:
+            observing.backward_begins(loss, window.seed_factor)
         try:
             if self._release is not None:
-                checks.released_graph(retain_graph, self._backward.is_reentrant(loss))
-                outcome = self._release(loss, self._backward.params(), window)
+                if retain_graph:
+                    raise UsageError(
+                        "step(retain_graph=True): with release_gradients=True the weights have moved when "
+                        "backward ends, so its graph can't run again. Step the other MixedPrecision first, or "
+                        "keep the gradients."
+                    )
+                outcome = self._step_within_backward(self._release, loss, window)
             else:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
                 self._gradients.take(self.optimizer)
         except BaseException:
-            self._journal.flush()
             # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
-            self._window = Window(self.accumulate)
-            self._clear_gradients()
-            self._observing.step_dropped()
+            self._window = Accumulation(self.accumulate)
+            self._drop_step()
             raise
         window.seen += 1
         value = window.loss = loss.detach()
         self._journal.loss(value)
         if window.seen < self.accumulate:
-            if self._in_force.trial is not None:
-                self._in_force.trial.pause()
+            if self._resolved.trial is not None:
+                self._resolved.trial.pause()
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(outcome)
+
+    def _step_within_backward(
+        self, release: GradientRelease, loss: Tensor, window: Accumulation
+    ) -> StepOutcome:
+        found, norm = release.backward(
+            loss,
+            window.seed(loss),
+            self._backward.params(),
+            multiplier=None if window.scale is None else inverse(window.scale),
+            clip_norm=self.clip_norm,
+            check=window.scale is not None,
+        )
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
+        torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
+        return StepOutcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:
         """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
@@ -382,39 +414,41 @@ class MixedPrecision:
             return StepResult(False, note="nothing accumulated since the last step")
         return self._end_window()
 
-    def _end_window(self, outcome: Outcome | None = None) -> StepResult:
-        window, self._window = self._window, Window(self.accumulate)
+    def _end_window(self, outcome: StepOutcome | None = None) -> StepResult:
+        window, self._window = self._window, Accumulation(self.accumulate)
+        observing = self._observing
         if len(_NETWORKS) > len(_ALIVE):
             _NETWORKS.keep({mp.model for mp in _ALIVE})
-        follows = self.scheduler is not None or self._average is not None or _NETWORKS.several
+        must_know = self.scheduler is not None or self._average is not None or _NETWORKS.several
         if outcome is None:
             try:
                 self._gradients.give()
-                if self._observing:
-                    self._observing.update_begins(self.optimizer, window.gradient_factor)
-                outcome = self._turn(window, follows=follows)
+                if observing.listening:
+                    observing.update_begins(self.optimizer, window.gradient_factor)
+                outcome = self._optimizer_step(window.scale, window.rescale, host_must_know=must_know)
             except BaseException:
-                self._journal.flush()
-                self._clear_gradients()
-                self._observing.step_dropped()
+                self._drop_step()
                 raise
-        found, skipped = outcome.found_inf, turns.settled(outcome.skipped, follows=follows)
+        found, skipped = outcome.found_inf, outcome.skipped
+        if isinstance(skipped, Tensor) and host_knows(skipped, must_know):
+            skipped = bool(skipped)
         finding = None
-        if self._observing:
+        if observing.listening:
             used = 1.0 if window.scale is None else window.scale
-            finding = self._observing.update_ended(
+            finding = observing.update_ended(
                 self.optimizer, index=self._journal.updates, skipped=skipped, loss_scale=used
             )
             if finding is not None:
                 self._findings.append(finding)
         self._clear_gradients()
-        _NETWORKS.step_ended(
-            gradients.parameters(self.optimizer),
-            skipped,
-            lambda: {id(p) for mp in _ALIVE for p in gradients.parameters(mp.optimizer)},
-            passes=lambda: [frozenset(map(id, leaves_of([loss]))) for loss in self._losses],
-            alone=len(_ALIVE) == 1,
-        )
+        if _NETWORKS.hold_copies:
+            _NETWORKS.step_ended(
+                parameters(self.optimizer),
+                skipped,
+                lambda: {id(p) for mp in _ALIVE for p in parameters(mp.optimizer)},
+                passes=lambda: [frozenset(map(id, leaves_of([loss]))) for loss in self._losses],
+                alone=len(_ALIVE) == 1,
+            )
         self._losses.clear()
         if skipped is False:
             if self._average is not None:
@@ -426,28 +460,34 @@ class MixedPrecision:
             updated=True,
             found_inf=None if found is None else skipped,
             loss_tensor=window.loss,
-            grad_norm_tensor=outcome.norm,
+            grad_norm_tensor=outcome.grad_norm,
             scale_tensor=window.scale,
             weight_overflow_tensor=self._weight_overflow(),
             finding=finding,
         )
-        machine = self._in_force.observe(found)
+        scaler = self._resolved.active_scaler
+        if scaler is not None and found is not None:
+            scaler.update(found)
         self._journal.update(result)
-        if self._in_force.trial is not None:
-            self._in_force.finish(counts=result.moved)
-        try:
-            self._in_force.check(machine, skipped)
-        except LossScaleCollapseError as collapse:
-            self._journal.flush()
-            found_out = collapse.named(self._findings[-1]) if self._findings else collapse
-            if machine is not None:
-                found_out = found_out.going_on(training_state.how_to_go_on(machine))
-            raise found_out from collapse
+        if self._resolved.trial is not None:
+            self._resolved.step_ended(counts=result.stepped)
+        if scaler is not None:
+            try:
+                scaler.check(skipped)
+            except LossScaleCollapseError as collapse:
+                self._journal.flush()
+                explained = collapse.named(self._findings[-1]) if self._findings else collapse
+                raise explained.going_on(scaler.how_to_go_on) from collapse
         return result
+
+    def _drop_step(self) -> None:
+        self._journal.flush()
+        self._clear_gradients()
+        self._observing.step_dropped()
 
     def _clear_gradients(self) -> None:
         if self._clears_itself:
-            for param in gradients.parameters(self.optimizer):
+            for param in parameters(self.optimizer):
                 param.grad = None
         else:
             self.optimizer.zero_grad(set_to_none=True)
@@ -455,7 +495,7 @@ class MixedPrecision:
 
     def _weight_overflow(self) -> Tensor | None:
         # A copy: the optimizer's own flag says it of every step to come.
-        if self._fused is None or self._stored_as == "fp32":
+        if self._fused is None or self._stored_as[0] == "fp32":
             return None
         return self._fused.weight_overflow.clone()
 
@@ -488,8 +528,8 @@ class MixedPrecision:
         the next. `mezzo.master_state_dict` gives the model in FP32.
         """
         _ALIVE.discard(self)
-        self._statistics.forget()
+        self._buffers.forget()
         self._journal.flush()
         self._stop_observing()
-        self._in_force.end()
+        self._resolved.end()
         self._let_go()

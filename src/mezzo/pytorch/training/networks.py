@@ -32,29 +32,31 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
-from mezzo.pytorch.training.running_statistics import RunningStatistics
+from mezzo.pytorch.training.buffers import MovingBuffers
 
 
 class Networks:
     """The running statistics of all networks in training."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[nn.Module, RunningStatistics] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[nn.Module, MovingBuffers] = weakref.WeakKeyDictionary()
         self._order = itertools.count()
         # The leaves that each backward of this turn reached -> those whose gradients it is still part of.
         self._passes: dict[frozenset[int], frozenset[int]] = {}
         self._turn = 0
-        self._copied = False  # since every network's copies were dropped: else a step has nothing to put back
+        self.hold_copies = (
+            False  # since every network's copies were dropped: else a step has nothing to put back
+        )
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._of)
 
-    def of(self, model: nn.Module) -> RunningStatistics:
+    def of(self, model: nn.Module) -> MovingBuffers:
         """A network's statistics."""
         statistics = self._of.get(model)
         if statistics is None:
-            statistics = self._of[model] = RunningStatistics(model)
+            statistics = self._of[model] = MovingBuffers(model)
         return statistics
 
     def keep(self, models: set[nn.Module]) -> None:
@@ -65,12 +67,12 @@ class Networks:
     @property
     def several(self) -> bool:
         """Whether more than one network has copies: the host must know then whether a step was skipped."""
-        return self._copied and sum(statistics.remembers for statistics in self._of.values()) > 1
+        return self.hold_copies and sum(statistics.remembers for statistics in self._of.values()) > 1
 
     def call(self, model: nn.Module) -> None:
         """A network is about to be called in training mode."""
         statistics = self.of(model)
-        self._copied = True
+        self.hold_copies = True
         if statistics.turn != self._turn or not statistics.remembers:
             statistics.turn = self._turn
             if not statistics.remembers:
@@ -115,7 +117,7 @@ class Networks:
         """
         turn, self._turn = self._turn, self._turn + 1
         told, self._passes = self._passes, {}
-        if not self._copied:
+        if not self.hold_copies:
             return
         mine = {id(parameter) for parameter in parameters}
         everyone: set[int] | None = None
@@ -135,5 +137,5 @@ class Networks:
                 if statistics.turn == turn and (reached or statistics.is_frozen):
                     statistics.undo()
                 else:
-                    statistics.mend()
-        self._copied = any(statistics.holds_copies for statistics in self._of.values())
+                    statistics.restore_lost()
+        self.hold_copies = any(statistics.holds_copies for statistics in self._of.values())

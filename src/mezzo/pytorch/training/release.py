@@ -28,8 +28,7 @@ from mezzo.pytorch import distributed
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.training import checks as checks_of_training
+from mezzo.pytorch.step import decide, host_knows, no_gradient
 from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
 
 
@@ -115,11 +114,8 @@ class GradientRelease:
         found = norm = None
         if check or clip_norm is not None:
             total = self._sum_of_squares(loss, seed, leaves)
-            if check:
-                found = 1.0 - total.isfinite().all().float()
-            found, total = distributed.agreed(found, total, leaves)
-            multiplier, norm = gradients.clipped(total, multiplier, clip_norm)
-            if found is not None and found.device.type == "cpu" and bool(found):
+            found, multiplier, norm = decide(total, multiplier, clip_norm, leaves, looks=check)
+            if found is not None and host_knows(found) and bool(found):
                 _clear(leaves)
                 return found, norm
         self._step_within(loss, seed, leaves, multiplier, found)
@@ -153,7 +149,7 @@ class GradientRelease:
             if grad is not None and param not in sums:
                 sums[param] = sum_of_squares([distributed.local(grad)])
         if not sums:
-            raise checks_of_training.no_gradient()
+            raise no_gradient()
         device = next(iter(sums.values())).device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         each = torch.stack([sums.get(param, zero).to(device) for param in leaves])
@@ -183,7 +179,7 @@ class GradientRelease:
         if rest:
             move(rest)
         if not moved:
-            raise checks_of_training.no_gradient()
+            raise no_gradient()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
 
 

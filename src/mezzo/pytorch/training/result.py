@@ -1,15 +1,24 @@
-"""StepResult: what one step did, kept as tensors on the device until someone reads it."""
+"""StepResult: what one step did. Journal: counts losses and updates, and writes their records."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from weakref import finalize
 
 from torch import Tensor
 
 from mezzo.core.finding import Finding
+from mezzo.core.records import LossRecord, Record, RecordWriter, UpdateRecord
+
+EVERY = 16
+"""Updates whose records are read and written together: reading one number waits for the device."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class StepResult:
     """What `MixedPrecision.step` did. Reading any of it may wait for the device; making it does not.
 
@@ -46,9 +55,15 @@ class StepResult:
         return self.updated and bool(self.found_inf)
 
     @property
-    def moved(self) -> bool:
-        """Whether the optimizer moved the parameters: step your own scheduler, count your steps, by this."""
+    def stepped(self) -> bool:
+        """Whether the optimizer stepped: step your own scheduler, count your steps, by this."""
         return self.updated and not self.skipped
+
+    @property
+    def moved(self) -> bool:
+        """Deprecated name of `stepped`."""
+        warnings.warn("result.moved is deprecated. Use result.stepped.", DeprecationWarning, stacklevel=2)
+        return self.stepped
 
     @property
     def reason(self) -> str:
@@ -62,7 +77,7 @@ class StepResult:
         if self.updated and self.weight_overflow:
             return (
                 "a weight has become infinite in its 16-bit format: its master is past the format's largest "
-                "number. A smaller learning rate, or weights='fp32'"
+                "number. A smaller learning rate, or params='fp32'"
             )
         return self.note
 
@@ -80,9 +95,9 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """The gradients' total 2-norm, unscaled and before clipping; None where the optimizer's turn did not
         come, and where the step had no use for it: without `clip_norm` (`math.inf` asks for the norm alone), unless
-                a `mezzo.optim` optimizer looks for NaN under a loss scale, which gives it too.
+        a `mezzo.optim` optimizer looks for NaN under a loss scale, which gives it too.
 
-                NaN or infinite if a gradient is.
+        NaN or infinite if a gradient is.
         """
         return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 
@@ -93,6 +108,78 @@ class StepResult:
 
     def __repr__(self) -> str:
         return (
-            f"StepResult(moved={self.moved}, skipped={self.skipped}, reason={self.reason!r}, "
+            f"StepResult(stepped={self.stepped}, skipped={self.skipped}, reason={self.reason!r}, "
             f"loss={self.loss}, grad_norm={self.grad_norm}, loss_scale={self.loss_scale:g})"
         )
+
+
+_Entry = tuple[int, float, Tensor | StepResult]
+
+
+class Journal:
+    """Counts losses and updates, and keeps what there is to write until it is flushed.
+
+    Args:
+        writer: of a run's records; None to count only.
+    """
+
+    def __init__(self, writer: RecordWriter | None) -> None:
+        self.losses = 0
+        self.updates = 0
+        self._writer = writer
+        # Seconds since the run began, as records have them; whoever holds the clock does not hold the journal.
+        self.now = partial(_since, time.monotonic())
+        self._kept: list[_Entry] = []
+        self._sources: list[Callable[[], list[Record]]] = []
+        if writer is not None:
+            # Whoever forgets close() has the records all the same.
+            finalize(self, _write, writer, self._kept, self._sources)
+
+    def loss(self, value: Tensor) -> None:
+        """A loss was handed in: 0-dim, detached."""
+        if self._writer is not None:
+            self._kept.append((self.losses, self.now(), value))
+        self.losses += 1
+
+    def update(self, result: StepResult) -> None:
+        """The optimizer's turn has come and gone."""
+        if self._writer is not None:
+            self._kept.append((self.updates, self.now(), result))
+            if (self.updates + 1) % EVERY == 0:
+                self.flush()
+        self.updates += 1
+
+    def flush(self) -> None:
+        """Read and write what was kept; waits for the device once for all of it."""
+        if self._writer is not None:
+            _write(self._writer, self._kept, self._sources)
+
+    def also(self, source: Callable[[], list[Record]]) -> None:
+        """Write what this gives, whenever there is something to write."""
+        self._sources.append(source)
+
+
+def _since(start: float) -> float:
+    return time.monotonic() - start
+
+
+def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], list[Record]]]) -> None:
+    entries, kept[:] = list(kept), []
+    for index, at, what in entries:
+        if isinstance(what, Tensor):
+            writer.write(LossRecord(index, float(what), at))
+            continue
+        writer.write(
+            UpdateRecord(
+                index=index,
+                optimizer=0,
+                moved=what.stepped,
+                skipped=what.skipped,
+                loss_scale=what.loss_scale,
+                at=at,
+                reason=what.reason,
+            )
+        )
+    for source in sources:
+        for record in source():
+            writer.write(record)

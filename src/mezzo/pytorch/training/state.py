@@ -8,44 +8,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzo.core.errors import UsageError
-from mezzo.core.loss_scale import DynamicLossScale, LossScale, StaticLossScale, from_state_dict
-from mezzo.core.scale_numbers import power_text
+from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.core.trial import TrialDecision
-from mezzo.pytorch.scaling import gradients
-from mezzo.pytorch.scaling import state as scaler_state
-from mezzo.pytorch.scaling.device_scale import DeviceLossScale
+from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
+from mezzo.pytorch.step import parameters
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
 
-SCHEMA = 1
-
-# kind of loss scale -> what a collapse has spoiled of its state; a scale of 0 stands for `init`.
-_ANEW: dict[str, dict[str, float]] = {
-    "dynamic": {"scale": 0.0, "good_steps": 0, "overflows": 0, "stuck": 0},
-    "static": {"skips": 0},
-}
+SCHEMA = 2
 
 
 def save(mp: MixedPrecision) -> dict[str, Any]:
     """The state as plain values and tensors."""
-    window, force = mp._window, mp._in_force
-    decision, machine = force.decision, force.machine
+    window, resolved = mp._window, mp._resolved
+    params, masters = mp._stored_as
+    decision, scaler = resolved.decision, resolved.scaler
     saved_window = None
     if window.seen:
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
             "loss": None if window.loss is None else float(window.loss),
-            "gradients": [_copy(mp._gradients.of(p)) for p in gradients.parameters(mp.optimizer)],
-            "statistics": mp._statistics.state(),
+            "gradients": [_copy(mp._gradients.of(p)) for p in parameters(mp.optimizer)],
+            "statistics": mp._buffers.state(),
         }
     return {
         "schema": SCHEMA,
         "policy": str(mp.policy),
-        "weights": mp._stored_as,
+        "params": params,
+        "masters": masters,
         "decision": None if decision is None else [decision.precision, decision.speedup, decision.reason],
-        "loss_scale": None if machine is None else machine.on_host().state_dict(),
+        "loss_scale": None if scaler is None else scaler.on_host().state_dict(),
         "accumulate": mp.accumulate,
         "window": saved_window,
         "losses": mp._journal.losses,
@@ -57,7 +51,7 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
     """Go on from a state; see `MixedPrecision.load_state_dict`."""
     if not state:
         return
-    if scaler_state.looks_like(state):
+    if is_scaler_state(state):
         _load_scaler(mp, state)
         return
     if "schema" not in state or "loss_scale" not in state:
@@ -70,14 +64,15 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             "a newer one"
         )
     window = state["window"]
-    saved_as = state.get("weights", "fp32")
-    # An FP32 run may go on in 16 bits, between two windows: its weights can be rounded, not the reverse.
-    if saved_as != mp._stored_as and (saved_as != "fp32" or window is not None):
+    saved_as = _stored_as(state)
+    # An FP32 run may go on in 16 bits, between two windows: its parameters can be rounded, not the reverse.
+    if saved_as != mp._stored_as and (saved_as[0] != "fp32" or window is not None):
+        told, here = ("params={}, masters={}".format(*each) for each in (saved_as, mp._stored_as))
         raise UsageError(
-            f"the state was saved with weights {saved_as}; here they are {mp._stored_as}. Make this "
-            "MixedPrecision with the weights= it was saved with, or go on from mezzo.master_state_dict in FP32."
+            f"the state was saved with {told}; here they are {here}. Make this MixedPrecision with the params and "
+            "masters of the state, or go on in FP32 from mezzo.master_state_dict."
         )
-    params = list(gradients.parameters(mp.optimizer))
+    params = list(parameters(mp.optimizer))
     if window is not None and (
         state["accumulate"] != mp.accumulate or len(window["gradients"]) != len(params)
     ):
@@ -86,16 +81,16 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {len(params)}. "
             "Load it with the same accumulate, or save after flush()."
         )
-    if mp._in_force.asked.compute == "auto" and state["decision"] is not None:
-        mp._in_force.settle(TrialDecision(*state["decision"]))
-    machine = mp._in_force.machine
-    if machine is not None and state["loss_scale"] is not None:
-        saved = from_state_dict(anew_if_collapsed(state["loss_scale"]))
-        if type(saved) is type(machine.pure):
-            mp._in_force.set_scale(saved)
+    if mp._resolved.asked.compute == "auto" and state["decision"] is not None:
+        mp._resolved.settle(TrialDecision(*state["decision"]))
+    scaler = mp._resolved.scaler
+    if scaler is not None and state["loss_scale"] is not None:
+        saved: Any = from_state_dict(state["loss_scale"])
+        if type(saved) is type(scaler.pure):
+            scaler.load(saved.begun_anew() if saved.has_collapsed else saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
     mp._window.seen, mp._window.scale, mp._window.loss = 0, None, None
-    mp._statistics.forget()
+    mp._buffers.forget()
     mp._gradients.clear()
     if window is not None:
         mp._window.seen = window["seen"]
@@ -103,61 +98,30 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
             mp._window.loss = torch.tensor(window["loss"])
         if window["scale"] is not None:
             mp._window.scale = torch.full(
-                (), window["scale"], dtype=torch.float32, device=mp._in_force.device
+                (), window["scale"], dtype=torch.float32, device=mp._resolved.device
             )
         for param, grad in zip(params, window["gradients"]):
             mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
-        mp._statistics.load(window["statistics"])
+        mp._buffers.load(window["statistics"])
 
 
-def anew_if_collapsed(scale: dict[str, Any]) -> dict[str, Any]:
-    """The state of a loss scale; one that had collapsed begins anew.
-
-    At its floor it says what bad steps did to it, and nothing of the gradients to come: growing from there to where it
-    began takes thirty times `growth_interval` good steps, in which fp16 would flush small gradients to zero. Its
-    skips in a row are forgotten, too, or the first bad step after resuming would end the run again.
-    """
-    skips = scale.get("stuck", scale.get("skips", 0))
-    if "patience" not in scale or skips < scale["patience"]:
-        return scale
-    return _anew(scale)
-
-
-def _anew(scale: dict[str, Any]) -> dict[str, Any]:
-    return {**scale, **_ANEW.get(str(scale.get("kind")), {})}
-
-
-def begun_anew(machine: DeviceLossScale) -> LossScale:
-    """A loss scale with its settings, as if no step had been skipped."""
-    return from_state_dict(_anew(machine.on_host().state_dict()))
-
-
-def how_to_go_on(machine: DeviceLossScale) -> str:
-    """What to call after a collapse that was mended, and what would be without."""
-    again = begun_anew(machine)
-    if isinstance(again, StaticLossScale):
-        return "mp.reset_loss_scale() forgets the skips: without it the next one raises this again"
-    slow = ""
-    if isinstance(again, DynamicLossScale):
-        grows = (
-            "doubling" if again.growth_factor == 2.0 else f"growing by a factor of {again.growth_factor:g}"
-        )
-        slow = f", {grows} after every {again.growth_interval} good steps"
-    return (
-        f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes on "
-        f"from {power_text(float(machine.scale))}{slow}"
-    )
+def _stored_as(state: dict[str, Any]) -> tuple[str, str]:
+    """The format of a saved run's parameters and the kind of their masters."""
+    if "params" in state:
+        return state["params"], state["masters"]
+    params, _, masters = state.get("weights", "fp32").partition(" with masters=")  # version 0.1.0
+    return params, masters or "fp32"
 
 
 def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:
-    machine = mp._in_force.machine
-    if machine is None or not isinstance(machine.pure, DynamicLossScale):
+    scaler = mp._resolved.scaler
+    if scaler is None or not isinstance(scaler.pure, DynamicLossScale):
         warnings.warn(
             f"precision {mp.policy} has no dynamic loss scale, so the GradScaler's state is not used",
             stacklevel=4,
         )
         return
-    mp._in_force.set_scale(scaler_state.from_state(state, machine.pure))
+    scaler.load(from_scaler_state(state, scaler.pure))
 
 
 def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:

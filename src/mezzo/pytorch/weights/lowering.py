@@ -1,7 +1,7 @@
 """Which parameters a model stores in 16 bits, and where their FP32 values wait until an optimizer takes them.
 
 `lower_weights` turns a model's FP32 weights into 16-bit ones in place. Nothing is lost by it: what the
-rounding took off a bf16 weight is an int16 (`mezzo.pytorch.kernels.optimizer_step.storage`), an fp16 weight's FP32
+rounding took off a bf16 weight is an int16 (`mezzo.pytorch.kernels.optimizer_step.formulas`), an fp16 weight's FP32
 value is kept whole, and either waits here, held weakly by its `Parameter`, for the optimizer that will own it. A
 weight that bf16 or fp16 holds exactly (a 16-bit checkpoint) has nothing to keep.
 
@@ -28,11 +28,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.masters import bytes_per_parameter
-from mezzo.core.patterns import matches
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
+from mezzo.core.policy_text import matches
 from mezzo.pytorch.dtypes import dtype_of, name_of
-from mezzo.pytorch.kernels.optimizer_step.storage import decode_split, encode_nearest, encode_split, refreshed
+from mezzo.pytorch.kernels.optimizer_step.reference import decode_master, encode_master
 from mezzo.pytorch.kernels.plain import is_dense
 
 LOWERED = (torch.bfloat16, torch.float16)
@@ -144,7 +144,7 @@ def peek_master(param: Tensor) -> Tensor | None:
     kept = kept.to(weight.device)
     master = torch.empty_like(weight, dtype=torch.float32)
     for part, low, out in pieces(weight, kept, master):
-        out.copy_(decode_split(part, low) if kept.dtype is torch.int16 else refreshed(low, part))
+        out.copy_(decode_master("split" if kept.dtype is torch.int16 else "fp32", part, low))
     return master
 
 
@@ -173,7 +173,8 @@ def keep_master(param: Tensor, master: Tensor) -> None:
 def overflows(master: Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite FP32 value becomes infinite in a 16-bit weight."""
     return any(
-        bool((encode_nearest(part, dtype).isinf() & part.isfinite()).any()) for (part,) in pieces(master)
+        bool((encode_master("fp32", part, dtype)[0].isinf() & part.isfinite()).any())
+        for (part,) in pieces(master)
     )
 
 
@@ -294,7 +295,7 @@ def _encode(master: Tensor, weight: Tensor) -> Tensor | None:
         return None if exact else master.clone()
     remainder = torch.empty_like(weight, dtype=torch.int16)
     for part, out, low in pieces(master, weight, remainder):
-        high, rest = encode_split(part)
+        high, rest = encode_master("split", part)
         out.copy_(high)
         low.copy_(rest)
     return remainder if bool(remainder.any()) else None

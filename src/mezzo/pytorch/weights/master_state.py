@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,30 @@ def load_master_state_dict(
             lowering.keep_master(param, wide[name])
         else:
             owner.set_master(param, wide[name])
+
+
+@contextmanager
+def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """The model with FP32 masters in place of its 16-bit weights, until the block ends.
+
+    For an average of the weights: over thousands of steps it moves by less than a 16-bit weight can show, and PyTorch's
+    averages want one format on both sides. Other `Parameter` objects stand in the modules' tables; the model's own, and
+    what hangs on them (hooks, DDP's buckets), are not touched. Costs 4 bytes for each 16-bit parameter for that time.
+    """
+    low = {id(p): name for name, p in model.named_parameters() if _is_low(p)}
+    state = master_state_dict(model, optimizers) if low else {}
+    shown = {key: nn.Parameter(state[name], requires_grad=False) for key, name in low.items()}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in model.modules() if low else ():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in shown:
+                    module._parameters[name] = shown[id(param)]
+                    replaced.append((module, name, param))
+        yield
+    finally:
+        for module, name, param in replaced:
+            module._parameters[name] = param
 
 
 def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:

@@ -1,38 +1,29 @@
 """`cross_entropy_loss` on 16-bit logits, with ATen's signature: FP32 inside, and no FP32 copy of the logits.
 
-What autocast makes of it is an FP32 copy of the logits, an FP32 log-softmax that is saved for backward, its FP32
-gradient, and that gradient's 16-bit copy: 14 bytes a logit at the peak. Here the 16-bit logits themselves are saved
-with one number a row, their log-sum-exp; backward computes the gradient from both, in FP32, and rounds it once into a
-new 16-bit tensor: 4 bytes a logit, logits included. The logits are never written.
+Autocast makes an FP32 copy of the logits, an FP32 log-softmax that is saved for backward, its FP32 gradient, and that
+gradient's 16-bit copy: 14 bytes a logit at the peak. Here the 16-bit logits themselves are saved with one number a row,
+their log-sum-exp; backward computes the gradient from both, in FP32, and rounds it once into a new 16-bit tensor: 4
+bytes a logit, logits included. The logits are never written.
 
-Class probabilities as targets, and logits whose classes do not lie next to each other, are computed by blocks of a
-bounded size. Under `torch.func`, forward-mode differentiation, in compilers, for tensor subclasses, where target or
-weight need a gradient, where a second derivative is asked for, and for a few thousand logits, the same is made of
-PyTorch operations.
-
-Logits of any layout are matrices [n, classes] with classes next to each other, none large unless it is a view: a
-matrix, and images whose channels come last in memory, are one view. Of others (``[N, C, d1, ...]``) a block at a
-time is copied in 16 bits, so that what is held besides logits and gradient stays small.
-
-`rows_loss` and `rows_gradient` are the same without autograd, for a layer that ends in this loss.
+PyTorch operations, in FP32, serve targets that are probabilities, a few thousand logits, `torch.func`, forward-mode
+differentiation, compilers, tensor subclasses, a target or weight that needs a gradient, and second derivatives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels import backend
+from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
 
-__all__ = ["cross_entropy_loss", "rows_gradient", "rows_loss"]
+__all__ = ["cross_entropy_loss"]
 
 _HALVES = (torch.float16, torch.bfloat16)
-_LOGITS = (*_HALVES, torch.float32)
 _DEVICES = ("cpu", "cuda")
 SMALL = 1 << 15
 """Logits of which FP32 copies weigh nothing, and PyTorch's operations are called sooner than ours."""
@@ -84,8 +75,7 @@ def cross_entropy_loss(
     if self.dim() == 1:
         loss = cross_entropy_loss(self[None], target[None], weight, *settings)
         return loss[0] if reduction == NONE else loss
-    kind = _Probabilities if target.is_floating_point() else _Classes
-    result: Tensor = kind.apply(self, target, weight, settings)  # type: ignore[no-untyped-call,unused-ignore]
+    result: Tensor = _CrossEntropy.apply(self, target, weight, settings)  # type: ignore[no-untyped-call,unused-ignore]
     return result
 
 
@@ -103,7 +93,7 @@ def _in_fp32(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
 
 def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> bool:
     """Whether the arguments are valid, and what the kernels are for."""
-    reduction, ignore_index, label_smoothing = settings
+    reduction, _, label_smoothing = settings
     if not is_plain(logits, target, weight) or logits.device.type not in _DEVICES:
         return False
     if logits.dim() == 0 or target.device != logits.device or target.requires_grad:
@@ -118,123 +108,58 @@ def _is_ours(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Se
         or weight.requires_grad
     ):
         return False
-    if target.is_floating_point():
-        fits = target.dtype in (*_HALVES, torch.float32) and ignore_index < 0 and target.shape == logits.shape
-    else:
-        rows = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else ()
-        fits = target.dtype in (torch.int64, torch.uint8) and target.shape == rows
-    return fits
+    rows = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else ()
+    return target.dtype in (torch.int64, torch.uint8) and target.shape == rows
 
 
-class _Classes(torch.autograd.Function):
-    """Targets that are classes."""
-
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings
     ) -> Tensor:
-        reduction, ignore_index, label_smoothing = settings
-        flat = target.reshape(-1).long()
+        reduction = settings[0]
         kernel = backend.load(__name__, logits.device.type)
-        given = (_wide(weight), ignore_index, label_smoothing)
-        matrix = _as_matrix(logits)
-        if matrix is not None:
-            loss, lse = kernel.rows_loss(matrix, flat, *given)
-        else:
-            loss = logits.new_empty(flat.shape, dtype=torch.float32)
-            lse = logits.new_empty(flat.shape, dtype=torch.float64)
-            for block in _blocks(logits):
-                rows = block.rows
-                loss[rows], lse[rows] = kernel.rows_loss(_take(logits, block), flat[rows], *given)
-        divisor = _weight_of(flat, given[0], ignore_index) if reduction == MEAN else None
+        given = Rows(logits, target.reshape(-1).long(), _wide(weight), *settings[1:])
+        found = [
+            kernel.rows_loss(given._replace(logits=piece, target=given.target[rows]))
+            for rows, piece, _ in _pieces(logits)
+        ]
+        loss, lse = found[0] if len(found) == 1 else _joined(logits, found)
+        divisor = _weight_of(given) if reduction == MEAN else None
         ctx.save_for_backward(logits, target, weight, lse, divisor)
         ctx.settings, ctx.kernel = settings, kernel
-        return _reduced(loss, reduction, divisor, target.shape)
+        if reduction == NONE:
+            return loss.view(target.shape)
+        return loss.sum() if divisor is None else loss.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, weight, lse, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled() or not is_plain(grads[0]):
-            return _twice(logits, target, weight, ctx.settings, grads[0]), None, None, None
-        _, ignore_index, label_smoothing = ctx.settings
-        flat = target.reshape(-1).long()
-        scale = _row_scale(grads[0], divisor, len(flat))
-        given = (_wide(weight), ignore_index, label_smoothing)
+        (grad,) = grads
+        if torch.is_grad_enabled() or not is_plain(grad):
+            return _twice(logits, target, weight, ctx.settings, grad), None, None, None
+        given = Rows(logits, target.reshape(-1).long(), _wide(weight), *ctx.settings[1:])
+        # What each row's gradient is multiplied by, perhaps one number for all.
+        scale = (grad if divisor is None else grad / divisor).reshape(-1).expand(len(lse))
         gradient = _empty_like(logits)
-        matrix = _as_matrix(logits)
-        if matrix is not None:
-            ctx.kernel.rows_gradient(matrix, flat, lse, scale, *given, _as_matrix(gradient))
-        else:
-            for block in _blocks(logits):
-                rows = block.rows
-                piece = _take(logits, block)
-                ctx.kernel.rows_gradient(piece, flat[rows], lse[rows], scale[rows], *given, piece)
-                _put(gradient, block, piece)
-                del piece  # before the next is made
+        for rows, piece, out in _pieces(logits, gradient):
+            part = given._replace(logits=piece, target=given.target[rows])
+            ctx.kernel.rows_gradient(part, lse[rows], scale[rows], out)
         return gradient, None, None, None
 
 
-class _Probabilities(torch.autograd.Function):
-    """Targets that are probabilities: FP32 blocks of a bounded size."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings
-    ) -> Tensor:
-        reduction, _, label_smoothing = settings
-        shape = logits.shape[:1] + logits.shape[2:]
-        loss = logits.new_empty(shape.numel(), dtype=torch.float32)
-        for block in _blocks(logits):
-            wanted = _wanted(_take(target, block), _wide(weight), label_smoothing)
-            loss[block.rows] = -(_take(logits, block).float().log_softmax(1) * wanted).sum(1)
-        divisor = logits.new_tensor(len(loss), dtype=torch.float32) if reduction == MEAN else None
-        ctx.save_for_backward(logits, target, weight, divisor)
-        ctx.settings = settings
-        return _reduced(loss, reduction, divisor, shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, weight, divisor = ctx.saved_tensors
-        if torch.is_grad_enabled() or not is_plain(grads[0]):
-            return _twice(logits, target, weight, ctx.settings, grads[0]), None, None, None
-        scale = _row_scale(grads[0], divisor, logits.numel() // logits.shape[1])
-        gradient = _empty_like(logits)
-        for block in _blocks(logits):
-            wanted = _wanted(_take(target, block), _wide(weight), ctx.settings[2])
-            p = _take(logits, block).float().softmax(1)
-            p.mul_(wanted.sum(1, keepdim=True)).sub_(wanted).mul_(scale[block.rows, None])
-            _put(gradient, block, p)
-        return gradient, None, None, None
+def _joined(logits: Tensor, found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps of several pieces, or of none."""
+    loss, lse = logits.new_empty(0, dtype=torch.float32), logits.new_empty(0, dtype=torch.float64)
+    return torch.cat([loss, *(each[0] for each in found)]), torch.cat([lse, *(each[1] for each in found)])
 
 
-def _wanted(target: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor:
-    """Smoothed probabilities times class weights, [n, C] in FP32."""
-    wanted = target.float()
-    if label_smoothing:
-        wanted = wanted * (1 - label_smoothing) + label_smoothing / target.shape[1]
-    return wanted if weight is None else wanted * weight
-
-
-def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def _weight_of(given: Rows) -> Tensor:
     """What the mean divides by: the number of rows that count, or the sum of their classes' weights."""
-    counts = target != ignore_index
-    if weight is None:
+    counts = given.target != given.ignore_index
+    if given.weight is None:
         return counts.sum(dtype=torch.float32)
-    return torch.where(counts, weight[target.masked_fill(~counts, 0)], 0.0).sum()
-
-
-def _reduced(loss: Tensor, reduction: int, divisor: Tensor | None, shape: torch.Size) -> Tensor:
-    if reduction == NONE:
-        return loss.view(shape)
-    total = loss.sum()
-    return total if divisor is None else total / divisor
-
-
-def _row_scale(grad: Tensor, divisor: Tensor | None, rows: int) -> Tensor:
-    """What each row's gradient is multiplied by, FP32 [rows], perhaps one number for all."""
-    if divisor is not None:
-        grad = grad / divisor
-    return grad.reshape(-1).expand(rows)
+    return torch.where(counts, given.weight[given.target.masked_fill(~counts, 0)], 0.0).sum()
 
 
 def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, grad: Tensor) -> Tensor:
@@ -248,97 +173,9 @@ def _twice(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Sett
     return gradient
 
 
-def rows_loss(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and its log-sum-exp.
-
-    Naive code::
-
-        loss = F.cross_entropy(
-            logits.float(), target, weight, reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing
-        )
-        lse = logits.float().logsumexp(1)
-
-    Args:
-        logits: [n, classes], bf16, fp16 or FP32; classes next to each other in memory.
-        target: int64 [n], each a class or `ignore_index`.
-        weight: [classes], or None.
-        ignore_index: rows with this target have a loss of 0.
-        label_smoothing: from 0 to 1.
-
-    Returns:
-        FP32 [n], FP32 [n]. The log-sum-exp of a row with a NaN, with +inf or with -inf alone is NaN, and its loss too;
-        a single -inf is a class of probability 0.
-
-    Raises:
-        IndexError: a target is neither; on a GPU it is an assertion of the device's, and nothing waits for it.
-    """
-    _check(logits)
-    kernel = backend.load(__name__, logits.device.type)
-    loss, lse = kernel.rows_loss(logits, target, _wide(weight), ignore_index, label_smoothing)
-    return loss, lse.float()
-
-
-def rows_gradient(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    out: Tensor,
-) -> None:
-    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`: FP32 arithmetic, rounded once.
-
-    Args:
-        logits: what `rows_loss` was given, and the same for `target`, `weight`, `ignore_index`, `label_smoothing`.
-        target: likewise.
-        lse: what `rows_loss` gave, [n].
-        scale: FP32 [n].
-        weight: likewise.
-        ignore_index: rows with this target get zeros, whatever their scale.
-        label_smoothing: likewise.
-        out: [n, classes], bf16, fp16 or FP32; it may be `logits` itself. What is too large becomes infinite.
-    """
-    _check(logits)
-    _check(out)
-    kernel = backend.load(__name__, logits.device.type)
-    kernel.rows_gradient(
-        logits, target, lse.double(), scale, _wide(weight), ignore_index, label_smoothing, out
-    )
-
-
 def _wide(weight: Tensor | None) -> Tensor | None:
     """Class weights as the kernels take them: FP32, one after the other."""
     return None if weight is None else weight.detach().float().contiguous()
-
-
-def _check(matrix: Tensor) -> None:
-    if matrix.dim() != 2 or matrix.dtype not in _LOGITS or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
-        raise UsageError(
-            f"rows of logits: {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}. Give a matrix "
-            "[n, classes] of bf16, fp16 or FP32 whose classes are next to each other; contiguous() makes one."
-        )
-
-
-class _Block(NamedTuple):
-    """A part of ``[N, C, places]``.
-
-    Args:
-        samples: of the first dimension.
-        places: of the last.
-        rows: the same among the N * places rows that a flattened target has.
-    """
-
-    samples: slice
-    places: slice
-    rows: slice
 
 
 def _as_matrix(tensor: Tensor) -> Tensor | None:
@@ -360,36 +197,35 @@ def _empty_like(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _blocks(logits: Tensor) -> Iterator[_Block]:
-    """Walk over all rows of ``[N, C, ...]``, in the order of a flattened target."""
-    samples, classes = logits.shape[:2]
-    places = logits.numel() // (samples * classes) if logits.numel() else 0
-    if not places:
+def _pieces(logits: Tensor, gradient: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """All rows of ``[N, C, ...]`` as matrices [n, C] with classes next to each other: one view, or copies of blocks.
+
+    Args:
+        logits: to be read.
+        gradient: what `_empty_like` gave, or None.
+
+    Yields:
+        which rows of a flattened target these are; their logits; where to write their gradient before the next piece
+        is asked for.
+    """
+    matrix = _as_matrix(logits)
+    if matrix is not None:
+        out = matrix if gradient is None else _as_matrix(gradient)
+        assert out is not None
+        yield slice(None), matrix, out
         return
-    width = min(places, max(1, BLOCK // classes))
-    depth = max(1, BLOCK // (classes * places))
+    last = logits.flatten(2).transpose(1, 2) if logits.dim() > 2 else logits[:, None]
+    samples, places, classes = last.shape
+    width = min(max(1, places), max(1, BLOCK // classes))
+    depth = max(1, BLOCK // max(1, classes * places))
+    buffer = logits.new_empty(min(samples, depth) * width * classes)
     for first in range(0, samples, depth):
-        last = min(first + depth, samples)
         for start in range(0, places, width):
-            stop = min(start + width, places)
-            rows = slice(first * places + start, (last - 1) * places + stop)
-            yield _Block(slice(first, last), slice(start, stop), rows)
-
-
-def _take(tensor: Tensor, block: _Block) -> Tensor:
-    """A copy [n, C] of a block."""
-    part = _part(tensor, block)
-    return (
-        part.contiguous().view(-1, part.shape[2]) if not part.is_contiguous() else part.flatten(0, 1).clone()
-    )
-
-
-def _put(tensor: Tensor, block: _Block, rows: Tensor) -> None:
-    """Write a block's rows [n, C] to where `_take` has them from."""
-    part = _part(tensor, block)
-    part.copy_(rows.view(part.shape))
-
-
-def _part(tensor: Tensor, block: _Block) -> Tensor:
-    flat = tensor.flatten(2) if tensor.dim() > 2 else tensor[:, :, None]
-    return flat[block.samples, :, block.places].transpose(1, 2)
+            block = slice(first, first + depth), slice(start, start + width)
+            part = last[block]
+            piece = buffer[: part.numel()].view(part.shape).copy_(part).view(-1, classes)
+            row = first * places + start
+            yield slice(row, row + len(piece)), piece, piece
+            if gradient is not None:
+                into = gradient.flatten(2).transpose(1, 2) if gradient.dim() > 2 else gradient[:, None]
+                into[block].copy_(piece.view(part.shape))

@@ -47,14 +47,14 @@ from mezzo.pytorch.kernels.cpu import int16_at as logit_at  # bound
 from mezzo.pytorch.kernels.cpu import largest_bf16 as largest  # bound
 from mezzo.pytorch.kernels.cpu import load_bf16 as load_logit  # bound
 from mezzo.pytorch.kernels.cpu import store_number_bf16 as store_gradient  # bound
-from mezzo.pytorch.kernels.cross_entropy.reference import check_targets
+from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
-# What the loops are given. The numbers are the address of FP64s: the smoothing, and the sum of all weights. Weights are
-# FP32, with FP64 sums of each `BLOCK`.
+# What the loops are given. NUMBERS: address of FP64s, the smoothing and the sum of all weights. WEIGHTS are FP32,
+# with FP64 sums of each `BLOCK`. SMOOTHED: 0 for no smoothing, 1 where all weights are 1, 2 where they are not.
 (
-    COUNTER, ROWS, CLASSES, STRIDE, ROWS_AT_ONCE, LOGITS, TARGETS, IGNORED, NUMBERS, WEIGHTS, WEIGHT_SUMS, LSES,
-    LOSSES, IS_WRONG, SCALES, SCALE_STRIDE, GRADIENTS, GRADIENT_STRIDE, NAN, JOB_WORDS,
-) = range(20)  # fmt: skip
+    COUNTER, ROWS, CLASSES, STRIDE, ROWS_AT_ONCE, LOGITS, TARGETS, IGNORED, NUMBERS, WEIGHTS, WEIGHT_SUMS, SMOOTHED,
+    LSES, LOSSES, IS_WRONG, SCALES, SCALE_STRIDE, GRADIENTS, GRADIENT_STRIDE, NAN, JOB_WORDS,
+) = range(21)  # fmt: skip
 
 BLOCK = 1024
 
@@ -66,55 +66,44 @@ _LEAST = f32(-math.inf)
 _ZERO = f32(0.0)
 
 
-def rows_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
     """The loss of each row in FP32, and its log-sum-exp in FP64; see `reference`."""
-    classes = logits.shape[1]
-    target = target.contiguous()
+    logits = given.logits
     loss = logits.new_empty(len(logits), dtype=torch.float32)
     lse = logits.new_empty(len(logits), dtype=torch.float64)
-    numbers = array("d", (label_smoothing,))
     is_wrong = array("q", (0,))
-    sums = None if weight is None else _sums(weight)
-    job = _job(logits, target, weight, ignore_index, numbers)
-    job[WEIGHT_SUMS] = 0 if sums is None else sums.buffer_info()[0]
+    job, _alive = _job(given)
     job[LOSSES], job[LSES] = loss.data_ptr(), lse.data_ptr()
     job[IS_WRONG] = is_wrong.buffer_info()[0]
     _run(_losses(logits.dtype), job, logits)
     if is_wrong[0]:
-        check_targets(target, classes, ignore_index)
+        check_targets(given)
     return loss, lse
 
 
-def rows_gradient(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    out: Tensor,
-) -> None:
+def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
     """Write each row's gradient times its scale into `out`; see `reference`."""
-    target, lse = target.contiguous(), lse.contiguous()
-    every = logits.shape[1] if weight is None else weight.sum(dtype=torch.float64).item()
-    numbers = array("d", (label_smoothing, every))
-    nan = _nan(out.dtype)
-    job = _job(logits, target, weight, ignore_index, numbers)
+    lse = lse.contiguous()
+    job, _alive = _job(given)
     job[LSES], job[SCALES] = lse.data_ptr(), scale.data_ptr()
     job[SCALE_STRIDE] = scale.stride(0)
-    job[GRADIENTS], job[NAN] = out.data_ptr(), nan.data_ptr()
+    job[GRADIENTS], job[NAN] = out.data_ptr(), _nan(out.dtype).data_ptr()
     job[GRADIENT_STRIDE] = out.stride(0) * out.element_size()
-    _run(_gradients(logits.dtype, out.dtype), job, logits)
+    _run(_gradients(given.logits.dtype, out.dtype), job, given.logits)
 
 
-def _job(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, numbers: array[float]
-) -> array[int]:
-    """What both loops are given."""
+def _job(given: Rows) -> tuple[array[int], object]:
+    """What both loops are given, and what must live as long as they run."""
+    logits, target, weight, ignore_index, smoothing = given
     n, classes = logits.shape
+    target = target.contiguous()
+    if weight is None:
+        weights, sums = _ones(classes)
+        address, every = weights.buffer_info()[0], float(classes)
+    else:
+        sums = _sums(weight)
+        address, every = weight.data_ptr(), sum(sums)
+    numbers = array("d", (smoothing, every))
     job = array("q", [0]) * JOB_WORDS
     job[ROWS], job[CLASSES] = n, classes
     job[STRIDE] = logits.stride(0) * logits.element_size()
@@ -122,19 +111,27 @@ def _job(
     job[LOGITS], job[TARGETS] = logits.data_ptr(), target.data_ptr()
     job[IGNORED] = ignore_index
     job[NUMBERS] = numbers.buffer_info()[0]
-    job[WEIGHTS] = 0 if weight is None else weight.data_ptr()
-    return job
-
-
-def _run(kernel: jit.Kernel, job: array[int], logits: Tensor) -> None:
-    call = jit.alone if logits.numel() <= _ALONE else jit.parallel
-    call(kernel.address, job.buffer_info()[0])
+    job[WEIGHTS], job[WEIGHT_SUMS] = address, sums.buffer_info()[0]
+    job[SMOOTHED] = 0 if smoothing <= 0 else 1 if weight is None else 2
+    return job, (target, numbers, sums)
 
 
 def _sums(weight: Tensor) -> array[float]:
     """The sum of each block of class weights."""
     starts = np.arange(0, len(weight), BLOCK)
     return array("d", np.add.reduceat(weight.double().numpy(), starts))
+
+
+@functools.lru_cache(maxsize=4)
+def _ones(classes: int) -> tuple[array[float], array[float]]:
+    """Weights of 1, and the sum of each block of them."""
+    sizes = (min(BLOCK, classes - start) for start in range(0, classes, BLOCK))
+    return array("f", (1.0,)) * classes, array("d", sizes)
+
+
+def _run(kernel: jit.Kernel, job: array[int], logits: Tensor) -> None:
+    call = jit.alone if logits.numel() <= _ALONE else jit.parallel
+    call(kernel.address, job.buffer_info()[0])
 
 
 @functools.cache
@@ -172,17 +169,6 @@ def add(logits: Pointer, lanes: Pointer, start: int, count: int, top: float, giv
 
 
 @expand
-def add_all(
-    logits: Pointer, lanes: Pointer, sums: Pointer, start: int, count: int, top: float, given: Constants
-) -> None:
-    """The like, and add the logits themselves to others."""
-    for lane in range(count):
-        x = f32(load_logit(logits, start + lane) - top)
-        lanes[lane] = lanes[lane] + exp(x, given)
-        sums[lane] = sums[lane] + x
-
-
-@expand
 def add_weighted(
     logits: Pointer,
     weights: Pointer,
@@ -193,7 +179,7 @@ def add_weighted(
     top: float,
     given: Constants,
 ) -> None:
-    """The like, and add the weighted logits to others."""
+    """The like, and add the weighted logits to other lanes."""
     for lane in range(count):
         x = f32(load_logit(logits, start + lane) - top)
         lanes[lane] = lanes[lane] + exp(x, given)
@@ -224,7 +210,7 @@ def sums_of_row(
     Args:
         logits: of the row.
         classes: how many.
-        smoothed: 0 if the last sum is not wanted, 1 if all weights are 1, 2 if there are weights.
+        smoothed: 0 if the last sum is not wanted.
         weights: of the classes.
         weight_sums: of each block of them.
     """
@@ -246,11 +232,6 @@ def sums_of_row(
             for i in range(start, whole, LANES):
                 add(logits, lanes, i, LANES, at, given)
             add(logits, lanes, whole, stop - whole, at, given)
-        elif smoothed == 1:
-            for i in range(start, whole, LANES):
-                add_all(logits, lanes, sums, i, LANES, at, given)
-            add_all(logits, lanes, sums, whole, stop - whole, at, given)
-            weighted += total(sums) + f64(stop - start) * f64(at)
         else:
             for i in range(start, whole, LANES):
                 add_weighted(logits, weights, lanes, sums, i, LANES, at, given)
@@ -276,24 +257,16 @@ def store_loss(
     if target < 0 or target >= classes:
         int64_at(job[IS_WRONG])[0] = 1
         return
-    loss = log_sum - (f64(load_logit(logits, target)) - top)
-    every = f64(classes)
-    if job[WEIGHTS]:
-        loss *= f64(weights[target])
-        sums = float64_at(job[WEIGHT_SUMS])
-        every = f64(0)
-        for block in range((classes + BLOCK - 1) // BLOCK):
-            every += sums[block]
+    loss = f64(weights[target]) * (log_sum - (f64(load_logit(logits, target)) - top))
     if smoothing > 0:
+        every = float64_at(job[NUMBERS])[1]
         loss = (1 - smoothing) * loss + smoothing / classes * (every * log_sum - (weighted - every * top))
     out[i] = f32(loss)
 
 
 def losses(job: Pointer) -> None:
     """Take rows until none is left."""
-    classes, smoothed = job[CLASSES], 0
-    if float64_at(job[NUMBERS])[0] > 0:
-        smoothed = 2 if job[WEIGHTS] else 1
+    classes, smoothed = job[CLASSES], job[SMOOTHED]
     while True:
         start = take(job) * job[ROWS_AT_ONCE]
         if start >= job[ROWS]:
@@ -346,7 +319,6 @@ def extreme(
     logits: Pointer,
     out: Pointer,
     weights: Pointer,
-    has_weights: bool,
     nan: float,
     classes: int,
     lse: float,
@@ -355,8 +327,7 @@ def extreme(
 ) -> None:
     """A row whose factor is a NaN, infinite, vast or tiny: in FP64, slowly."""
     for i in range(classes):
-        off = shift * f64(weights[i]) if has_weights else shift
-        value = f32(math.exp(f64(load_logit(logits, i)) - lse) * factor + off)
+        value = f32(math.exp(f64(load_logit(logits, i)) - lse) * factor + shift * f64(weights[i]))
         if value != value:
             out[i] = nan
         else:
@@ -378,19 +349,18 @@ def gradient_of_row(job: Pointer, i: int) -> None:
         fill(out, classes, nan)
         return
     smoothing, every = float64_at(job[NUMBERS])[0], float64_at(job[NUMBERS])[1]
-    at_target = (1 - smoothing) * (f64(weights[target]) if job[WEIGHTS] else 1.0)
+    at_target = (1 - smoothing) * f64(weights[target])
     shift = -scale * smoothing / classes if smoothing > 0 else 0.0
     factor = scale * (at_target + smoothing * every / classes)
-    off = shift * f64(weights[target]) if job[WEIGHTS] else shift
+    off = shift * f64(weights[target])
     x = f64(load_logit(logits, target))  # before it may be written
     correct = f32(math.exp(x - lse) * factor - scale * at_target + off)
     high = f32(lse)
     exact = factor * math.exp(f64(high) - lse) * _UNBIAS
     size = abs(factor)
     if not (_SMALLEST <= size <= _LARGEST or size == 0) or not math.isfinite(shift):
-        has_weights = job[WEIGHTS] != 0 and smoothing > 0
-        extreme(logits, out, weights, has_weights, nan, classes, lse, factor, shift)
-    elif job[WEIGHTS] and smoothing > 0:
+        extreme(logits, out, weights, nan, classes, lse, factor, shift)
+    elif job[SMOOTHED] == 2:
         weighted(logits, out, weights, classes, high, f32(exact), f32(shift))
     else:
         plain(logits, out, classes, high, f32(exact), f32(shift))

@@ -14,6 +14,7 @@ there one ulp of `lse` is 2**-7.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +23,36 @@ CHUNK = 1 << 20
 """Elements that are FP32 at once."""
 
 
-@torch.no_grad()
-def rows_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row in FP32, and its log-sum-exp in FP64.
+class Rows(NamedTuple):
+    """Logits, and what makes losses of them.
 
     Args:
-        logits: [n, classes], bf16, fp16 or FP32.
-        target: int64 [n].
-        weight: FP32 [classes], or None.
-        ignore_index: rows with this target have a loss of 0.
+        logits: [n, classes], bf16, fp16 or FP32; classes next to each other in memory.
+        target: int64 [n], each a class or `ignore_index`.
+        weight: FP32 [classes], contiguous, or None for ones.
+        ignore_index: rows with this target have a loss and a gradient of 0.
         label_smoothing: from 0 to 1.
+    """
+
+    logits: Tensor
+    target: Tensor
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+
+@torch.no_grad()
+def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
+    """The loss of each row, FP32 [n], and its log-sum-exp, FP64 [n].
+
+    The log-sum-exp of a row with a NaN, with +inf or with -inf alone is NaN, and its loss too; a single -inf is a class
+    of probability 0.
 
     Raises:
         IndexError: a target is neither a class nor ignored (on a CPU; elsewhere the device's own assertion).
     """
-    check_targets(target, logits.shape[1], ignore_index)
+    logits, target, weight, ignore_index, label_smoothing = given
+    check_targets(given)
     loss = logits.new_empty(len(logits), dtype=torch.float32)
     lse = logits.new_empty(len(logits), dtype=torch.float64)
     for rows in chunks(*logits.shape):
@@ -62,28 +76,16 @@ def rows_loss(
 
 
 @torch.no_grad()
-def rows_gradient(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    out: Tensor,
-) -> None:
-    """Write each row's gradient times its scale into `out`, which may be `logits`.
+def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write ``scale[i] * d loss[i] / d logits[i]`` into row i of `out`: FP32 arithmetic, rounded once.
 
     Args:
-        logits: as `rows_loss` had them, like the other arguments.
-        target: likewise.
+        given: as `rows_loss` had it.
         lse: what `rows_loss` gave, FP64 [n].
         scale: FP32 [n], of any stride.
-        weight: likewise.
-        ignore_index: rows with this target have a gradient of 0.
-        label_smoothing: likewise.
-        out: [n, classes], bf16, fp16 or FP32.
+        out: [n, classes], bf16, fp16 or FP32; it may be the logits themselves. What is too large becomes infinite.
     """
+    logits, target, weight, ignore_index, label_smoothing = given
     classes = logits.shape[1]
     for rows in chunks(*logits.shape):
         p = _probabilities(logits[rows], lse[rows])
@@ -101,9 +103,10 @@ def rows_gradient(
         out[rows] = p.masked_fill_(is_ignored[:, None], 0.0).to(out.dtype)
 
 
-def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+def check_targets(given: Rows) -> None:
     """Raise PyTorch's IndexError where a target is neither a class nor ignored; without a host sync on a GPU."""
-    is_wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    target = given.target
+    is_wrong = ((target < 0) | (target >= given.logits.shape[1])) & (target != given.ignore_index)
     if target.device.type != "cpu":
         torch._assert_async(~is_wrong.any(), "cross_entropy: a target is out of bounds")
     elif bool(is_wrong.any()):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.pytorch.kernels import block
-from mezzo.pytorch.kernels.cross_entropy.reference import check_targets
+from mezzo.pytorch.kernels.cross_entropy.reference import Rows, check_targets
 
 BLOCK = 4096
 """Classes that a program holds at once."""
@@ -29,12 +29,11 @@ OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "enable_fp_fusion
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in `block`
 
 
-def rows_loss(
-    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def rows_loss(given: Rows) -> tuple[Tensor, Tensor]:
     """The loss of each row in FP32, and its log-sum-exp in FP64; see `reference`."""
+    check_targets(given)
+    logits, target, weight, ignore_index, label_smoothing = given
     n, classes = logits.shape
-    check_targets(target, classes, ignore_index)
     loss = logits.new_empty(n, dtype=torch.float32)
     lse = logits.new_empty(n, dtype=torch.float64)
     if n:
@@ -58,17 +57,9 @@ def rows_loss(
     return loss, lse
 
 
-def rows_gradient(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    out: Tensor,
-) -> None:
+def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
     """Write each row's gradient times its scale into `out`; see `reference`."""
+    logits, target, weight, ignore_index, label_smoothing = given
     n, classes = logits.shape
     if not n:
         return

@@ -2,7 +2,7 @@
 
 The optimizer describes each parameter once, by a `Row` of tensors, and sets its gradient before a step. All
 tensors of a row are dense and have one order of elements in memory; everything happens element by element in
-that order.
+that order. What happens to an element is in `formulas`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
 
-__all__ = ["MASTERS", "Groups", "Hyper", "Row", "Stepper", "stepper"]
-
-MASTERS = ("own", "fp32", "split", "split8", "none")
-"""Where a master is: the FP32 weight itself, an FP32 tensor, a remainder of 16 or 8 bits, nowhere."""
+__all__ = [
+    "MASTERS",
+    "STATE_FORMATS",
+    "Groups",
+    "Hyper",
+    "Row",
+    "StateSpec",
+    "Stepper",
+    "form",
+    "stepper",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +37,12 @@ class Row:
     Args:
         weight: FP32, bf16 or fp16; what the model computes with.
         grad: FP32, bf16 or fp16, in the weight's memory order; None: the parameter does not move.
-        masters: one of `MASTERS`. ``"own"`` needs an FP32 weight, ``"fp32"`` a 16-bit one, the others bf16.
+        masters: ``"own"`` for an FP32 weight, ``"fp32"`` for a 16-bit one, or for bf16 ``"split"``, ``"split8"``,
+            ``"none"``.
         master: FP32 for ``"fp32"``, int16 for ``"split"``, int8 for ``"split8"``, else None.
-        state: one of `storage.FORMATS`.
+        state: one of `STATE_FORMATS`.
         states: one tensor for each of the rule's states, in their order: FP32, bf16, or uint8 codes.
-        scales: beside each state its bf16 scales for ``"int8"``, one a group of 64 elements, else None.
+        scales: with each state its bf16 scales for ``"int8"``, one for each group of 64 elements, else None.
         step: 0-dim FP32 on the weight's device: how often it moved. A step adds 1, a skipped one nothing.
         ordinal: the parameter's index in the optimizer; it keys the noise.
     """
@@ -49,8 +58,44 @@ class Row:
     ordinal: int
 
 
-Hyper = AdamHyper | SgdHyper | LionHyper
-Groups = Sequence[tuple[Hyper, Sequence[Row]]]  # of one call: one class of settings, one device
+def form(masters: str, dtype: torch.dtype) -> str:
+    """How a weight and its master are stored, as `formulas` calls it: ``"bf16"`` or ``"fp16"`` with an FP32 master."""
+    return masters if masters != "fp32" else "bf16" if dtype is torch.bfloat16 else "fp16"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor of an optimizer's state.
+
+    Args:
+        name: its key in the optimizer's state, as PyTorch's own optimizers call it.
+        signed: False for a second moment, which is never negative and needs the range instead of the sign.
+    """
+
+    name: str
+    signed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """One parameter group's settings, as the kernels take them.
+
+    Args:
+        rule: one of `formulas.RULES`.
+        states: the states that a parameter has.
+        numbers: seven numbers in FP64, of which the rule's constants are made.
+        l2: coefficient of an L2 term in the gradient.
+        maximize: go up the gradient.
+    """
+
+    rule: str
+    states: tuple[StateSpec, ...]
+    numbers: tuple[float, ...]
+    l2: float
+    maximize: bool
+
+
+Groups = Sequence[tuple[Hyper, Sequence[Row]]]  # of one call: one optimizer's, on one device
 
 
 class Stepper(Protocol):

@@ -16,28 +16,43 @@ import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import jit
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper
+from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
 
-_STEP = "mezzo.pytorch.kernels.optimizer_step"
+_ELEMENTS = "mezzo.pytorch.kernels.optimizer_step.cpu_elements"
 _PLANS = 4096  # kept by one stepper: with gradient release every parameter has its own
 
-# (masters, weight dtype) -> the pair of functions in cpu_storage, the types behind weight and master.
-_WEIGHTS: Mapping[tuple[str, torch.dtype], tuple[str, str, str]] = MappingProxyType(
+# How weight and master are stored (`form`) -> the types behind them, what loads and what stores each.
+_MEMORY: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        ("own", torch.float32): ("own", "float32", "float32"),
-        ("fp32", torch.bfloat16): ("bf16", "int16", "float32"),
-        ("fp32", torch.float16): ("fp16", "int16", "float32"),
-        ("split", torch.bfloat16): ("split", "int16", "int16"),
-        ("split8", torch.bfloat16): ("split8", "int16", "int8"),
-        ("none", torch.bfloat16): ("none", "int16", "int16"),
+        "own": ("float32", "absent"),
+        "bf16": ("int16", "float32"),
+        "fp16": ("int16", "float32"),
+        "split": ("int16", "int16"),
+        "split8": ("int16", "int8"),
+        "none": ("int16", "absent"),
     }
 )
-_STATE_TYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "int16", "absent": "int16"})
+_ACCESS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "float32": (f"{jit.CPU}:load_fp32", f"{jit.CPU}:store_fp32", f"{jit.CPU}:float32_at"),
+        "int16": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_16", f"{jit.CPU}:int16_at"),
+        "int8": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_8", f"{jit.CPU}:int8_at"),
+        "absent": (f"{_ELEMENTS}:load_nothing", f"{_ELEMENTS}:store_nothing", f"{jit.CPU}:int16_at"),
+    }
+)
+# Format of a state -> what loads it and what stores it, and the type behind it.
+_STATES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "fp32": (f"{jit.CPU}:load_fp32", f"{_ELEMENTS}:store_moment_fp32", f"{jit.CPU}:float32_at"),
+        "bf16": (f"{jit.CPU}:load_bf16", f"{_ELEMENTS}:store_moment_bf16", f"{jit.CPU}:int16_at"),
+        "absent": (f"{_ELEMENTS}:load_nothing", f"{_ELEMENTS}:store_moment_absent", f"{jit.CPU}:int16_at"),
+    }
+)
 
 Words = npt.NDArray[np.int64]
-Kind = tuple[str, int, str, str, torch.dtype, torch.dtype]  # rule, states, state, masters, weight, grad
+Kind = tuple[str, bool, int, str, str, torch.dtype]  # rule, L2, states, state, form of the weight, gradient
 
 
 class DeviceStepper:
@@ -57,7 +72,10 @@ class DeviceStepper:
         if not rows:
             return
         dtypes = [row.grad.dtype for row in rows]  # type: ignore[union-attr]
-        shape = [(_rule(hyper), len(of_group)) for (hyper, _), of_group in zip(groups, present)]
+        shape = [
+            ((hyper.rule, hyper.l2 != 0, len(hyper.states)), len(of_group))
+            for (hyper, _), of_group in zip(groups, present)
+        ]
         key = (id(rows[0].weight), len(rows))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(rows, dtypes, shape):
@@ -72,15 +90,15 @@ class _Plan:
     """The table for one sequence of rows with gradients of certain dtypes, and the launches over it."""
 
     def __init__(
-        self, rows: list[Row], dtypes: list[torch.dtype], shape: list[tuple[tuple[str, int], int]]
+        self, rows: list[Row], dtypes: list[torch.dtype], shape: list[tuple[tuple[str, bool, int], int]]
     ) -> None:
         self.key = rows, dtypes, shape
         group_of = [group for group, (_, count) in enumerate(shape) for _ in range(count)]
         by_kind: dict[Kind, list[int]] = {}
         for index, (row, dtype, group) in enumerate(zip(rows, dtypes, group_of)):
-            rule, states = shape[group][0]
+            rule, l2, states = shape[group][0]
             state = row.state if states else "absent"
-            kind = (rule, states, state, row.masters, row.weight.dtype, dtype)
+            kind = (rule, l2, states, state, form(row.masters, row.weight.dtype), dtype)
             by_kind.setdefault(kind, []).append(index)
         order = [index for indices in by_kind.values() for index in indices]
         self.rows = [rows[index] for index in order]
@@ -128,8 +146,8 @@ class _Plan:
             self.constants = np.zeros((len(pairs), words.CONSTANT_WORDS), np.float32)
         for constants, (group, move) in zip(self.constants, pairs):
             hyper = hypers[group]
-            own = _constants(hyper, int(move))
-            constants[: words.RULE + len(own)] = (-factor if hyper.maximize else factor, move, *own)
+            own = constants_of[hyper.rule](hyper.numbers, int(move))
+            constants[:] = (-factor if hyper.maximize else factor, move, hyper.l2, *own)
 
 
 class _Launch:
@@ -181,44 +199,34 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _rule(hyper: Hyper) -> tuple[str, int]:
-    """The rule that settings choose, as a function of cpu_rules, and how many states it has."""
-    if isinstance(hyper, AdamHyper):
-        return "adamw" if hyper.decoupled or not hyper.weight_decay else "adam", 2
-    if isinstance(hyper, LionHyper):
-        return "lion", 1
-    return ("momentum", 1) if hyper.momentum else ("plain", 0)
-
-
-def _constants(hyper: Hyper, move: int) -> tuple[float, ...]:
-    """What the rule is given, in its order."""
-    own = tuple(hyper.constants(move))
-    return own if isinstance(hyper, AdamHyper | LionHyper) else (*own, hyper.nesterov)
-
-
 def _kernel(kind: Kind) -> jit.Kernel:
     """The loop of a kind."""
-    rule, states, state, masters, weight_dtype, grad_dtype = kind
-    weight, weight_type, master_type = _WEIGHTS[masters, weight_dtype]
+    rule, l2, states, state, weight, grad_dtype = kind
     bindings = {
-        "rule": f"{_STEP}.cpu_rules:{rule}",
-        "load_weight": f"{_STEP}.cpu_storage:load_weight_{weight}",
-        "store_weight": f"{_STEP}.cpu_storage:store_weight_{weight}",
-        "weight_noise": f"{_STEP}.cpu_storage:{'apart' if masters == 'none' else 'same'}",
-        "weight_at": f"{jit.CPU}:{weight_type}_at",
-        "master_at": f"{jit.CPU}:{master_type}_at",
+        "rule": f"{_ELEMENTS}:{rule}",
+        "coupled": f"{_ELEMENTS}:{'coupled' if l2 else 'uncoupled'}",
+        "decode": f"{_ELEMENTS}:decode_{weight}",
+        "encode": f"{_ELEMENTS}:encode_{weight}",
+        "infinite": f"{_ELEMENTS}:infinite_{weight if weight == 'fp16' else 'fp32' if weight == 'own' else 'bf16'}",
+        "weight_noise": f"{_ELEMENTS}:{'noise_apart' if weight == 'none' else 'noise_same'}",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
     }
-    if state == "int8":
-        if states == 1:
-            for verb in ("load", "store"):
-                bindings[f"{verb}_second_code"] = f"{_STEP}.cpu_storage:{verb}_nothing"
-                bindings[f"{verb}_second_scale"] = f"{_STEP}.cpu_storage:{verb}_no_scale"
-        width = "fp32" if weight == "own" else "fp16" if weight == "fp16" else "bf16"
-        bindings["at_infinity"] = f"{_STEP}.cpu_storage:{width}_at_infinity"
-        return jit.kernel(words, bindings, "step_groups")
-    for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
-        bindings[f"load_{name}"] = f"{_STEP}.cpu_storage:load_state_{stored}"
-        bindings[f"store_{name}"] = f"{_STEP}.cpu_storage:store_state_{stored}"
-        bindings[f"{name}_at"] = f"{jit.CPU}:{_STATE_TYPES[stored]}_at"
-    return jit.kernel(words, bindings, "step_elements")
+    for name, memory in zip(("weight", "master"), _MEMORY[weight]):
+        bindings |= _access(name, _ACCESS[memory])
+    if state != "int8":
+        for name, stored in (("first", state), ("second", state if states == 2 else "absent")):
+            bindings |= _access(name, _STATES[stored])
+        return jit.kernel(words, bindings, "step_elements")
+    if states == 1:
+        bindings |= {
+            "load_second_code": f"{_ELEMENTS}:load_code_absent",
+            "store_second_code": f"{_ELEMENTS}:store_code_absent",
+            "load_second_scale": f"{_ELEMENTS}:load_nothing",
+            "store_second_scale": f"{_ELEMENTS}:store_nothing",
+        }
+    return jit.kernel(words, bindings, "step_groups")
+
+
+def _access(name: str, functions: tuple[str, str, str]) -> dict[str, str]:
+    load, store, at = functions
+    return {f"load_{name}": load, f"store_{name}": store, f"{name}_at": at}

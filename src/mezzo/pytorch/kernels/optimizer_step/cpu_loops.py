@@ -35,40 +35,45 @@ from mezzo.pytorch.kernels.cpu import float32_at as second_at  # bound
 from mezzo.pytorch.kernels.cpu import int16_at as grad_at  # bound
 from mezzo.pytorch.kernels.cpu import int16_at as master_at  # bound
 from mezzo.pytorch.kernels.cpu import int16_at as weight_at  # bound
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_first_scale
 from mezzo.pytorch.kernels.cpu import load_bf16 as load_grad  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_rules import adamw as rule  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import bf16_at_infinity as at_infinity  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import (
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_second_scale  # bound
+from mezzo.pytorch.kernels.cpu import load_fp32 as load_first  # bound
+from mezzo.pytorch.kernels.cpu import load_fp32 as load_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import adamw as rule  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import (
     cut,
+    first_noise,
     following,
     group_inverse,
     group_scale,
-    key,
-    load_scale,
     load_signed,
     magnitude,
     needs_cut,
     noise,
+    noise_key,
     place,
-    store_scale,
+    second_noise,
     store_signed,
 )
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import first as noise_of_first
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_scale as load_second_scale  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_first  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_state_fp32 as load_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_unsigned as load_second_code  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import load_weight_split as load_weight  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import same as weight_noise  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import second as noise_of_second
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_scale as store_second_scale  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_first  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_state_fp32 as store_second  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_unsigned as store_second_code  # bound
-from mezzo.pytorch.kernels.optimizer_step.cpu_storage import store_weight_split as store_weight  # bound
-from mezzo.pytorch.kernels.optimizer_step.storage import GROUP
-from mezzo.pytorch.kernels.optimizer_step.storage import STEP as STEP_STREAM
-from mezzo.pytorch.kernels.optimizer_step.storage import WEIGHT as WEIGHT_STREAM
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import encode_split as encode  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import infinite_bf16 as infinite  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_pattern as load_master  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_pattern as load_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import load_unsigned as load_second_code  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import noise_same as weight_noise  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_first_scale
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_master  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_second_scale  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_16 as store_weight  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_moment_fp32 as store_first  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_moment_fp32 as store_second  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import store_unsigned as store_second_code  # bound
+from mezzo.pytorch.kernels.optimizer_step.cpu_elements import uncoupled as coupled  # bound
+from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP
+from mezzo.pytorch.kernels.optimizer_step.formulas import STEP as STEP_STREAM
+from mezzo.pytorch.kernels.optimizer_step.formulas import WEIGHT as WEIGHT_STREAM
 
 # A job: what the compiled function is given.
 COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
@@ -89,8 +94,8 @@ COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(
     ROW_WORDS,
 ) = range(12)
 
-# A row of the constants, FP32, one for each group and number of moves: then the rule's own.
-MULTIPLIER, MOVE, RULE, CONSTANT_WORDS = 0, 1, 2, 12
+# A row of the constants, FP32, one for each group and number of moves: at last the rule's own seven.
+MULTIPLIER, MOVE, L2, RULE, CONSTANT_WORDS = 0, 1, 2, 3, 10
 
 # What `count_moves` is given: how many rows, the table's address, and that of an FP32 for each row.
 MOVED_ROWS, MOVED_TABLE, MOVES = range(3)
@@ -117,9 +122,12 @@ def share(job: Pointer, walk: Callable[..., Any]) -> None:
 
 
 @inline
-def of_rule(c: Pointer) -> tuple[float, ...]:
-    """The rule's own constants."""
-    return c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+def settings(constants: Pointer, ordinal: int) -> tuple[Any, ...]:
+    """What the loops need of a row of constants: multiplier, L2, the rule's own seven, and the keys of the noise."""
+    c, move = constants, u32(constants[MOVE])
+    own = c[3], c[4], c[5], c[6], c[7], c[8], c[9]
+    keys = noise_key(move, ordinal, STEP_STREAM), noise_key(move, ordinal, WEIGHT_STREAM)
+    return c[MULTIPLIER], c[L2], own, keys[0], keys[1]
 
 
 def count_moves(job: Pointer) -> None:
@@ -145,18 +153,19 @@ def elements(
     stop: int,
 ) -> int:
     """Move the elements from `start` to `stop`; whether one of the weights is now infinite."""
-    multiplier, own = constants[MULTIPLIER], of_rule(constants)
-    step_key = key(u32(constants[MOVE]), ordinal, STEP_STREAM)
-    weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
+    multiplier, l2, own, step_key, weight_key = settings(constants, ordinal)
     overflow, at = i32(0), place(start)
     for i in range(start, stop):
-        w = load_weight(weight, master, i)
-        g = load_grad(grad, i) * multiplier
+        w = decode(load_weight(weight, i), load_master(master, i))
+        g = coupled(w, load_grad(grad, i) * multiplier, l2)
         w, a, b = rule(w, g, load_first(first_state, i), load_second(second_state, i), own)
-        random = noise(step_key, at)
-        store_first(first_state, i, a, noise_of_first(random))
-        store_second(second_state, i, b, noise_of_second(random))
-        if store_weight(weight, master, i, w, weight_noise(random, weight_key, at)):
+        word = noise(step_key, at)
+        store_first(first_state, i, a, first_noise(word))
+        store_second(second_state, i, b, second_noise(word))
+        stored, kept = encode(w, weight_noise(word, weight_key, at))
+        store_weight(weight, i, stored)
+        store_master(master, i, kept)
+        if infinite(weight, i):
             overflow = i32(1)
         at = following(at)
     return overflow
@@ -165,17 +174,9 @@ def elements(
 @inline
 def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Move one chunk of one parameter."""
-    return elements(
-        weight_at(row[WEIGHT]),
-        master_at(row[MASTER]),
-        grad_at(row[GRAD]),
-        first_at(row[FIRST]),
-        second_at(row[SECOND]),
-        constants,
-        row[ORDINAL],
-        start,
-        stop,
-    )
+    weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
+    first, second = first_at(row[FIRST]), second_at(row[SECOND])
+    return elements(weight, master, grad, first, second, constants, row[ORDINAL], start, stop)
 
 
 def step_elements(job: Pointer) -> None:
@@ -183,69 +184,50 @@ def step_elements(job: Pointer) -> None:
     share(job, walk_elements)
 
 
+Pointers = tuple[Pointer, ...]
+# Weight, master, gradient, first state and its scales, second state and its scales; a group's new states and noise.
+
+
 @expand
 def move(
-    weight: Pointer,
-    master: Pointer,
-    grad: Pointer,
-    first: Pointer,
-    first_scales: Pointer,
-    second: Pointer,
-    second_scales: Pointer,
-    multiplier: float,
-    own: tuple[float, ...],
-    places: Pointer,
-    step_key: int,
-    weight_key: int,
-    start: int,
-    count: int,
-    a_new: Pointer,
-    b_new: Pointer,
-    words: Pointer,
+    of: Pointers, given: tuple[Any, ...], places: Pointer, start: int, count: int, new: Pointers
 ) -> tuple[int, int, int]:
-    """Move `count` weights from `start`, a group's first.
-
-    Their new states and noise stay in `a_new`, `b_new` and `words`.
+    """Move `count` weights from `start`, a group's first. Their new states and noise stay in `new`.
 
     Returns:
         Whether one of the weights is now infinite, and the `magnitude` of the largest new states.
     """
+    weight, master, grad, first, first_scales, second, second_scales = of
+    multiplier, l2, own, step_key, weight_key = given
+    a_new, b_new, words = new
     this = start // GROUP
-    a_scale, b_scale = load_scale(first_scales, this), load_second_scale(second_scales, this)
+    a_scale, b_scale = load_first_scale(first_scales, this), load_second_scale(second_scales, this)
     step_mark, weight_mark = u32(step_key + place(start)), u32(weight_key + place(start))
     a_largest, b_largest, overflow = i32(0), u32(0), i32(0)
     for j in range(count):
         i = start + j
-        w = load_weight(weight, master, i)
-        g = load_grad(grad, i) * multiplier
+        w = decode(load_weight(weight, i), load_master(master, i))
+        g = coupled(w, load_grad(grad, i) * multiplier, l2)
         w, a, b = rule(w, g, load_signed(first, i, a_scale), load_second_code(second, i, b_scale), own)
         a_new[j], b_new[j] = a, b
         a_largest = max(a_largest, magnitude(a))
         b_largest = max(b_largest, u32(bits(b)))  # not negative, unless a NaN
-        random = noise(step_mark, places[j])
-        words[j] = random
-        store_weight(weight, master, i, w, weight_noise(random, weight_mark, places[j]))
+        word = noise(step_mark, places[j])
+        words[j] = word
+        stored, kept = encode(w, weight_noise(word, weight_mark, places[j]))
+        store_weight(weight, i, stored)
+        store_master(master, i, kept)
     for j in range(count):  # once more, of 16 bits each: half the vectors
-        if at_infinity(weight, start + j):
+        if infinite(weight, start + j):
             overflow = i32(1)
     return overflow, a_largest, i32(b_largest & u32(0x7FFFFFFF))
 
 
 @expand
-def store(
-    first: Pointer,
-    first_scales: Pointer,
-    second: Pointer,
-    second_scales: Pointer,
-    start: int,
-    count: int,
-    a_new: Pointer,
-    b_new: Pointer,
-    words: Pointer,
-    a_largest: int,
-    b_largest: int,
-) -> None:
+def store(of: Pointers, start: int, count: int, new: Pointers, a_largest: int, b_largest: int) -> None:
     """Store the states of `count` elements from `start`, a group's first, that `move` has left."""
+    _, _, _, first, first_scales, second, second_scales = of
+    a_new, b_new, words = new
     this = start // GROUP
     a_inverse, b_inverse = group_inverse(a_largest), group_inverse(b_largest)
     if needs_cut(a_largest) or needs_cut(b_largest):
@@ -253,9 +235,9 @@ def store(
             a_new[j], b_new[j] = cut(a_new[j], a_largest), cut(b_new[j], b_largest)
     for j in range(count):
         i = start + j
-        store_signed(first, i, a_new[j], a_inverse, noise_of_first(words[j]))
-        store_second_code(second, i, b_new[j], b_inverse, noise_of_second(words[j]))
-    store_scale(first_scales, this, group_scale(a_largest))
+        store_signed(first, i, a_new[j], a_inverse, first_noise(words[j]))
+        store_second_code(second, i, b_new[j], b_inverse, second_noise(words[j]))
+    store_first_scale(first_scales, this, group_scale(a_largest))
     store_second_scale(second_scales, this, group_scale(b_largest))
 
 
@@ -274,39 +256,24 @@ def groups(
     stop: int,
 ) -> int:
     """Move the elements from `start`, a group's first, to `stop`; whether one of the weights is now infinite."""
-    multiplier, own = constants[MULTIPLIER], of_rule(constants)
-    step_key = key(u32(constants[MOVE]), ordinal, STEP_STREAM)
-    weight_key = key(u32(constants[MOVE]), ordinal, WEIGHT_STREAM)
-    overflow = i32(0)
-    places = uint32_scratch(GROUP)
+    of = weight, master, grad, first, first_scales, second, second_scales
+    given, overflow, places = settings(constants, ordinal), i32(0), uint32_scratch(GROUP)
     for j in range(GROUP):
         places[j] = place(j)
-    a_new, b_new, words = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
-    a_next, b_next, words_next = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
+    new = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
+    other = float32_scratch(GROUP), float32_scratch(GROUP), uint32_scratch(GROUP)
     pairs = stop - (stop - start) % (2 * GROUP)
     # Two at a time, so that one's largest values are found while the other is moved; with a count that is known.
     for i in range(start, pairs, 2 * GROUP):
-        overflow_0, a_0, b_0 = move(
-            weight, master, grad, first, first_scales, second, second_scales,
-            multiplier, own, places, step_key, weight_key, i, GROUP, a_new, b_new, words,
-        )  # fmt: skip
-        overflow_1, a_1, b_1 = move(
-            weight, master, grad, first, first_scales, second, second_scales,
-            multiplier, own, places, step_key, weight_key, i + GROUP, GROUP, a_next, b_next, words_next,
-        )  # fmt: skip
-        store(first, first_scales, second, second_scales, i, GROUP, a_new, b_new, words, a_0, b_0)
-        store(
-            first, first_scales, second, second_scales, i + GROUP, GROUP,
-            a_next, b_next, words_next, a_1, b_1,
-        )  # fmt: skip
+        overflow_0, a_0, b_0 = move(of, given, places, i, GROUP, new)
+        overflow_1, a_1, b_1 = move(of, given, places, i + GROUP, GROUP, other)
+        store(of, i, GROUP, new, a_0, b_0)
+        store(of, i + GROUP, GROUP, other, a_1, b_1)
         overflow = i32(overflow | i32(overflow_0 | overflow_1))
     for i in range(pairs, stop, GROUP):
         count = min(stop - i, GROUP)
-        flag, a_0, b_0 = move(
-            weight, master, grad, first, first_scales, second, second_scales,
-            multiplier, own, places, step_key, weight_key, i, count, a_new, b_new, words,
-        )  # fmt: skip
-        store(first, first_scales, second, second_scales, i, count, a_new, b_new, words, a_0, b_0)
+        flag, a_0, b_0 = move(of, given, places, i, count, new)
+        store(of, i, count, new, a_0, b_0)
         overflow = i32(overflow | flag)
     return overflow
 
@@ -314,19 +281,13 @@ def groups(
 @inline
 def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
     """Move one chunk of one parameter."""
+    weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
+    first, first_scales = uint8_at(row[FIRST]), int16_at(row[FIRST_SCALES])
+    second, second_scales = uint8_at(row[SECOND]), int16_at(row[SECOND_SCALES])
     return groups(
-        weight_at(row[WEIGHT]),
-        master_at(row[MASTER]),
-        grad_at(row[GRAD]),
-        uint8_at(row[FIRST]),
-        int16_at(row[FIRST_SCALES]),
-        uint8_at(row[SECOND]),
-        int16_at(row[SECOND_SCALES]),
-        constants,
-        row[ORDINAL],
-        start,
-        stop,
-    )
+        weight, master, grad, first, first_scales, second, second_scales,
+        constants, row[ORDINAL], start, stop,
+    )  # fmt: skip
 
 
 def step_groups(job: Pointer) -> None:

@@ -10,13 +10,13 @@ its first block in the lower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.optimizer_step import Row
+from mezzo.pytorch.kernels.optimizer_step import STATE_FORMATS, Groups, Hyper, Row, form
+from mezzo.pytorch.kernels.optimizer_step.formulas import RULES
 
 BLOCK = 1024
 """Elements that a program works on at a time: 16 groups of 64."""
@@ -26,48 +26,34 @@ CURRENT_WORDS = 3
 HYPER_WORDS = 8
 _MOST_BLOCKS = 16  # a program
 
-OWN, FP32_BF16, FP32_FP16, SPLIT, SPLIT8, NONE = range(6)
-_MASTERS = {"own": OWN, "split": SPLIT, "split8": SPLIT8, "none": NONE}
-_STATES = {"fp32": 0, "bf16": 1, "int8": 2}
-_GRADS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
+_GRADS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kind(row: Row, grad: torch.dtype, variant: int) -> int:
-    """The code that a row needs, as a number: ``masters + 8 * state + 32 * grad + 128 * variant``."""
-    if row.masters == "fp32":
-        masters = FP32_BF16 if row.weight.dtype is torch.bfloat16 else FP32_FP16
-    else:
-        masters = _MASTERS[row.masters]
-    return masters + 8 * _STATES[row.state] + 32 * _GRADS[grad] + 128 * variant
+def variant(hyper: Hyper) -> int:
+    """The code that settings need, as a number: ``rule + 8 * has an L2 term + 16 * maximize``."""
+    return RULES.index(hyper.rule) + 8 * (hyper.l2 != 0) + 16 * hyper.maximize
 
 
-@dataclass(frozen=True)
-class Group:
-    """A group's rows that have a gradient, in the form that the tables need.
-
-    Args:
-        rows: the parameters.
-        variant: which code of the rule the settings need.
-        numbers: the settings, at most `HYPER_WORDS` in FP64.
-    """
-
-    rows: Sequence[Row]
-    variant: int
-    numbers: Sequence[float]
+def kind(row: Row, hyper: Hyper) -> int:
+    """The code that a row needs, as a number: ``masters + 8 * state + 32 * gradient + 128 * variant``."""
+    masters = FORMS.index(form(row.masters, row.weight.dtype))
+    state = STATE_FORMATS.index(row.state)
+    return masters + 8 * state + 32 * _GRADS.index(_grad(row).dtype) + 128 * variant(hyper)
 
 
 class PointerTable:
     """The tables for one list of rows, whose gradients have certain dtypes.
 
     Args:
-        groups: at least one row in all, all on one device.
+        groups: at least one row in all, each with a gradient, all on one device.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.owner = [row for group in groups for row in group.rows]
+    def __init__(self, groups: Groups) -> None:
+        self.owner = [row for _, rows in groups for row in rows]
         self.device = self.owner[0].weight.device
-        kinds = [kind(row, _grad(row).dtype, group.variant) for group in groups for row in group.rows]
-        of_group = [i for i, group in enumerate(groups) for _ in group.rows]
+        kinds = [kind(row, hyper) for hyper, rows in groups for row in rows]
+        of_group = [i for i, (_, rows) in enumerate(groups) for _ in rows]
         self.kinds = tuple(sorted(set(kinds)))
         blocks = [max(1, -(-row.weight.numel() // BLOCK)) for row in self.owner]
         self.blocks = _blocks_a_program(sum(blocks), self.device)
@@ -91,22 +77,22 @@ class PointerTable:
         """Device memory of the tables."""
         return self._buffer.numel() * 8 + self.tickets.numel() * 4
 
-    def refresh(self, groups: Sequence[Group]) -> None:
+    def refresh(self, groups: Groups) -> None:
         """Bring `current` up to date, in stream order, without waiting for the device."""
         now = self._read(groups)
         if not np.array_equal(now, self._now):
             self.current.copy_(self._pinned(now), non_blocking=True)
             self._now = now
 
-    def _read(self, groups: Sequence[Group]) -> np.ndarray:
+    def _read(self, groups: Groups) -> np.ndarray:
         """What `current` has to be, as words."""
         addresses = np.empty((len(self.owner), CURRENT_WORDS), dtype=np.int64)
         addresses[:, 0] = [row.weight.data_ptr() for row in self.owner]
         addresses[:, 1] = [_grad(row).data_ptr() for row in self.owner]
         addresses[:, 2] = self._fixed_aligned & ((addresses[:, 0] | addresses[:, 1]) & 15 == 0)
         numbers = np.zeros((len(groups), HYPER_WORDS))
-        for line, group in zip(numbers, groups):
-            line[: len(group.numbers)] = group.numbers
+        for line, (hyper, _) in zip(numbers, groups):
+            line[:] = (hyper.l2, *hyper.numbers)
         return np.concatenate([addresses.ravel(), numbers.view(np.int64).ravel()])
 
     def _upload(self, words: np.ndarray) -> Tensor:

@@ -1,26 +1,21 @@
 """The step as PyTorch operations, one parameter after another in blocks: what every other form must equal.
 
-To the bit: with equal settings, gradients and numbers of moves, weights, masters and states come out the same.
+To the bit: with equal settings, gradients and numbers of moves, weights, masters and states come out the same. And the
+storage of masters and moments as functions of tensors, for what an optimizer converts, reads and writes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, rules, storage
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
-from mezzo.pytorch.kernels.optimizer_step.storage import GROUP, STEP, WEIGHT
+from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form, formulas
+from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, STEP, WEIGHT
 
 BLOCK = 1 << 16
 """Elements at a time, so that what is computed on the way stays in the cache and out of peak memory."""
-
-_UPDATES: Mapping[type, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]] = MappingProxyType(
-    {AdamHyper: rules.adam_update, SgdHyper: rules.sgd_update, LionHyper: rules.lion_update}
-)
 
 
 class DeviceStepper:
@@ -47,67 +42,131 @@ def flat(tensor: Tensor) -> Tensor:
 def _move(hyper: Hyper, row: Row, grad: Tensor, multiplier: Tensor | None, overflow: Tensor | None) -> None:
     row.step.add_(1)
     step = int(row.step)
+    rule, constants = getattr(formulas, hyper.rule), formulas.constants_of[hyper.rule](hyper.numbers, step)
+    keys = [formulas.noise_key(step, row.ordinal, stream) for stream in (STEP, WEIGHT)]
+    weight, master = flat(row.weight), None if row.master is None else flat(row.master)
     for start in range(0, grad.numel(), BLOCK):
         elements = slice(start, min(start + BLOCK, grad.numel()))
         groups = slice(start // GROUP, -(-elements.stop // GROUP))
-        stored = [flat(state)[elements] for state in row.states]
+        states = [flat(state)[elements] for state in row.states]
         scales = [None if scale is None else scale[groups] for scale in row.scales]
-
-        w = _load_master(row, elements)
+        part, kept = weight[elements], None if master is None else master[elements]
+        w = decode_master(row.masters, part, kept)
         g = grad[elements].to(torch.float32)
         if multiplier is not None:
             g = g * multiplier
         if hyper.maximize:
             g = -g
-        old = tuple(
-            storage.load_state(state, scale, signed=spec.signed)
-            for spec, state, scale in zip(hyper.states, stored, scales)
-        )
-        w, new = _UPDATES[type(hyper)](w, g, old, hyper, step)
-        bits = None if row.state == "fp32" else _noise(row, step, STEP, elements)
-        for i, spec in enumerate(hyper.states):
-            storage.store_state(new[i], stored[i], scales[i], storage.noise_of(i, bits), signed=spec.signed)
-        _store_master(row, elements, w, step, overflow)
+        if hyper.l2:
+            g = formulas.coupled(w, g, hyper.l2)
+        old = [
+            load_state(state, scale, signed=spec.signed)
+            for spec, state, scale in zip(hyper.states, states, scales)
+        ]
+        w, *new = rule(w, g, *old, *[None] * (2 - len(old)), constants)
+        at = torch.arange(elements.start, elements.stop, device=grad.device)
+        word: Any = 0
+        noise: Any = 0
+        if row.state != "fp32" or row.masters == "split8":
+            word = formulas.noise(keys[STEP], formulas.place(at))
+            noise = formulas.remainder_noise(word)
+        for spec, value, draw, state, scale in zip(hyper.states, new, _DRAWS, states, scales):
+            store_state(value, state, scale, draw(word), signed=spec.signed)
+        if row.masters == "none":
+            noise = formulas.weight_noise(formulas.noise(keys[WEIGHT], formulas.place(at)))
+        stored, low = encode_master(row.masters, w, part.dtype, noise)
+        part.copy_(stored)
+        if kept is not None:
+            kept.copy_(low)
+        if overflow is not None and row.masters != "own":
+            overflow.masked_fill_(stored.isinf().any(), 1.0)
 
 
-def _load_master(row: Row, elements: slice) -> Tensor:
-    weight = flat(row.weight)[elements]
-    if row.masters == "own":
-        return weight
-    if row.master is None:
-        return weight.to(torch.float32)
-    master = flat(row.master)[elements]
-    if row.masters == "fp32":
-        return storage.refreshed(master, weight)
-    decode = storage.decode_split if row.masters == "split" else storage.decode_split8
-    return decode(weight, master)
+_DRAWS = (formulas.first_noise, formulas.second_noise)
 
 
-def _store_master(row: Row, elements: slice, w: Tensor, step: int, overflow: Tensor | None) -> None:
-    weight = flat(row.weight)[elements]
-    master = None if row.master is None else flat(row.master)[elements]
-    if row.masters == "own":
-        weight.copy_(w)
-        return
-    if row.masters == "none":
-        stored = storage.encode_stochastic(w, storage.weight_noise(_noise(row, step, WEIGHT, elements)))
-    elif row.masters == "fp32":
-        stored, kept = storage.encode_nearest(w, weight.dtype), w
-    elif row.masters == "split":
-        stored, kept = storage.encode_split(w)
-    else:
-        stored, kept = storage.encode_split8(w, storage.remainder_noise(_noise(row, step, STEP, elements)))
-    weight.copy_(stored)
-    if master is not None:
-        master.copy_(kept)
-    if overflow is not None:
-        overflow.masked_fill_(stored.isinf().any(), 1.0)
+def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
+    """The FP32 values of weights and what is kept with them; of an edited weight, a value within one ulp of it.
 
-
-def _noise(row: Row, step: int, stream: int, elements: slice) -> Tensor:
-    return storage.noise_bits(
-        storage.noise_key(step, row.ordinal, stream),
-        elements.start,
-        elements.stop - elements.start,
-        row.weight.device,
+    Args:
+        masters: as in `Row`.
+        weight: FP32 for ``"own"``, else bf16, or fp16 for ``"fp32"``.
+        kept: the FP32 master, or the int16 or int8 remainder, of the weight's shape.
+    """
+    decode = getattr(formulas, f"decode_{form(masters, weight.dtype)}")
+    if masters != "own":
+        weight = weight.view(torch.int16).to(torch.int32)
+    value: Tensor = decode(
+        weight, None if kept is None else formulas.i32(kept) if masters != "fp32" else kept
     )
+    return value
+
+
+def encode_master(
+    masters: str, value: Tensor, dtype: torch.dtype = torch.bfloat16, noise: Tensor | int = 0
+) -> tuple[Tensor, Tensor]:
+    """The weights of FP32 values, and what is kept with them: the value, or an int16 or int8 remainder.
+
+    Args:
+        masters: as in `Row`.
+        value: FP32.
+        dtype: of the weight.
+        noise: int32, from 0 to 255 for ``"split8"`` and to 65,535 for ``"none"``; with 0, what is beyond the last
+            bit is cut off.
+    """
+    weight, kept = getattr(formulas, f"encode_{form(masters, dtype)}")(value, noise)
+    if masters != "own":
+        weight = weight.to(torch.int16).view(dtype)
+    return weight, kept.to(_REMAINDERS[masters]) if masters in _REMAINDERS else kept
+
+
+_REMAINDERS = {"split": torch.int16, "split8": torch.int8}
+
+
+def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor:
+    """The ``(n,)`` FP32 values of a state that is FP32, bf16, or uint8 codes with ``(groups(n),)`` bf16 scales."""
+    if scales is None:
+        return stored.to(torch.float32)
+    scale = _per_element(scales.to(torch.float32), stored.numel())
+    if signed:
+        return formulas.decode_signed(stored.view(torch.int8).to(torch.int32), scale)  # type: ignore[no-any-return]
+    return formulas.decode_unsigned(stored.to(torch.int32), scale)  # type: ignore[no-any-return]
+
+
+def store_state(
+    value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
+) -> None:
+    """Write ``(n,)`` FP32 values into a state, in whichever form it is stored.
+
+    Args:
+        value: not negative where `signed` is False.
+        stored: ``(n,)`` FP32, bf16 or uint8.
+        scales: ``(groups(n),)`` bf16 for uint8, else None.
+        noise: int32, from 0 to ``2**20 - 1``, which FP32 does not use.
+        signed: which of the two code tables.
+    """
+    if scales is not None:
+        largest = formulas.magnitude(value)
+        largest = torch.nn.functional.pad(largest, (0, -value.numel() % GROUP)).view(-1, GROUP).amax(1)
+        inverse = _per_element(formulas.group_inverse(largest), value.numel())
+        value = formulas.cut(value if signed else value.abs(), _per_element(largest, value.numel()))
+        encode = formulas.encode_signed if signed else formulas.encode_unsigned
+        stored.copy_((encode(value, inverse, noise) & 0xFF).to(torch.uint8))
+        scales.copy_(formulas.group_scale(largest).to(torch.int16).view(torch.bfloat16))
+    elif stored.dtype is torch.bfloat16:
+        stored.copy_(formulas.encode_moment(value, noise).to(torch.int16).view(torch.bfloat16))
+    else:
+        stored.copy_(value)
+
+
+def groups(numel: int) -> int:
+    """How many scales a state of that many elements has; the last group may be short.
+
+    >>> groups(0), groups(64), groups(65)
+    (0, 1, 2)
+    """
+    return -(-numel // GROUP)
+
+
+def _per_element(by_group: Tensor, numel: int) -> Tensor:
+    return by_group.repeat_interleave(GROUP)[:numel]

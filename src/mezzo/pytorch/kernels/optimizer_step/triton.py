@@ -1,29 +1,26 @@
 """The step in Triton: one launch for all parameters of a device, whatever their shapes and storage.
 
 Each program finds its work in tables on the device (`pointer_table`): which parameter, which blocks of 1024
-elements. Storage formats and variants of a rule are compile-time constants: `KINDS` lists the combinations that
+elements. Storage formats and rules are compile-time constants: `KINDS` lists the combinations that
 occur, each gets its own straight code, and a program jumps to its row's; in most models there is one and no jump.
 Learning rates and the like are table entries, so that a scheduler recompiles nothing.
 
-**Bits**: the lines of `reference.py`, IEEE division and root, and no contraction (`enable_fp_fusion=False`) but
-for the rules' own `fma`. The bias corrections are powers by squaring, where the reference has the C library's: both
-in FP64, rounded to FP32 once, so that they should differ in about one of a million steps, by one FP32 ulp.
+**Bits**: the formulas of `formulas.py` in Triton's words: IEEE division and root, and no contraction
+(`enable_fp_fusion=False`) but for the rules' own `fma`. A 16-bit weight is int16 in memory and int32 here, its
+pattern; a block of 8-bit states is ``(rows, 64)``, a row for each group with one scale. How often a parameter has
+moved is known on the device alone (an overflow skips a move without telling the host), so Adam's bias corrections are
+computed there: powers by squaring, where the reference has the C library's, both in FP64 and rounded to FP32 once, so
+that they should differ in about one of a million steps, by one FP32 ulp.
 
 **Steps** are counted on the device. All programs of a row read the count, so only the last of them to have read
 it may write the new one. Which is last an atomic ticket tells, one a row; the barrier before it is what makes the
 ticket speak for all warps of its program. A second launch would cost more than the ticket does.
 
-**Speed**, reasoned for an H100 or H200 (132 SMs, 3.4 or 4.8 TB/s) and not yet measured: with 700 ns of latency, 18
-to 26 KB have to be under way in each SM. A program of 8 warps has 4 elements a thread: FP32 moves in vectors of 16
-bytes, bf16 of 8, and every warp in whole 128-byte lines. The loads of a block come before anything that uses them:
-14 KB for AdamW with split masters and bf16 gradients. 64 registers a thread let four programs into an SM: 57 KB,
-or 28 KB where everything has 8 bits and ten words of a thread spill. With 8 elements a thread bf16 would move 16
-bytes, but Triton then passes FP32 results through shared memory, and waits at barriers, before it stores them. A
-short or unaligned block is done 256 elements at a time, one a thread, so that it needs no more registers than a
-whole one. A program takes up to 16 blocks, which spreads its prologue (three dependent reads, the bias correction)
-and its ticket over them. An AdamW element takes about 57 machine instructions with FP32 everywhere, 90 with split
-masters, fewer than 185 with all in 8 bits, of some 30e12 a second: so the last should be bound by them, at about
-the time of the second, and the others by memory.
+**Speed**, reasoned for an H100 or H200 and not yet measured: a program of 8 warps has 4 elements a thread: FP32 moves
+in vectors of 16 bytes, bf16 of 8, and every warp in whole 128-byte lines. The loads of a block come before anything
+that uses them. 64 registers a thread let four programs into an SM. A short or unaligned block is done 256 elements at a
+time, one a thread, so that it needs no more registers than a whole one. A program takes up to 16 blocks, which spreads
+its prologue (three dependent reads, the bias correction) and its ticket over them.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -41,46 +38,140 @@ import triton.language as tl
 from torch import Tensor
 
 from mezzo.pytorch.kernels import block
-from mezzo.pytorch.kernels.optimizer_step import Groups, Row, pointer_table
-from mezzo.pytorch.kernels.optimizer_step import triton_rules as rules
-from mezzo.pytorch.kernels.optimizer_step import triton_storage as storage
-from mezzo.pytorch.kernels.optimizer_step.pointer_table import Group, PointerTable
-from mezzo.pytorch.kernels.optimizer_step.rules import AdamHyper, LionHyper, SgdHyper
+from mezzo.pytorch.kernels.optimizer_step import Groups, Row, formulas, pointer_table
+from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
 """How `step_kernel` must be compiled."""
 
-# Settings -> the rule's number, and what makes its variant and its constants of them.
-_RULES: Mapping[type, tuple[int, Callable[[Any], int], Callable[[Any], tuple[float, ...]]]] = (
-    MappingProxyType(
-        {
-            AdamHyper: (0, rules.adam_variant, rules.adam_packed),
-            SgdHyper: (1, rules.sgd_variant, rules.sgd_packed),
-            LionHyper: (2, rules.lion_variant, rules.lion_packed),
-        }
-    )
-)
 _CACHE_BYTES = 32 << 20
 
-_ADAM, _SGD = tl.constexpr(0), tl.constexpr(1)
 _BLOCK = tl.constexpr(pointer_table.BLOCK)
 _PART = tl.constexpr(256)  # of a block that is short or not aligned: an element a thread, so that it needs no
 # more registers than whole blocks do
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
-_OWN, _FP32_BF16, _FP32_FP16, _SPLIT, _SPLIT8, _NONE = (
-    tl.constexpr(code)
-    for code in (
-        pointer_table.OWN,
-        pointer_table.FP32_BF16,
-        pointer_table.FP32_FP16,
-        pointer_table.SPLIT,
-        pointer_table.SPLIT8,
-        pointer_table.NONE,
-    )
+_ADAMW, _PLAIN, _MOMENTUM, _NESTEROV, _LION = (tl.constexpr(i) for i in range(len(formulas.RULES)))
+_OWN, _BF16, _FP16, _SPLIT, _SPLIT8, _NONE = (tl.constexpr(code) for code in range(len(pointer_table.FORMS)))
+_STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STATE_FORMATS`
+
+
+@triton.jit
+def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """``base ** exponent`` of an FP64 scalar by squaring: IEEE products alone, so the same on every device.
+
+    Off by at most about `exponent` units of 2**-53; where that matters the power is small.
+    """
+    result = base * 0.0 + 1.0
+    while exponent > 0:
+        result = tl.where((exponent & 1) == 1, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+# The formulas' words. In the interpreter they are plain functions, which it need not rewrite.
+
+_IS_INTERPRETED = not isinstance(power, triton.runtime.JITFunction)
+
+
+def _inline(function: Callable[..., Any]) -> Any:
+    return function if _IS_INTERPRETED else triton.jit(function)
+
+
+def _bits(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.int32, bitcast=True)
+
+
+def _float_of(pattern: tl.tensor) -> tl.tensor:
+    return pattern.to(tl.float32, bitcast=True)
+
+
+def _half_bits(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+
+
+def _float_of_half(pattern: tl.tensor) -> tl.tensor:
+    return pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def _i32(x: tl.tensor) -> tl.tensor:
+    return tl.cast(x, tl.int32)
+
+
+def _u32(x: tl.tensor) -> tl.tensor:
+    return tl.cast(x, tl.uint32)
+
+
+def _shifted(x: tl.tensor, count: tl.constexpr) -> tl.tensor:
+    return x >> count
+
+
+def _where(condition: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.where(condition, a, b)
+
+
+def _least(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.minimum(a, b)
+
+
+def _most(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b)
+
+
+def _sqrt(x: tl.tensor) -> tl.tensor:
+    return tl.sqrt_rn(x)
+
+
+def _divide(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.div_rn(a, b)
+
+
+def _root(x: tl.tensor) -> tl.tensor:
+    return tl.sqrt(x)
+
+
+def _multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return a * b + c
+
+
+def _fma(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)  # the GPU's own instruction, also where the compiler may contract nothing
+
+
+def _fma_of_the_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    # Of Triton's interpreter some versions round twice: the lines of `formulas.fma`.
+    product, addend = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    pattern = total.to(tl.int64, bitcast=True)
+    away = (error > 0) == (total > 0)
+    is_even = ((pattern & 1) == 0) & (tl.abs(error) > 0)
+    odd = pattern + tl.where(is_even, tl.where(away, 1, -1), 0)
+    return odd.to(tl.float64, bitcast=True).to(tl.float32)
+
+
+_WORDS = (
+    *("bits", "float_of", "half_bits", "float_of_half", "i32", "u32", "shifted"),
+    *("where", "least", "most", "sqrt", "divide", "root", "multiply_add"),
 )
-_L2, _MAXIMIZE, _MOMENTUM, _NESTEROV = (tl.constexpr(bit) for bit in (1, 2, 4, 8))
+f = formulas.over(
+    {
+        **{name: _inline(globals()[f"_{name}"]) for name in _WORDS},
+        "fma": _fma_of_the_interpreter if _IS_INTERPRETED else triton.jit(_fma),
+        "power": power,
+        # What else their source names: Triton looks up annotations, and its interpreter the module.
+        **dict.fromkeys(("Any", "Bits", "Pattern", "Value"), tl.tensor),
+        "Numbers": tl.tuple,
+        "tl": tl,
+    },
+    _inline,
+    f"{__name__}.formulas",
+    tl.constexpr,
+)
+"""The formulas, on blocks."""
 
 
 class DeviceStepper:
@@ -102,10 +193,8 @@ class DeviceStepper:
         moving = [(hyper, rows) for hyper, rows in moving if rows]
         if not moving:
             return
-        number, variant, packed = _RULES[type(moving[0][0])]
-        wanted = [Group(rows, variant(hyper), packed(hyper)) for hyper, rows in moving]
         with torch.cuda.device_of(moving[0][1][0].weight):
-            table = self._table(wanted)
+            table = self._table(moving)
             step_kernel[(table.programs,)](
                 table.chunks,
                 table.rows,
@@ -116,15 +205,14 @@ class DeviceStepper:
                 found_inf,
                 overflow,
                 table.blocks,
-                RULE=number,
                 KINDS=table.kinds,
                 **OPTIONS,
             )
 
-    def _table(self, groups: list[Group]) -> PointerTable:
-        rows = [row for group in groups for row in group.rows]
+    def _table(self, groups: Groups) -> PointerTable:
+        rows = [row for _, rows in groups for row in rows]
         key = (
-            tuple((group.variant, len(group.rows)) for group in groups),
+            tuple((pointer_table.variant(hyper), len(rows)) for hyper, rows in groups),
             tuple(map(id, rows)),
             tuple([row.grad.dtype for row in rows if row.grad is not None]),
         )
@@ -164,7 +252,6 @@ def step_kernel(
     found_inf: tl.tensor,
     overflow: tl.tensor,
     blocks: tl.tensor,
-    RULE: tl.constexpr,
     KINDS: tl.constexpr,
 ) -> None:
     """One program's blocks of one parameter.
@@ -173,7 +260,6 @@ def step_kernel(
         chunks, rows, current, hypers, tickets: the tables of `PointerTable`.
         multiplier, found_inf, overflow: FP32 scalars in memory, or None.
         blocks: how many blocks a program takes.
-        RULE: the number of the update rule.
         KINDS: the kinds of rows that there are, see `pointer_table.kind`.
     """
     is_live = True
@@ -183,7 +269,7 @@ def step_kernel(
         scale = 1.0
         if multiplier is not None:
             scale = tl.load(multiplier)
-        _blocks_of_row(chunks, rows, current, hypers, tickets, scale, overflow, blocks, RULE, KINDS)
+        _blocks_of_row(chunks, rows, current, hypers, tickets, scale, overflow, blocks, KINDS)
 
 
 @triton.jit
@@ -196,7 +282,6 @@ def _blocks_of_row(
     scale: tl.tensor,
     overflow: tl.tensor,
     blocks: tl.tensor,
-    RULE: tl.constexpr,
     KINDS: tl.constexpr,
 ) -> None:
     chunk = tl.load(chunks + tl.program_id(0))
@@ -210,16 +295,34 @@ def _blocks_of_row(
     kind = tl.load(row + 8)
     hyper = hypers + tl.load(row + 9) * _HYPER_WORDS
 
-    moved = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0
-    step = moved.to(tl.int32)
-    if RULE == _ADAM:
-        c = rules.adam_constants(hyper, step)
-    elif RULE == _SGD:
-        c = rules.sgd_constants(hyper, step)
-    else:
-        c = rules.lion_constants(hyper, step)
-    step_key = storage.noise_key(step, ordinal, 0)
-    weight_key = storage.noise_key(step, ordinal, 1)
+    step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
+    RULE: tl.constexpr = KINDS[0] // 128 % 8  # all are of one optimizer
+    numbers = (
+        tl.load(hyper + 1),
+        tl.load(hyper + 2),
+        tl.load(hyper + 3),
+        tl.load(hyper + 4),
+        tl.load(hyper + 5),
+        tl.load(hyper + 6),
+        tl.load(hyper + 7),
+    )
+    if RULE == _ADAMW:
+        numbers = f.adam_constants(numbers, step)
+    elif RULE != _LION:
+        numbers = f.sgd_constants(numbers, step)
+    c0, c1, c2, c3, c4, c5, c6 = numbers
+    c = (
+        c0.to(tl.float32),
+        c1.to(tl.float32),
+        c2.to(tl.float32),
+        c3.to(tl.float32),
+        c4.to(tl.float32),
+        c5.to(tl.float32),
+        c6.to(tl.float32),
+    )
+    l2 = tl.load(hyper).to(tl.float32)
+    step_key = f.noise_key(step, ordinal, 0)
+    weight_key = f.noise_key(step, ordinal, 1)
     at = (row, moving)
 
     blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1).to(tl.int32)
@@ -230,7 +333,7 @@ def _blocks_of_row(
         for i in tl.static_range(len(KINDS)):
             if len(KINDS) == 1 or kind == i:
                 if is_plain:
-                    found = _move(at, start, numel, step_key, weight_key, c, scale, RULE, KINDS[i], True)
+                    found = _move(at, start, numel, step_key, weight_key, c, l2, scale, KINDS[i], True)
                     infinite |= tl.max(tl.reshape(found.to(tl.int32), (_BLOCK // 64, 16, 4)), axis=2)
                 else:
                     for part in range(tl.cdiv(tl.minimum(numel - start, _BLOCK), _PART)):
@@ -241,19 +344,21 @@ def _blocks_of_row(
                             step_key,
                             weight_key,
                             c,
+                            l2,
                             scale,
-                            RULE,
                             KINDS[i],
                             False,
                         )
                         _report(odd, overflow)
     _report(infinite, overflow)
 
-    programs = tl.cdiv(blocks_of_row, blocks)
     tl.debug_barrier()
-    if tl.atomic_add(tickets + number, 1) == programs - 1:
+    # Read again: kept through the loop, size and count would cost registers.
+    blocks_of_row = tl.maximum(tl.cdiv(tl.load(row + 6), _BLOCK), 1).to(tl.int32)
+    if tl.atomic_add(tickets + number, 1) == tl.cdiv(blocks_of_row, blocks) - 1:
+        steps = tl.load(row + 5).to(tl.pointer_type(tl.float32))
         tl.store(tickets + number, 0)
-        tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), moved)
+        tl.store(steps, tl.load(steps) + 1.0)
 
 
 @triton.jit
@@ -271,8 +376,8 @@ def _move(
     step_key: tl.tensor,
     weight_key: tl.tensor,
     c: tl.tuple,
+    l2: tl.tensor,
     scale: tl.tensor,
-    RULE: tl.constexpr,
     KIND: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> tl.tensor:
@@ -280,9 +385,11 @@ def _move(
     MASTERS: tl.constexpr = KIND % 8
     STATE: tl.constexpr = KIND // 8 % 4
     GRAD: tl.constexpr = KIND // 32 % 4
-    VARIANT: tl.constexpr = KIND // 128
-    HAS_FIRST: tl.constexpr = RULE != _SGD or (_MOMENTUM & VARIANT) != 0
-    HAS_SECOND: tl.constexpr = RULE == _ADAM
+    RULE: tl.constexpr = KIND // 128 % 8
+    HAS_L2: tl.constexpr = KIND // 1024 % 2
+    MAXIMIZES: tl.constexpr = KIND // 2048
+    HAS_FIRST: tl.constexpr = RULE != _PLAIN
+    HAS_SECOND: tl.constexpr = RULE == _ADAMW
     row, moving = at
     # Read again for each block, from the cache: kept, they would cost 14 registers.
     weight = tl.load(moving)
@@ -301,68 +408,74 @@ def _move(
     g = block.load_float(grad, here, GRAD, PLAIN)
     w = block.load(weight, here, tl.float32 if MASTERS == _OWN else tl.int16, PLAIN)
     kept = 0
-    if MASTERS == _FP32_BF16 or MASTERS == _FP32_FP16:  # noqa: SIM109, there is no `in` in Triton
+    if MASTERS == _BF16 or MASTERS == _FP16:  # noqa: SIM109, there is no `in` in Triton
         kept = block.load(master, here, tl.float32, PLAIN)
     elif MASTERS == _SPLIT:
         kept = block.load(master, here, tl.int16, PLAIN)
     elif MASTERS == _SPLIT8:
         kept = block.load(master, here, tl.int8, PLAIN)
-    m = storage.load_state(state0, scale0, here, scales_here, HAS_FIRST, STATE, PLAIN)
-    v = storage.load_state(state1, scale1, here, scales_here, HAS_SECOND, STATE, PLAIN)
+    m = _load_state(state0, scale0, here, scales_here, HAS_FIRST, tl.int8, STATE, PLAIN)
+    v = _load_state(state1, scale1, here, scales_here, HAS_SECOND, tl.uint8, STATE, PLAIN)
 
     w = _decode_master(w, kept, MASTERS)
     g = block.decode_float(g, GRAD) * scale
-    if _MAXIMIZE & VARIANT:
+    if MAXIMIZES:
         g = g * -1.0
+    if HAS_L2:
+        g = f.coupled(w, g, l2)
     if HAS_FIRST:
-        m = storage.decode_state(m, True, STATE)
-    if HAS_SECOND:
-        v = storage.decode_state(v, False, STATE)
-
-    if RULE == _ADAM:
-        w, m, v = rules.adam_update(w, g, m, v, c, (_L2 & VARIANT) != 0)
-    elif RULE == _SGD:
-        w, m = rules.sgd_update(w, g, m, c, (_L2 & VARIANT) != 0, HAS_FIRST, (_NESTEROV & VARIANT) != 0)
+        m = _decode_state(m, True, STATE)
     else:
-        w, m = rules.lion_update(w, g, m, c)
-
-    position = start.to(tl.uint32) + index.to(tl.uint32)
-    bits = storage.noise_bits(step_key, position)
-    if HAS_FIRST:
-        storage.store_state(
-            m, storage.first_noise(bits), state0, scale0, here, scales_here, True, STATE, PLAIN
-        )
+        m = g
     if HAS_SECOND:
-        storage.store_state(
-            v, storage.second_noise(bits), state1, scale1, here, scales_here, False, STATE, PLAIN
-        )
+        v = _decode_state(v, False, STATE)
+    else:
+        v = g
+
+    if RULE == _ADAMW:
+        w, m, v = f.adamw(w, g, m, v, c)
+    elif RULE == _PLAIN:
+        w, m, v = f.plain(w, g, m, v, c)
+    elif RULE == _MOMENTUM:
+        w, m, v = f.momentum(w, g, m, v, c)
+    elif RULE == _NESTEROV:
+        w, m, v = f.nesterov(w, g, m, v, c)
+    else:
+        w, m, v = f.lion(w, g, m, v, c)
+
+    place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
+    word = f.noise(step_key, place)
+    if HAS_FIRST:
+        _store_state(m, f.first_noise(word), state0, scale0, here, scales_here, True, STATE, PLAIN)
+    if HAS_SECOND:
+        _store_state(v, f.second_noise(word), state1, scale1, here, scales_here, False, STATE, PLAIN)
     if MASTERS == _NONE:
-        bits = storage.noise_bits(weight_key, position)
-    return _store_master(w, bits, weight, master, here, MASTERS, PLAIN)
+        noise = f.weight_noise(f.noise(weight_key, place))
+    else:
+        noise = f.remainder_noise(word)
+    return _store_master(w, noise, weight, master, here, MASTERS, PLAIN)
 
 
 @triton.jit
 def _decode_master(weight: tl.tensor, kept: tl.tensor, MASTERS: tl.constexpr) -> tl.tensor:
     if MASTERS == _OWN:
         return weight
+    elif MASTERS == _BF16:
+        return f.decode_bf16(weight.to(tl.int32), kept)
+    elif MASTERS == _FP16:
+        return f.decode_fp16(weight.to(tl.int32), kept)
+    elif MASTERS == _SPLIT:
+        return f.decode_split(weight.to(tl.int32), kept.to(tl.int32))
+    elif MASTERS == _SPLIT8:
+        return f.decode_split8(weight.to(tl.int32), kept.to(tl.int32))
     else:
-        high = weight.to(tl.int32)
-        if MASTERS == _FP32_BF16:
-            return storage.refreshed(kept, high, True)
-        elif MASTERS == _FP32_FP16:
-            return storage.refreshed(kept, high, False)
-        elif MASTERS == _SPLIT:
-            return storage.decode_split(high, kept.to(tl.int32))
-        elif MASTERS == _SPLIT8:
-            return storage.decode_split8(high, kept.to(tl.int32))
-        else:
-            return storage.decode_bf16(high)
+        return f.decode_none(weight.to(tl.int32), 0)
 
 
 @triton.jit
 def _store_master(
     w: tl.tensor,
-    noise_bits: tl.tensor,
+    noise: tl.tensor,
     weight: tl.tensor,
     master: tl.tensor,
     here: tl.tuple,
@@ -374,19 +487,92 @@ def _store_master(
         block.store(weight, w, here, tl.float32, PLAIN)
         return tl.zeros(w.shape, tl.int1)
     else:
-        if MASTERS == _FP32_BF16 or MASTERS == _FP32_FP16:  # noqa: SIM109
-            high = storage.encode_nearest(w, MASTERS == _FP32_BF16)
-            block.store(master, w, here, tl.float32, PLAIN)
+        if MASTERS == _BF16:
+            high, kept = f.encode_bf16(w, noise)
+            block.store(master, kept, here, tl.float32, PLAIN)
+        elif MASTERS == _FP16:
+            high, kept = f.encode_fp16(w, noise)
+            block.store(master, kept, here, tl.float32, PLAIN)
         elif MASTERS == _SPLIT:
-            high, low = storage.encode_split(w)
-            block.store(master, low, here, tl.int16, PLAIN)
+            high, kept = f.encode_split(w, noise)
+            block.store(master, kept, here, tl.int16, PLAIN)
         elif MASTERS == _SPLIT8:
-            high, low = storage.encode_split8(w, storage.remainder_noise(noise_bits))
-            block.store(master, low, here, tl.int8, PLAIN)
+            high, kept = f.encode_split8(w, noise)
+            block.store(master, kept, here, tl.int8, PLAIN)
         else:
-            high = storage.encode_stochastic(w, storage.weight_noise(noise_bits))
+            high, kept = f.encode_none(w, noise)
         block.store(weight, high, here, tl.int16, PLAIN)
         if not PLAIN:
             _, _, mask = here
             high = tl.where(mask, high, 0)
-        return storage.is_infinite(high, MASTERS != _FP32_FP16)
+        return (high & 0x7FFF) == (0x7C00 if MASTERS == _FP16 else 0x7F80)
+
+
+@triton.jit
+def _load_state(
+    address: tl.tensor,
+    scale: tl.tensor,
+    here: tl.tuple,
+    scales_here: tl.tuple,
+    EXISTS: tl.constexpr,
+    CODE: tl.constexpr,
+    STATE: tl.constexpr,
+    PLAIN: tl.constexpr,
+) -> tl.tuple:
+    """What is in memory, if anything: values, bf16 patterns, or codes with their scales' patterns."""
+    if not EXISTS:
+        return 0.0, 0
+    elif STATE == _STATE_INT8:
+        return block.load(address, here, CODE, PLAIN), block.load(scale, scales_here, tl.int16, False)
+    elif STATE == _STATE_BF16:
+        return block.load(address, here, tl.int16, PLAIN), 0
+    else:
+        return block.load(address, here, tl.float32, PLAIN), 0
+
+
+@triton.jit
+def _decode_state(stored: tl.tuple, SIGNED: tl.constexpr, STATE: tl.constexpr) -> tl.tensor:
+    """The FP32 values of what `_load_state` gave."""
+    value, scale = stored
+    if STATE == _STATE_INT8:
+        of_group = f.decode_none(scale.to(tl.int32), 0)[:, None]
+        if SIGNED:
+            return f.decode_signed(value.to(tl.int32), of_group)
+        else:
+            return f.decode_unsigned(value.to(tl.int32), of_group)
+    elif STATE == _STATE_BF16:
+        return f.decode_none(value.to(tl.int32), 0)
+    else:
+        return value
+
+
+@triton.jit
+def _store_state(
+    value: tl.tensor,
+    noise: tl.tensor,
+    address: tl.tensor,
+    scale: tl.tensor,
+    here: tl.tuple,
+    scales_here: tl.tuple,
+    SIGNED: tl.constexpr,
+    STATE: tl.constexpr,
+    PLAIN: tl.constexpr,
+) -> None:
+    """Write FP32 values in the state's format; noise from 0 to 2**20 - 1, which FP32 does not use."""
+    if STATE == _STATE_INT8:
+        if not PLAIN:
+            _, _, mask = here
+            value = tl.where(mask, value, 0.0)  # elements beyond the end have no say in their group's scale
+        largest = tl.max(f.magnitude(value), axis=1)
+        value = f.cut(value, largest[:, None])
+        inverse = f.group_inverse(largest)[:, None]
+        if SIGNED:
+            codes = f.encode_signed(value, inverse, noise)
+        else:
+            codes = f.encode_unsigned(value, inverse, noise)
+        block.store(address, codes, here, tl.uint8, PLAIN)
+        block.store(scale, f.group_scale(largest), scales_here, tl.int16, False)
+    elif STATE == _STATE_BF16:
+        block.store(address, f.encode_moment(value, noise), here, tl.int16, PLAIN)
+    else:
+        block.store(address, value, here, tl.float32, PLAIN)

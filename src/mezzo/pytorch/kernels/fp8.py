@@ -1,0 +1,447 @@
+"""A linear layer whose three products have 8-bit factors and FP32 sums: quantize -> GEMM -> rescale.
+
+    NT   y  [M, N] = x [M, K] w [N, K]^T + b    x, w in the forward format (e4m3fn)
+    NN   dx [M, K] = g [M, N] w [N, K]          g in the backward format (e5m2: range matters more to gradients)
+    TN   dw [N, K] = g [M, N]^T x [M, K]
+         db [N]    = sum of g                   of g itself, in FP32
+
+*Quantize*: a tensor is multiplied by a scale, a power of two taken from its largest finite magnitude, and rounded once
+to codes. *Tensorwise* there is one scale for a tensor, and one set of codes for both of its products. *Rowwise* a scale
+must be constant along the dimension that a product sums over, so each product quantizes its factors anew. `quantize` is
+the only place that knows how scales are found, and `product` takes whatever scales broadcast.
+
+PyTorch's casts turn infinity into 448 in e4m3fn, and large finite values into infinity in e5m2. `encode` treats both
+formats alike:
+
+    finite values     the nearest of the format, ties to even; beyond the largest value: the largest (*saturate*)
+    infinities        infinity in e5m2; NaN in e4m3fn, which has no infinity
+    NaN               NaN
+    zeros             keep their sign
+
+*GEMM*, native: `torch._scaled_mm`. The hardware takes both factors with the shared dimension innermost (the second
+"column-major") and sizes in multiples of 16, so NN copies w's codes transposed, and TN both codes, padded with zeros
+where M is not a multiple of 16. `use_fast_accum` stays off: with it the sums keep about 14 bits (DeepSeek-V3 technical
+report, arXiv 2412.19437, 3.3.2). Emulated: an ordinary product of the values that the codes stand for. An 8-bit value
+times a power of two is exact in bf16, so a bf16 product with FP32 sums, where the device is fast in it, gives the
+hardware's result up to the order of the sum; elsewhere the product is FP32's.
+
+Between forward and backward the layer holds x in 8 bits and the weight itself, which is quantized again in backward.
+All but the native product is PyTorch operations, for any device, compilers and `torch.func`. See Micikevicius et al.,
+"FP8 Formats for Deep Learning" (arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mezzo.core.compute import COMPUTE
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.kernels.emulated import EMULATED
+from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.machine import native_formats
+
+__all__ = [
+    "Quantized",
+    "amax",
+    "decode",
+    "encode",
+    "fp8_linear",
+    "inv_scale_of",
+    "is_native",
+    "misfit",
+    "product",
+    "quantize",
+]
+
+FORWARD, BACKWARD = dtype_of(COMPUTE["fp8"].forward), dtype_of(COMPUTE["fp8"].backward)
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MANTISSA = (1 << 23) - 1  # of an FP32 pattern
+
+PATH = "MEZZO_FP8"
+"""Environment variable that forces one way for every device: ``native`` or ``emulated``."""
+
+PATHS = ("emulated", "native")
+NATIVE_FROM = (8, 9)
+"""First compute capability whose tensor cores multiply fp8: CUDA C++ Programming Guide, Ada Lovelace."""
+
+MULTIPLE = 16
+"""What K and N must be multiples of: 16 bytes is what the hardware's loads are aligned to."""
+
+
+class Quantized:
+    """One factor of a product: 8-bit codes, and the scale that they were multiplied by.
+
+    Args:
+        codes: [R, C] `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous.
+        inv_scale: FP32 powers of two that broadcast to [R, C]: [], [R, 1] or [1, C].
+    """
+
+    __slots__ = ("_values", "codes", "inv_scale")
+
+    def __init__(self, codes: Tensor, inv_scale: Tensor) -> None:
+        self.codes, self.inv_scale = codes, inv_scale
+        self._values: Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The numbers that the codes stand for, made once and kept for a second product of the same factor."""
+        if self._values is None or self._values.dtype is not dtype:
+            self._values = decode(self.codes).mul_(self.inv_scale).to(dtype)
+        return self._values
+
+
+def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim: int = 1) -> Quantized:
+    """Codes, and the inverse of the scale that the tensor's own magnitudes ask for.
+
+    Naive code::
+
+        inv_scale = 2.0 ** ceil(log2(amax(x, granularity, dim) / finfo(dtype).max))
+        return (x.float() / inv_scale).to(dtype), inv_scale
+
+    Args:
+        x: [R, C], FP32, bf16 or fp16, not empty.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        granularity: ``tensorwise``, one scale; ``rowwise``, one for each line along `dim`.
+        dim: the dimension that the product sums over: 1 gives [R, 1] scales, 0 gives [1, C]. Tensorwise ignores it.
+    """
+    wide = x.detach().to(torch.float32)
+    if x.device.type == "cpu" and is_plain(x):
+        # One look without a wait for a device: if all is finite, no special value needs care, in half the time.
+        largest = _magnitude(wide, granularity, dim)
+        if largest.isfinite().all():
+            inv_scale = inv_scale_of(largest, dtype)
+            return Quantized((wide / inv_scale).contiguous().to(dtype), inv_scale)
+    inv_scale = inv_scale_of(amax(wide, granularity, dim), dtype)
+    return Quantized(encode((wide / inv_scale).contiguous(), dtype), inv_scale)
+
+
+def amax(x: Tensor, granularity: str, dim: int = 1) -> Tensor:
+    """The largest finite magnitude of the elements that share a scale; 0 if there is none. No host sync.
+
+    NaN and infinities are left out, since a scale that they decided would zero every other element.
+    """
+    return _magnitude(x.nan_to_num(0.0, 0.0, 0.0), granularity, dim)
+
+
+def _magnitude(x: Tensor, granularity: str, dim: int) -> Tensor:
+    """The largest magnitude of the elements that share a scale; NaN if one is NaN."""
+    if granularity == "rowwise":
+        return x.abs().amax(dim, keepdim=True)  # `aminmax` along a dimension takes ten times as long
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
+
+
+def inv_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest powers of two with ``amax / inv_scale <= finfo(dtype).max``.
+
+    ``2 ** ceil(log2(amax / max))``, with the exponent taken from the bits of the quotient: the biased exponent, plus 1
+    if the mantissa is not 0. It is kept within -126 to 126, so that a scale and its inverse are both normal numbers.
+
+    Args:
+        amax: FP32, finite, not negative, any shape.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+    """
+    quotient = (amax / torch.finfo(dtype).max).view(torch.int32)
+    return (((quotient + _MANTISSA) >> 23).clamp(1, 253) << 23).view(torch.float32)
+
+
+def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of FP32 values, rounded once; special values as in the table above."""
+    largest = torch.finfo(dtype).max
+    if dtype is torch.float8_e4m3fn:
+        return x.nan_to_num(math.nan, math.nan, math.nan).clamp(-largest, largest).to(dtype)
+    # Zero for what is finite, and minus infinity for infinity. Ten times as fast as `torch.where` of `isinf`.
+    cut = x.nan_to_num(0.0).sub_(x)
+    return x.clamp(-largest, largest).sub_(cut).to(dtype)
+
+
+def decode(codes: Tensor) -> Tensor:
+    """The FP32 values of codes: ``codes.float()``, exactly.
+
+    PyTorch's conversion from e4m3fn takes 3 ms for a million elements on a CPU. fp16 has the same layout with one more
+    exponent bit, and its conversion takes 0.1 ms, so the codes are moved to fp16's bits first. (Not while compiling:
+    Inductor cannot have bf16 and fp16 in one kernel.)
+    """
+    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+        return codes.to(torch.float32)
+    if codes.dtype is not torch.float8_e4m3fn:
+        return (codes.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
+    bits = codes.view(torch.int8).to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # drop the sign's copy
+    bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only NaN, 0x7F, carries into this bit
+    return (
+        bits.view(torch.float16).to(torch.float32).mul_(256.0)
+    )  # 2 ** (15 - 7), the difference of the biases
+
+
+def product(
+    form: str,
+    a: Quantized,
+    b: Quantized,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    native: bool | None = None,
+) -> Tensor:
+    """One of the three products.
+
+    Naive code, for NT::
+
+        a, b = (f.codes.double() * f.inv_scale for f in (a, b))
+        return (a @ b.T + bias.bfloat16()).to(out_dtype)
+
+    Args:
+        form: ``"NT"``, ``"NN"`` or ``"TN"``.
+        a, b: the factors as they lie in memory; scales either [] on both, or one for each row and column of the result.
+        bias: [N], rounded to bf16 and added before the result is rounded; only with bf16 results.
+        out_dtype: of the result. A bf16 GEMM's and a rowwise native product's FP32 results were rounded to bf16 once.
+        native: force the way; None for what `is_native` says.
+
+    Returns:
+        of `out_dtype`. NaN and infinities of the factors go where IEEE 754 sums take them.
+    """
+    if is_native(a.codes.device) if native is None else native:
+        return _native(form, a, b, bias, out_dtype)
+    dtype = gemm_dtype(a.codes.device.type)
+    if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:
+        dtype = torch.float32  # a batched bf16 product would be rounded before the bias is added, and after
+    left, right = a.values(dtype), b.values(dtype)
+    if form == "NT":
+        low = None if bias is None else bias.to(torch.bfloat16).to(dtype)
+        return F.linear(left, right, low).to(out_dtype)
+    return torch.mm(left if form == "NN" else left.t(), right).to(out_dtype)
+
+
+def _native(form: str, a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    left, right = a.codes, b.codes
+    inv_left, inv_right = a.inv_scale, b.inv_scale
+    if form == "TN":
+        short = -left.shape[0] % MULTIPLE
+        left, right = (_with_rows(codes, short) for codes in (left, right))
+        left = _transposed(left)
+    columns = right.t() if form == "NT" else _transposed(right).t()
+    is_rowwise = inv_left.dim() == 2
+    if is_rowwise:  # [M, 1] and [1, N], and strides of 1 where there is but one element
+        inv_left, inv_right = inv_left.flatten().unsqueeze(1), inv_right.flatten().unsqueeze(0)
+    # Rowwise products give FP32 only with CUDA 12.9's cuBLAS and later.
+    produced = torch.bfloat16 if is_rowwise else out_dtype
+    result = torch._scaled_mm(
+        left,
+        columns,
+        inv_left,
+        inv_right,
+        bias=None if bias is None else bias.to(torch.bfloat16),
+        out_dtype=produced,
+        use_fast_accum=False,
+    )
+    return result.to(out_dtype)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.t().clone(memory_format=torch.contiguous_format)
+
+
+def _with_rows(codes: Tensor, count: int) -> Tensor:
+    # Concatenation and padding of 8-bit floats are not everywhere; of bytes they are.
+    return F.pad(codes.view(torch.uint8), (0, 0, 0, count)).view(codes.dtype) if count else codes
+
+
+def misfit(in_features: int, out_features: int) -> str:
+    """Why a linear layer cannot multiply in fp8, as a clause without a full stop; empty if it can.
+
+    >>> misfit(64, 10), misfit(64, 64)
+    ('bf16: 10 outputs are not a multiple of 16, which fp8 products need', '')
+    """
+    for count, noun in ((in_features, "inputs"), (out_features, "outputs")):
+        if count % MULTIPLE or not count:
+            return f"bf16: {count} {noun} are not a multiple of {MULTIPLE}, which fp8 products need"
+    return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def is_native(device: torch.device) -> bool:
+    """Whether fp8 products on a device are `torch._scaled_mm`: CUDA from compute capability 8.9, or as MEZZO_FP8 says.
+
+    Raises:
+        UnknownNameError: MEZZO_FP8 is neither ``native`` nor ``emulated``.
+    """
+    forced = os.environ.get(PATH)
+    if forced:
+        if forced not in PATHS:
+            raise unknown_name("way of fp8", forced, PATHS, where=f"{PATH}={forced!r}: ")
+        return forced == "native"
+    # AMD's first fp8 has other codes (e4m3fnuz), and its capability numbers mean something else.
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device.index) >= NATIVE_FROM
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator,unused-ignore]
+def gemm_dtype(device_type: str) -> torch.dtype:
+    """The format in which emulated fp8 factors are multiplied: bf16 where the device is fast in it, else FP32."""
+    return torch.bfloat16 if "bf16" in native_formats(device_type) else torch.float32
+
+
+def fp8_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: str = "tensorwise"
+) -> Tensor:
+    """``F.linear`` with 8-bit factors and FP32 sums, forward and backward.
+
+    Naive code, tensorwise::
+
+        def values(x, dtype):
+            q = quantize(x, dtype)
+            return q.codes.float() * q.inv_scale
+
+        x, w = values(input, e4m3fn), values(weight, e4m3fn)
+        output = (x @ w.T + bias.bfloat16()).bfloat16()
+        # backward, for the gradient of the output:
+        g = values(grad, e5m2)
+        dinput, dweight, dbias = (g @ w).bfloat16(), g.T @ x, grad.float().sum(0)
+
+    Each gradient is in the dtype of its tensor. An FP32 weight's gradient is the FP32 sum itself where the product can
+    give it: natively with tensorwise scales, and where emulation multiplies in FP32. Otherwise it was rounded to bf16
+    once.
+
+    If K or N is not a multiple of 16, or the input is empty, this is ``F.linear`` of bf16 values, exactly.
+
+    Args:
+        input: [..., K], FP32, bf16, fp16 or FP64 (by way of FP32).
+        weight: [N, K], of any of these; FP32 values are rounded to 8 bits once, not by way of bf16.
+        bias: [N] or None; added as bf16, before the result is rounded, as fp8 hardware does.
+        scaling: ``tensorwise`` or ``rowwise``.
+
+    Returns:
+        [..., N], bf16. A NaN or infinity in a row of the input makes the row NaN (infinities have no code in e4m3fn);
+        one in the weight makes its column NaN. In the gradient infinities stay infinities. Scales ignore them.
+
+    Raises:
+        UsageError: a dtype that is not a floating format; a second derivative (8-bit codes of the input are held, and
+            the values that it would need are not).
+        RuntimeError: the weight was changed in place between forward and backward.
+    """
+    for name, given in (("input", input), ("weight", weight), ("bias", bias)):
+        if given is not None and given.dtype not in _FLOATING:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATING)
+            raise UsageError(f"fp8_linear(): {name} is {given.dtype}. Give it one of {allowed}.")
+    is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
+    if not is_matrix or not input.numel() or misfit(*weight.shape[::-1]):
+        return _in_bf16(input, weight, bias)
+    # A transform's tensor does not tell whether it needs a gradient.
+    for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
+    x, w = (factor.float() if factor.dtype is torch.float64 else factor for factor in (input, weight))
+    result: Tensor = _Fp8Linear.apply(x, w, bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def _in_bf16(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if gemm_dtype(input.device.type) is not torch.bfloat16:
+        result: Tensor = EMULATED["linear"](input, weight, bias, compute=torch.bfloat16)
+        return result
+    low = None if bias is None else bias.to(torch.bfloat16)
+    return F.linear(input.to(torch.bfloat16), weight.to(torch.bfloat16), low)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """Holds what backward needs and no more. Made of operations that vmap and compilers take apart."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, for_weight: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output, and what is held of x [M, K] for the weight's gradient: codes and their inverse scale."""
+        x, w = _rows(input), weight.detach()
+        left, right = (quantize(factor, FORWARD, scaling, dim=1) for factor in (x, w))
+        y = product("NT", left, right, bias).view(*input.shape[:-1], w.shape[0])
+        if not for_weight:
+            return y, None, None
+        held = quantize(x, FORWARD, scaling, dim=0) if scaling == "rowwise" else left
+        return y, held.codes, held.inv_scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        input, weight, bias, scaling, _ = inputs
+        _, codes, inv_scale = output
+        for_input, for_weight, *_ = ctx.needs_input_grad
+        if codes is not None:
+            ctx.mark_non_differentiable(codes, inv_scale)
+        held = (codes, inv_scale) if for_weight else (None, None)
+        ctx.save_for_backward(weight if for_input else None, *held)
+        ctx.scaling = scaling
+        ctx.dtypes = (input.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+    @staticmethod
+    @unseen
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        eager = not torch.compiler.is_compiling()
+        if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
+            raise UsageError(
+                "fp8_linear(): a batch of gradients (is_grads_batched=True), which its casts cannot take. Take them "
+                "one at a time, or with torch.func.vmap over torch.func.vjp."
+            )
+        weight, codes, inv_scale = ctx.saved_tensors
+        with torch.no_grad():
+            results = _gradients(ctx, grad, weight, None if codes is None else Quantized(codes, inv_scale))
+        if eager and torch.is_grad_enabled():
+            # A leaf, so that the results have a history even where this gradient has none.
+            anchors = (grad, torch.zeros((), requires_grad=True), *(() if weight is None else (weight,)))
+            results = tuple(None if r is None else _FirstOnly.apply(r, *anchors) for r in results)  # type: ignore[no-untyped-call]
+        return *results, None, None
+
+
+def _gradients(
+    ctx: Any, grad: Tensor, weight: Tensor | None, held: Quantized | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, weight and bias: with respect to the input if the weight was saved, and so on."""
+    input_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    scaling = ctx.scaling
+    g = _rows(grad)
+    dx = dw = db = by_row = None
+    if weight is not None:
+        by_row = quantize(g, BACKWARD, scaling, dim=1)
+        dx = product("NN", by_row, quantize(weight, FORWARD, scaling, dim=0))
+        dx = dx.view(*grad.shape[:-1], dx.shape[-1]).to(input_dtype)
+    if held is not None:
+        shares = by_row is not None and scaling == "tensorwise"
+        by_column = by_row if shares else quantize(g, BACKWARD, scaling, dim=0)
+        assert by_column is not None
+        # bf16 unless more is wanted: an fp16 or bf16 weight's gradient is rounded once either way.
+        produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
+        dw = product("TN", by_column, held, out_dtype=produced).to(weight_dtype)
+    if ctx.needs_input_grad[2]:
+        db = g.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx, dw, db
+
+
+class _FirstOnly(torch.autograd.Function):
+    """A gradient that is used as a number, and refuses to be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, *anchors: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    @unseen
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UsageError(
+            "fp8_linear(): a gradient of its gradient. The layer holds its input in 8 bits only, from which no second "
+            "derivative can be taken. Leave the layers that need one in bf16: module.NAME=bf16 in the policy."
+        )

@@ -1,0 +1,384 @@
+"""Normalisation of 16-bit rows on a CPU, on PyTorch's threads: layer_norm, and rms_norm as the same without a mean.
+
+Forward: mean, then variance about it, then the output, a row at a time while it lies in the cache. Backward:
+dx from two sums over a row, the parameters' gradients from sums over each block of rows, in one pass. With h
+= (x - mean) * rstd and g = dy * weight::
+
+    dx      = rstd * (g - mean(g) - h * mean(g * h))       (rms_norm: h = x * rstd, and no mean(g))
+    dweight = sum over rows of dy * h
+    dbias   = sum over rows of dy
+
+Rows are shared out in blocks that depend on the shape alone, and the blocks' sums, in FP32, are added up in
+the blocks' order and rounded once: any number of threads gives the same bits. What a call does in Python is
+to allocate what it returns, the statistics and the blocks' sums, and to write their addresses down.
+
+The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import sys
+from array import array
+from ctypes import addressof, c_int64
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.cpu import (
+    LANES,
+    Pointer,
+    clear,
+    expand,
+    f32,
+    float32_at,
+    float_of,
+    fma,
+    i32,
+    inline,
+    int16_at,
+    lanes_scratch,
+    loop,
+    take,
+    total,
+)
+from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
+from mezzo.pytorch.kernels.cpu import store_bf16 as store_x  # bound
+from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
+from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
+from mezzo.pytorch.kernels.norms.reference import Form
+
+# What the loops are given; 0 for a tensor that isn't wanted. SUMS: FP32 [2, blocks, columns], the weight's and the
+# bias's (rms_norm has none). EPSILON is an FP32's pattern.
+(
+    COUNTER, TAKEN, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS, BIAS, OUT, EPSILON,
+    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
+) = range(19)  # fmt: skip
+
+PIECE = 256  # columns whose sums over the blocks are added up at once
+
+ALONE = 1 << 15
+"""Elements up to which one thread is done before a second has begun."""
+
+_LEAST = 1 << 13  # elements that a thread of the forward takes at once
+_LEAST_ROWS, _MOST_ROWS, _BLOCKS = 16, 4096, 64  # of a block of the backward, and how many blocks between
+
+_Job = c_int64 * JOB_WORDS
+
+
+def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+    """The normalised rows and their statistics; see `reference.forward`."""
+    columns, epsilon, is_centred = form
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
+    statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
+    if rows:
+        job = _Job(
+            0,
+            max(_shared(rows), _LEAST // columns),
+            rows,
+            columns,
+            x.data_ptr(),
+            _address(weight, columns, 1.0),
+            statistics.data_ptr(),
+            statistics.data_ptr() + (4 * rows if is_centred else 0),
+            _address(bias, columns, -0.0),
+            out.data_ptr(),
+            _pattern(epsilon),
+        )
+        _run(_kernel("normalise", x.dtype, False, is_centred), job, rows * columns)
+    return out, statistics
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    kept: Tensor,
+    form: Form,
+    wants_dx: bool,
+    wants_sums: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias; see `reference.backward`."""
+    columns, _, is_centred = form
+    rows = x.numel() // columns
+    block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
+    blocks = -(-rows // block_rows)
+    size = blocks * columns
+    dx = torch.empty_like(x) if wants_dx else None
+    sums = torch.empty(2 * size if is_centred else size, dtype=torch.float32) if wants_sums else None
+    dweight = torch.empty(columns, dtype=torch.float32) if wants_sums else None
+    dbias = torch.empty(columns, dtype=torch.float32) if wants_sums and is_centred else None
+    job = _Job(
+        0,
+        _shared(blocks),
+        rows,
+        columns,
+        x.data_ptr(),
+        _address(weight, columns, 1.0),
+        kept.data_ptr(),
+        kept.data_ptr() + (4 * rows if is_centred else 0),
+        0,
+        0,
+        0,
+        blocks,
+        block_rows,
+        dy.data_ptr(),
+        0 if dx is None else dx.data_ptr(),
+        0 if sums is None else sums.data_ptr(),
+        0 if dweight is None else dweight.data_ptr(),
+        0 if dbias is None else dbias.data_ptr(),
+    )
+    if rows:
+        _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
+    if wants_sums:
+        job[COUNTER] = 0
+        _run(_kernel("add_up", torch.bfloat16, True, True), job, size)
+    return dx, dweight, dbias
+
+
+def _run(kernel: int, job: object, elements: int) -> None:
+    call = jit.alone if elements <= ALONE else jit.parallel
+    call(kernel, addressof(job))  # type: ignore[arg-type]
+
+
+def _shared(count: int) -> int:
+    """How many a thread takes at once: a fourth of its part.
+
+    Fewer, and threads walk side by side through memory, where each one's prefetching takes lines from the other.
+    """
+    return -(-count // (4 * torch.get_num_threads()))
+
+
+def _address(parameter: Tensor | None, columns: int, absent: float) -> int:
+    return _constant(columns, absent).buffer_info()[0] if parameter is None else parameter.data_ptr()
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(columns: int, value: float) -> array[float]:
+    """A parameter that isn't there: ones, or minus zeros, which added to anything change nothing."""
+    return array("f", [value]) * columns
+
+
+@functools.lru_cache(maxsize=64)
+def _pattern(value: float) -> int:
+    found: int = struct.unpack("i", struct.pack("f", value))[0]
+    return found
+
+
+@functools.cache
+def _kernel(main: str, x: torch.dtype, has_sums: bool, is_centred: bool) -> int:
+    bindings = {
+        **jit.elements(x, load="load_x", store="store_x"),
+        "has_sums": f"{jit.CPU}:{'yes' if has_sums else 'no'}",
+        "is_centred": f"{jit.CPU}:{'yes' if is_centred else 'no'}",
+    }
+    return jit.kernel(sys.modules[__name__], bindings, main).address
+
+
+@expand
+def add(x: Pointer, start: int, count: int, lanes: Pointer) -> None:
+    """Add as many elements to as many lanes."""
+    for lane in range(count):
+        lanes[lane] = lanes[lane] + load_x(x, start + lane)
+
+
+@expand
+def add_squares(x: Pointer, start: int, count: int, mean: float, lanes: Pointer) -> None:
+    """Add the squared distances of as many elements from the mean."""
+    for lane in range(count):
+        distance = load_x(x, start + lane) - mean
+        lanes[lane] = fma(distance, distance, lanes[lane])
+
+
+@loop
+def normalise_rows(
+    x: Pointer,
+    weight: Pointer,
+    bias: Pointer,
+    out: Pointer,
+    means: Pointer,
+    rstds: Pointer,
+    start: int,
+    stop: int,
+    columns: int,
+    epsilon: float,
+) -> None:
+    """Normalise some rows."""
+    lanes = lanes_scratch()
+    whole = columns - columns % LANES
+    count = f32(columns)
+    for row in range(start, stop):
+        first = row * columns
+        mean = f32(0.0)
+        if is_centred():
+            clear(lanes)
+            for i in range(0, whole, LANES):
+                add(x, first + i, LANES, lanes)
+            add(x, first + whole, columns - whole, lanes)
+            mean = total(lanes) / count
+            means[row] = mean
+        clear(lanes)
+        for i in range(0, whole, LANES):
+            add_squares(x, first + i, LANES, mean, lanes)
+        add_squares(x, first + whole, columns - whole, mean, lanes)
+        rstd = f32(1.0) / f32(sqrt(total(lanes) / count + epsilon))
+        rstds[row] = rstd
+        for i in range(columns):
+            normal = (load_x(x, first + i) - mean) * rstd
+            store_x(out, first + i, fma(normal, f32(weight[i]), f32(bias[i])))
+
+
+def normalise(job: Pointer) -> None:
+    """Take blocks of rows until none is left."""
+    while True:
+        start = take(job) * job[TAKEN]
+        if start >= job[ROWS]:
+            break
+        normalise_rows(
+            int16_at(job[X]),
+            float32_at(job[WEIGHT]),
+            float32_at(job[BIAS]),
+            int16_at(job[OUT]),
+            float32_at(job[MEANS]),
+            float32_at(job[RSTDS]),
+            start,
+            min(start + job[TAKEN], job[ROWS]),
+            job[COLUMNS],
+            float_of(i32(job[EPSILON])),
+        )
+
+
+@expand
+def add_products(
+    dy: Pointer,
+    x: Pointer,
+    weight: Pointer,
+    first: int,
+    start: int,
+    count: int,
+    mean: float,
+    rstd: float,
+    g_lanes: Pointer,
+    gh_lanes: Pointer,
+    weight_sums: Pointer,
+    bias_sums: Pointer,
+) -> None:
+    """Add g and g * h of as many elements to as many lanes, and their parts to the parameters' sums."""
+    for lane in range(count):
+        i = start + lane
+        gradient = load_x(dy, first + i)
+        h = (load_x(x, first + i) - mean) * rstd
+        g = gradient * f32(weight[i])
+        if is_centred():
+            g_lanes[lane] = g_lanes[lane] + g
+        gh_lanes[lane] = fma(g, h, gh_lanes[lane])
+        if has_sums():
+            weight_sums[i] = fma(gradient, h, weight_sums[i])
+            if is_centred():
+                bias_sums[i] = bias_sums[i] + gradient
+
+
+@loop
+def differentiate_rows(
+    dy: Pointer,
+    x: Pointer,
+    weight: Pointer,
+    means: Pointer,
+    rstds: Pointer,
+    dx: Pointer,
+    weight_sums: Pointer,
+    bias_sums: Pointer,
+    start: int,
+    stop: int,
+    columns: int,
+    wants_dx: bool,
+) -> None:
+    """The gradients of some rows; their parts of the parameters' gradients are added to a block's sums."""
+    g_lanes, gh_lanes = lanes_scratch(), lanes_scratch()
+    whole = columns - columns % LANES
+    count = f32(columns)
+    if has_sums():
+        for i in range(columns):
+            weight_sums[i] = f32(0.0)
+            if is_centred():
+                bias_sums[i] = f32(0.0)
+    for row in range(start, stop):
+        first = row * columns
+        mean, rstd = f32(0.0), rstds[row]
+        if is_centred():
+            mean = means[row]
+            clear(g_lanes)
+        clear(gh_lanes)
+        for i in range(0, whole, LANES):
+            add_products(
+                dy, x, weight, first, i, LANES, mean, rstd, g_lanes, gh_lanes, weight_sums, bias_sums
+            )
+        rest = columns - whole
+        add_products(dy, x, weight, first, whole, rest, mean, rstd, g_lanes, gh_lanes, weight_sums, bias_sums)
+        if wants_dx:
+            g_mean = total(g_lanes) / count if is_centred() else f32(0.0)
+            gh_mean = total(gh_lanes) / count
+            for i in range(columns):
+                g = load_x(dy, first + i) * f32(weight[i])
+                h = (load_x(x, first + i) - mean) * rstd
+                store_x(dx, first + i, rstd * (g - g_mean - h * gh_mean))
+
+
+@inline
+def block(job: Pointer, number: int) -> None:
+    """The gradients of a block of rows."""
+    columns = job[COLUMNS]
+    start = number * job[BLOCK_ROWS]
+    differentiate_rows(
+        int16_at(job[DY]),
+        int16_at(job[X]),
+        float32_at(job[WEIGHT]),
+        float32_at(job[MEANS]),
+        float32_at(job[RSTDS]),
+        int16_at(job[DX]),
+        float32_at(job[SUMS] + 4 * number * columns),
+        float32_at(job[SUMS] + 4 * (job[BLOCKS] + number) * columns),
+        start,
+        min(start + job[BLOCK_ROWS], job[ROWS]),
+        columns,
+        job[DX] != 0,
+    )
+
+
+def differentiate(job: Pointer) -> None:
+    """Take some blocks until none is left."""
+    while True:
+        first = take(job) * job[TAKEN]
+        if first >= job[BLOCKS]:
+            break
+        for number in range(first, min(first + job[TAKEN], job[BLOCKS])):
+            block(job, number)
+
+
+@loop
+def add_blocks(sums: Pointer, totals: Pointer, blocks: int, columns: int, count: int) -> None:
+    """The sums of some columns over all blocks."""
+    for i in range(count):
+        totals[i] = f32(0.0)
+    for block in range(blocks):
+        for i in range(count):
+            totals[i] = totals[i] + sums[block * columns + i]
+
+
+def add_up(job: Pointer) -> None:
+    """Take pieces of the parameters' gradients until none is left."""
+    columns, blocks = job[COLUMNS], job[BLOCKS]
+    while True:
+        start = take(job) * PIECE
+        if start >= columns:
+            break
+        count = min(PIECE, columns - start)
+        sums = job[SUMS] + 4 * start
+        add_blocks(float32_at(sums), float32_at(job[DWEIGHT] + 4 * start), blocks, columns, count)
+        if job[DBIAS] != 0:
+            of_bias = float32_at(sums + 4 * blocks * columns)
+            add_blocks(of_bias, float32_at(job[DBIAS] + 4 * start), blocks, columns, count)

@@ -1,0 +1,492 @@
+"""The arithmetic of a step, stated once: update rules, the storage of masters and moments, and noise.
+
+The functions are written in a few words (`where`, `bits`, `fma`, ...). Here the words take PyTorch tensors, which is
+the specification. `over` makes the same functions of other words: Numba's, for one element, and Triton's, for a block.
+Every form gives the same bits: each operation is one rounding, in the order written, and `fma` is one operation. It
+stands where torch's own optimizers have one: in each `add` with an `alpha`.
+
+**Masters in parts** (split): a bf16 weight and the bits that it lacks. A sum of a pattern and a small number carries
+from the mantissa into the exponent, and so moves to the neighbouring value by itself, up to infinity. Every NaN is
+stored as one pattern. Masters from 0x7F7F8000 (3.39e38) up become an infinite weight, and are still decoded exactly.
+
+**Moments** (states) are FP32, bf16, or 8-bit floats with one scale for 64 elements. Both small forms are rounded
+stochastically: a moving average adds a part far smaller than its own ulp, which rounding to nearest would drop for
+ever. Signed codes have 4 bits of exponent and 3 of mantissa, with subnormals, so that a moving average crosses zero
+evenly. Unsigned codes have 5 and 3 without subnormals: what is divided by its root must never become zero. A scale is
+a power of two and a bf16, so dividing by it is exact. A group's largest value is 0.9375 to 1.875 of it.
+
+**Noise** is a hash of step, parameter, purpose and element, without a generator and without state: the same step draws
+the same bits on every device, for any number of threads and in any order. One word of 32 bits serves both states and
+an 8-bit remainder. The states need 20 bits each, and share 8: the second's last ones are the first's upper ones.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Value = Any  # FP32: a tensor, an element, a block
+Pattern = Any  # int32 likewise; a 16- or 8-bit pattern is sign-extended
+Bits = Any  # 32 random bits: uint32, in tensors int32
+Numbers = Any  # seven numbers, which a rule is given
+
+GROUP = 64
+"""Consecutive elements, in memory order, that share one scale."""
+
+STEP, WEIGHT = 0, 1
+"""Streams of noise: of the states and of an 8-bit remainder; of a weight without a remainder."""
+
+NEAREST = 1 << 19
+"""In place of a state's 20 random bits: half of them, which rounds to nearest."""
+
+INFINITY = 0x7F800000
+NAN = 0x7FC00000  # the one pattern that a NaN is stored as
+MAGNITUDE = 0x7FFFFFFF
+SIGN = -(1 << 31)
+SIGNED_BIAS = 112 << 3  # code 8, the first normal one, is 2**-14
+UNSIGNED_BIAS = 96 << 3  # code 0 is zero, code 8 is 2**-30
+LARGEST = (253 << 23) + 0x700000  # the pattern of the largest code's value with the largest scale
+SMALLEST = 2.0**-14  # normal value of signed codes
+HALF_SMALLEST = 2.0**-15
+HALF, ZERO, ONE, TWO = 0.5, 0.0, 1.0, 2.0
+
+RULES = ("adamw", "plain", "momentum", "nesterov", "lion")
+"""The update rules, by the names of their functions."""
+
+
+# Words, of PyTorch tensors.
+
+
+def bits(x: Tensor) -> Tensor:
+    """The int32 pattern of FP32."""
+    return x.view(torch.int32)
+
+
+def float_of(pattern: Tensor) -> Tensor:
+    """The FP32 of an int32 pattern."""
+    return pattern.view(torch.float32)
+
+
+def half_bits(x: Tensor) -> Tensor:
+    """The pattern of FP32 in fp16, ties to even."""
+    return x.to(torch.float16).view(torch.int16).to(torch.int32)
+
+
+def float_of_half(pattern: Tensor) -> Tensor:
+    """The FP32 of an fp16 pattern."""
+    return pattern.to(torch.int16).view(torch.float16).to(torch.float32)
+
+
+def i32(x: Any) -> Any:
+    """Cut to 32 bits, signed."""
+    return x.to(torch.int32) if isinstance(x, Tensor) else x
+
+
+def u32(x: Any) -> Any:
+    """Cut to 32 bits, unsigned; PyTorch's int32 wraps in the same way."""
+    return x.to(torch.int32) if isinstance(x, Tensor) else (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def shifted(x: Any, count: int) -> Any:
+    """An unsigned word's upper bits, zeros before them."""
+    return (x >> count) & (0xFFFFFFFF >> count)
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """`a` where the condition holds, else `b`."""
+    return (a if condition else b) if isinstance(condition, bool) else torch.where(condition, a, b)
+
+
+def least(a: Tensor, b: Any) -> Tensor:
+    """The smaller one."""
+    return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+
+
+def most(a: Tensor, b: Any) -> Tensor:
+    """The larger one."""
+    return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """IEEE's root: through FP64, since in FP32 PyTorch's on a CPU is off by an ulp in one element of six."""
+    return x.double().sqrt().float()
+
+
+def multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` where one rounding and two give the same."""
+    return a * b + c
+
+
+def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` in exact arithmetic, rounded once, ties to even, on any device that has FP64.
+
+    The product of two FP32 numbers is exact in FP64. The sum with a third need not be, and to round it to FP64 and
+    then to FP32 would be two roundings, wrong where the first ends on a tie of the second. So the first rounds *to
+    odd*: an inexact sum gets the one of its two FP64 neighbours whose last bit is 1, which is never a tie of FP32's
+    and lies on the same side of every tie as the exact sum.
+
+    S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
+    IEEE Transactions on Computers 57(4), 2008. The error of a sum is D. E. Knuth's: "The Art of Computer
+    Programming", volume 2, section 4.2.2, theorem B.
+
+    NaN, infinities and the sign of a zero are IEEE 754's: ``inf * 0`` is NaN whatever is added.
+
+    Args:
+        a: FP32, or a number, which is rounded to FP32 first.
+        b: FP32.
+        c: FP32, of b's shape.
+    """
+    if not isinstance(a, Tensor):
+        a = torch.tensor(a, dtype=torch.float32, device=b.device)
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)  # exact, or NaN where the total isn't finite
+    pattern = total.view(torch.int64)
+    away = (error > 0) == (total > 0)  # from zero: a larger pattern, whatever the sign
+    is_even = ((pattern & 1) == 0) & (error.abs() > 0)
+    odd = pattern + torch.where(is_even, torch.where(away, 1, -1), 0)
+    return odd.view(torch.float64).float()
+
+
+divide = operator.truediv
+power = operator.pow  # of a number in FP64
+root = math.sqrt  # likewise
+
+
+def over(
+    words: Mapping[str, Any], inline: Callable[[Any], Any], name: str, number: Callable[[Any], Any]
+) -> Any:
+    """This module's formulas in other words.
+
+    Args:
+        words: by the names that they have here.
+        inline: makes a Python function one of the other compiler's.
+        name: of the new module.
+        number: makes a constant of this module one that the compiler takes.
+
+    Returns:
+        A module.
+    """
+    made = sys.modules[name] = ModuleType(name)  # where Numba finds what it loads from its cache
+    space = vars(made)
+    for key, value in globals().items():
+        if key in words:
+            continue
+        if isinstance(value, FunctionType) and value.__module__ == __name__ and key != "over":
+            space[key] = inline(FunctionType(value.__code__, space, key))
+        elif key.isupper():
+            space[key] = number(value)
+    space.update(words)
+    return made
+
+
+# Update rules. Each takes a master, its gradient, two states and seven numbers in FP32, and gives the new master and
+# states. States that a rule does not have pass through.
+
+
+def coupled(w: Value, g: Value, l2: Value) -> Value:
+    """The gradient with an L2 term."""
+    return fma(l2, w, g)
+
+
+def uncoupled(w: Value, g: Value, l2: Value) -> Value:
+    """The gradient alone."""
+    return g
+
+
+def adam_constants(numbers: Numbers, step: Any) -> Numbers:
+    """What move number `step` (1, 2, ...) multiplies with: FP64, to be rounded to FP32 once."""
+    decay, one_minus_beta1, beta2, one_minus_beta2, lr, beta1, eps = numbers
+    step_size = lr / (1.0 - power(beta1, step))
+    inv_bc2 = 1.0 / root(1.0 - power(beta2, step))
+    return decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_bc2, eps
+
+
+def adamw(w: Value, g: Value, m: Value, v: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """D. P. Kingma and J. Ba, "Adam: A Method for Stochastic Optimization", 2015; with I. Loshchilov and F. Hutter,
+    "Decoupled Weight Decay Regularization", 2019. `decay` is 1 in Adam.
+    """
+    decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inv_bc2, eps = c
+    w = w * decay
+    m = m + one_minus_beta1 * (g - m)
+    v = beta2 * v + (one_minus_beta2 * g) * g
+    return w - divide(step_size * m, sqrt(v) * inv_bc2 + eps), m, v
+
+
+def sgd_constants(numbers: Numbers, step: Any) -> Numbers:
+    """As `adam_constants`. The buffer starts as the first gradient, undampened."""
+    minus_lr, momentum, one_minus_dampening, is_first, a, b, c = numbers
+    is_first = step == 1
+    return minus_lr, momentum, one_minus_dampening, is_first, a, b, c
+
+
+def plain(w: Value, g: Value, a: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """SGD without momentum, as `torch.optim.SGD` has it."""
+    minus_lr, _, _, _, _, _, _ = c
+    return fma(minus_lr, g, w), a, b
+
+
+def momentum(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """SGD with momentum."""
+    minus_lr, decay, one_minus_dampening, is_first, _, _, _ = c
+    buffer = where(is_first != 0, g, fma(one_minus_dampening, g, decay * buffer))
+    return fma(minus_lr, buffer, w), buffer, b
+
+
+def nesterov(w: Value, g: Value, buffer: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """SGD with Nesterov's momentum."""
+    minus_lr, decay, one_minus_dampening, is_first, _, _, _ = c
+    buffer = where(is_first != 0, g, fma(one_minus_dampening, g, decay * buffer))
+    return fma(minus_lr, fma(decay, buffer, g), w), buffer, b
+
+
+def lion_constants(numbers: Numbers, step: Any) -> Numbers:
+    """As `adam_constants`; the same for every step."""
+    return numbers
+
+
+def lion(w: Value, g: Value, m: Value, b: Value, c: Numbers) -> tuple[Value, Value, Value]:
+    """X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
+    lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, _ = c
+    w = w * decay
+    u = beta1 * m + one_minus_beta1 * g
+    sign = where(u > ZERO, ONE, where(u < ZERO, -ONE, where(u == ZERO, ZERO, u)))
+    return w - lr * sign, beta2 * m + one_minus_beta2 * g, b
+
+
+constants_of = {
+    "adamw": adam_constants,
+    "plain": sgd_constants,
+    "momentum": sgd_constants,
+    "nesterov": sgd_constants,
+    "lion": lion_constants,
+}
+
+
+# Masters: a weight's pattern and what is kept with it, decoded to FP32; and encoded, with noise below the last bit.
+
+
+def canonical(x: Value) -> Pattern:
+    """An FP32's pattern; of every NaN the same one."""
+    return where(x != x, i32(NAN), bits(x))
+
+
+def nearest_bf16(x: Value) -> Pattern:
+    """The bf16 pattern, rounded half away from zero."""
+    return i32(i32(canonical(x) + 0x8000) >> 16)
+
+
+def joined(high: Pattern, low: Pattern) -> Value:
+    """The sum of two parts; the upper alone where an edited weight and an older remainder leave the format."""
+    value = float_of(i32(high + low))
+    return where(value != value, float_of(high), value)
+
+
+def decode_own(weight: Value, kept: Any) -> Value:
+    """An FP32 weight."""
+    return weight
+
+
+def encode_own(value: Value, noise: Pattern) -> tuple[Value, Any]:
+    """An FP32 weight."""
+    return value, value
+
+
+def decode_bf16(weight: Pattern, kept: Value) -> Value:
+    """A separate FP32 master; the bf16 weight, where it was edited since."""
+    return where(weight == nearest_bf16(kept), kept, float_of(i32(weight << 16)))
+
+
+def encode_bf16(value: Value, noise: Pattern) -> tuple[Pattern, Value]:
+    """A separate FP32 master, and the bf16 weight half away from it."""
+    return nearest_bf16(value), value
+
+
+def decode_fp16(weight: Pattern, kept: Value) -> Value:
+    """A separate FP32 master; the fp16 weight, where it was edited since."""
+    return where(weight == i32(half_bits(kept)), kept, float_of_half(weight))
+
+
+def encode_fp16(value: Value, noise: Pattern) -> tuple[Pattern, Value]:
+    """A separate FP32 master, and the fp16 weight nearest to it, ties to even."""
+    return i32(half_bits(value)), value
+
+
+def decode_split(weight: Pattern, kept: Pattern) -> Value:
+    """A bf16 weight and an int16 remainder."""
+    return joined(i32(weight << 16), kept)
+
+
+def encode_split(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
+    """A bf16 weight half away, and the pattern's lower 16 bits: together exact."""
+    pattern = canonical(value)
+    return i32(i32(pattern + 0x8000) >> 16), pattern
+
+
+def decode_split8(weight: Pattern, kept: Pattern) -> Value:
+    """A bf16 weight and an int8 remainder."""
+    return joined(i32(weight << 16), i32(kept << 8))
+
+
+def encode_split8(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
+    """The upper 24 bits, rounded with noise from 0 to 255."""
+    pattern = i32(canonical(value) + noise)
+    return i32(i32(pattern + 0x8000) >> 16), i32(pattern >> 8)
+
+
+def decode_none(weight: Pattern, kept: Any) -> Value:
+    """A bf16 weight alone."""
+    return float_of(i32(weight << 16))
+
+
+def encode_none(value: Value, noise: Pattern) -> tuple[Pattern, Pattern]:
+    """A bf16 weight alone, rounded with noise from 0 to 65,535."""
+    pattern = i32(i32(canonical(value) + noise) >> 16)
+    return pattern, pattern
+
+
+# Moments, with noise from 0 to 2**20 - 1.
+
+
+def encode_moment(value: Value, noise: Pattern) -> Pattern:
+    """A bf16 pattern; `decode_none` decodes it."""
+    pattern, _ = encode_none(value, i32(noise >> 4))
+    return pattern
+
+
+def magnitude(value: Value) -> Pattern:
+    """The pattern of ``|value|``: in the order of the values, infinity and then NaN above all."""
+    return i32(bits(value) & MAGNITUDE)
+
+
+def scale_field(largest: Pattern) -> Pattern:
+    """The exponent field of the scale of a group, by its largest `magnitude`."""
+    finite = i32(least(largest, i32(INFINITY)))  # some NaN's pattern would leave 32 bits
+    return i32(most(i32(least(i32(i32(finite + 0x100000) >> 23), i32(253))), i32(1)))
+
+
+def group_scale(largest: Pattern) -> Pattern:
+    """The bf16 pattern of a group's scale: 0 for zeros alone, NaN for a NaN or an infinity in it."""
+    finite = where(largest == 0, i32(0), i32(scale_field(largest) << 7))
+    return i32(where(largest >= INFINITY, i32(0x7FC0), finite))
+
+
+def group_inverse(largest: Pattern) -> Value:
+    """What brings a group's values to its codes' range."""
+    return float_of(i32(i32(254 - scale_field(largest)) << 23))
+
+
+def needs_cut(largest: Pattern) -> Any:
+    """Whether values of the group may be beyond the largest code, or have none: with the largest of scales alone."""
+    return largest > LARGEST
+
+
+def cut(value: Value, largest: Pattern) -> Value:
+    """The value, or the largest code's, which noise never lifts; 0 where the group has no finite scale."""
+    pattern = i32(least(magnitude(value), i32(LARGEST)))
+    return where(largest < INFINITY, float_of(i32(pattern | i32(bits(value) & SIGN))), ZERO)
+
+
+def decode_signed(code: Pattern, scale: Value) -> Value:
+    """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale.
+
+    A subnormal is what twice its pattern as a normal has above 2**-14, and of that and the pattern itself the smaller.
+    """
+    shifted_code = i32(code << 20)
+    normal = i32(i32(shifted_code & 0x07F00000) | i32(SIGNED_BIAS << 20))
+    subnormal = bits(multiply_add(float_of(normal), TWO, -SMALLEST))
+    value = i32(least(normal, subnormal))
+    return float_of(i32(value | i32(shifted_code & SIGN))) * scale
+
+
+def encode_signed(value: Value, inverse: Value, noise: Pattern) -> Pattern:
+    """The code of a value that is within the range, rounded stochastically; its low 8 bits count.
+
+    From 2**-14 up the number itself is the larger one. Below, the sum's mantissa counts in the subnormals' steps.
+    """
+    y = float_of(magnitude(value)) * inverse
+    even = i32(most(bits(y), bits(multiply_add(y, HALF, HALF_SMALLEST))))
+    return i32(i32(i32(i32(even + noise) >> 20) & 0x7F) | i32(i32(bits(value) >> 24) & 0x80))
+
+
+def decode_unsigned(code: Pattern, scale: Value) -> Value:
+    """A code of 5 exponent and 3 mantissa bits without subnormals, times its group's scale."""
+    value = where(code > 0, float_of(i32(i32(code + UNSIGNED_BIAS) << 20)), ZERO)
+    return value * scale
+
+
+def encode_unsigned(value: Value, inverse: Value, noise: Pattern) -> Pattern:
+    """The code of a value, rounded stochastically; 1 where that underflows, 0 for 0 alone. Its low 8 bits count."""
+    biased = i32(i32(bits(value * inverse) + noise) >> 20)
+    return i32(where(bits(value) != 0, i32(most(biased, i32(UNSIGNED_BIAS + 1))), i32(0)))
+
+
+# Noise.
+
+
+def scrambled(x: Bits) -> Bits:
+    """32 bits of which each depends on each of the input's, all but the last line of a bijection: the lowest bits
+    repeat a little over some distances, so they decide nothing by themselves.
+
+    The constants are those of C. Wellons, "hash-prospector", lowbias32.
+    """
+    x = u32(x ^ shifted(x, 16))
+    x = u32(x * u32(0x7FEB352D))
+    x = u32(x ^ shifted(x, 15))
+    return u32(x * u32(0x846CA68B))
+
+
+def noise_key(step: Any, ordinal: Any, stream: int) -> Bits:
+    """The key of one stream of one parameter's bits in one step.
+
+    Args:
+        step: the number of this move of the parameter: 1, 2, ...
+        ordinal: the parameter's index in the optimizer.
+        stream: `STEP` or `WEIGHT`.
+    """
+    words = u32(step) * u32(0x9E3779B9) + u32(ordinal) * u32(0x85EBCA6B)
+    x = scrambled(u32(words + u32(stream) * u32(0xC2B2AE35) + u32(0x27D4EB2F)))
+    return u32(x ^ shifted(x, 16))
+
+
+def place(index: Any) -> Bits:
+    """Where the element at `index` in memory order stands among the inputs of `noise`."""
+    return u32(u32(index) * u32(0x9E3779B1))
+
+
+def following(at: Bits) -> Bits:
+    """The next element's place."""
+    return u32(at + u32(0x9E3779B1))
+
+
+def noise(key: Bits, at: Bits) -> Bits:
+    """The random bits of the element at a place."""
+    return scrambled(u32(at + key))
+
+
+def first_noise(word: Bits) -> Pattern:
+    """What the first state is rounded with: the low 20 bits."""
+    return i32(word & u32(0xFFFFF))
+
+
+def second_noise(word: Bits) -> Pattern:
+    """What the second state is rounded with: the high 20 bits."""
+    return i32(shifted(word, 12))
+
+
+def remainder_noise(word: Bits) -> Pattern:
+    """What a weight with an 8-bit remainder is rounded with: the low 8 bits, and others to scramble them."""
+    return i32(u32(word ^ shifted(word, 12)) & u32(0xFF))
+
+
+def weight_noise(word: Bits) -> Pattern:
+    """What a weight without a remainder is rounded with: the high 16 bits of a word of its own stream."""
+    return i32(shifted(word, 16))

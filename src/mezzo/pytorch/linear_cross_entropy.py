@@ -1,0 +1,533 @@
+"""A model's head and its cross entropy in one: the logits exist a chunk of rows at a time, and never as a whole.
+
+The logits of a language model are its largest tensor: 2,048 tokens x 131,072 classes are 0.5 GB in bf16, and
+autocast makes an FP32 copy, its logarithm of the softmax and a gradient of each. Here all chunks share one buffer: a
+chunk's logits become its loss, then its gradient, and then what that adds to the gradients of input and weight.
+
+Gradients are made in the forward pass, where the logits are at hand, so that each product is computed once: three
+in all, as without chunks. For a mean or a sum this is possible since the rows' shares are known from the targets
+alone; what arrives in backward (a loss scale, one over a window) is one number, by which the gradients are
+multiplied. For ``reduction="none"`` each row has a number of its own, so backward makes the logits again: four
+products. A second backward through a retained graph does that too.
+
+fp16 needs care: without the loss scale, which arrives last, a gradient of 1/n times a probability is below fp16's
+smallest number. So a chunk's gradients are scaled by the power of two that brings the largest possible one to
+2^8, products are summed and kept in FP32, and the power is taken back in FP32 with what arrives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mezzo.core.errors import UsageError, unknown_name
+from mezzo.core.rules import Rule
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.kernels import backend, cross_entropy
+from mezzo.pytorch.kernels.cross_entropy.reference import Rows
+from mezzo.pytorch.kernels.plain import is_plain
+from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.region import identity
+
+REDUCTIONS = ("mean", "none", "sum")
+
+BUFFER = 32 << 20
+"""Bytes of logits that a chunk may have, where that gives it `FEWEST` rows or more."""
+
+FEWEST = 256
+"""Rows of a chunk, however many classes there are.
+
+A chunk reads the weight twice and adds to the weight's gradient once: 14 bytes an element of the weight (bf16) for 6
+operations an element and row. On a core with AVX512-BF16, 131,072 classes and width 384 took as long with 512 rows as
+with 256, and 9 % longer with 128. Not measured on a GPU.
+"""
+
+_BLOCK = 1 << 20
+"""Elements of the weight's gradient that are 16 bits before its FP32 sum takes them: a CPU's cache keeps them."""
+
+_TOP = 8
+"""fp16 gradients of logits are at most two to this power before FP32 products sum them."""
+
+_PIECE = 1 << 20
+"""Elements of a 16-bit gradient that are FP32 while they are multiplied."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+_Three = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `torch.nn.functional.cross_entropy`, but for the class weights, which are a tensor.
+
+    Args:
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        ignore_index: a target with this index neither counts nor gets a gradient.
+        label_smoothing: from 0 to 1: how much of each target is spread evenly over all classes.
+
+    Raises:
+        UnknownNameError: another reduction.
+        UsageError: a label smoothing outside [0, 1].
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise unknown_name("reduction", str(self.reduction), REDUCTIONS, where="linear_cross_entropy: ")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise UsageError(
+                f"linear_cross_entropy: label_smoothing={self.label_smoothing}. It is a share: give 0 to 1."
+            )
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of a linear layer's output, which is never held as a whole.
+
+    Naive code::
+
+        logits = F.linear(input, weight, bias).flatten(0, -2)
+        F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
+                        reduction=reduction, label_smoothing=label_smoothing)
+
+    Inside a region the products are computed in its format, and the loss in FP32; outside, in the tensors' own.
+    FP64 is FP64 throughout. NaN and infinities spread as in the naive code; a mean over no rows is NaN, and so
+    is one whose targets are all ignored, with gradients of zero.
+
+    It *is* the naive code, whole logits included, under `torch.compile`, in `torch.func` transforms, for tensor
+    subclasses, in FP64, for targets that are probabilities, class weights that want a gradient, and second derivatives.
+
+    Args:
+        input: [..., in].
+        weight: [classes, in], as nn.Linear has it.
+        target: integers [...], each a class or `ignore_index`; or [..., classes], floating: their probabilities.
+        bias: [classes].
+        class_weight: [classes], a factor for each class's loss.
+        ignore_index: rows with this target don't count, and get no gradient.
+        reduction: ``"mean"`` (over the targets' class weights; over rows, for probabilities), ``"sum"``, ``"none"``.
+        label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
+
+    Returns:
+        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient has its dtype; it is
+        summed over chunks in FP32 and rounded once.
+
+    Raises:
+        UsageError: shapes or dtypes that don't go together; a label smoothing outside [0, 1].
+        UnknownNameError: another reduction.
+        IndexError: a target is neither a class nor `ignore_index` (on a GPU, the device's own assertion).
+    """
+    options = Options(reduction, ignore_index, label_smoothing)
+    _check_shapes(input, weight, target, bias, class_weight)
+    if torch.compiler.is_compiling() or not _is_ours(input, weight, target, bias, class_weight):
+        return _naive(input, weight, target, bias, class_weight, options)
+    formats = _formats(input, weight, bias)
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        input, weight, bias, target, class_weight, options, formats, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class LinearCrossEntropy(nn.Linear):
+    """A model's last linear layer and its cross entropy: ``head(hidden, target)`` is the loss.
+
+    Naive code::
+
+        head = nn.Linear(in_features, num_classes, bias)
+        loss = nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)
+        loss(head(hidden).flatten(0, -2).float(), target.flatten())
+
+    It is an `nn.Linear` to whatever initialises, shards or counts those: parameters, their names and their first
+    values are the same, and so a checkpoint of the linear layer loads. `weight` may be tied to an embedding's. See
+    `linear_cross_entropy` for formats, memory and errors.
+
+    Args:
+        in_features: size of the last dimension of what it is given.
+        num_classes: size of the vocabulary.
+        bias: whether the logits have one.
+        weight: [num_classes], the classes' weights in the loss; kept as the buffer `class_weight`, which is not saved.
+        ignore_index: rows with this target don't count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: from 0 to 1.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype)
+        self.options = Options(reduction, ignore_index, label_smoothing)
+        if weight is not None and tuple(weight.shape) != (num_classes,):
+            raise UsageError(
+                f"LinearCrossEntropy: weight {list(weight.shape)}. It is the classes' weights in the loss: give "
+                f"[{num_classes}]."
+            )
+        self.register_buffer("class_weight", weight, persistent=False)
+
+    def forward(self, input: Tensor, target: Tensor | None = None) -> Tensor:
+        """The loss of [..., in] against targets [...], reduced; without a target a UsageError names `logits`."""
+        if target is None:
+            raise UsageError(
+                "LinearCrossEntropy: no target. Call head(hidden, target) for the loss, or head.logits(hidden) for "
+                "the logits."
+            )
+        options = self.options
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            self.bias,
+            class_weight=self.class_weight,
+            ignore_index=options.ignore_index,
+            reduction=options.reduction,
+            label_smoothing=options.label_smoothing,
+        )
+
+    def logits(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., num_classes], as ``nn.Linear`` gives them: for evaluation and generation."""
+        return F.linear(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """The sizes, and the options that are not PyTorch's defaults."""
+        given = [
+            f"{key}={value!r}" for key, value in vars(self.options).items() if value != vars(Options())[key]
+        ]
+        return ", ".join([super().extra_repr(), *given])
+
+
+def _check_shapes(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
+) -> None:
+    rows, classes = input.shape[:-1], weight.shape[0]
+    fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
+    fits = fits and all(given is None or given.shape == (classes,) for given in (bias, class_weight))
+    if target.is_floating_point():
+        fits = fits and target.shape == (*rows, classes)
+    else:
+        fits = fits and target.shape == rows and target.dtype is not torch.bool and not target.is_complex()
+    if fits:
+        return
+    given = {"input": input, "weight": weight, "bias": bias, "class_weight": class_weight}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items() if x is not None)
+    raise UsageError(
+        f"linear_cross_entropy: {shapes}, target {list(target.shape)} of {target.dtype}. Give input [..., in], "
+        "weight [classes, in], bias and class_weight [classes], and as target one integer a row [...] or "
+        "probabilities [..., classes]."
+    )
+
+
+def _is_ours(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
+) -> bool:
+    """Whether the tensors can be taken in chunks, and no gradient is wanted that chunks don't make."""
+    return (
+        is_plain(input, weight, target, bias, class_weight)
+        and not weight.is_meta
+        and not target.is_floating_point()
+        and torch.float64 not in (input.dtype, weight.dtype)
+        and not (class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    """The format that operands are rounded to, as F.linear would have it here, and the one that they then have.
+
+    It is autocast's dtype inside a region, else the tensors' own. A policy that gives `linear` the rule ``fp32`` is
+    obeyed. Where this machine has no fast products in a format, FP32 ones serve between the same roundings.
+
+    Raises:
+        UsageError: dtypes that differ and that no region makes equal.
+    """
+    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    device, low = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        policy = identity.current_policy(device)
+        decision = None if policy is None else policy.rule_for("linear")
+        is_wide = decision is not None and decision.rule in (Rule.FP32, Rule.INTERNAL_FP32)
+        low = torch.float32 if is_wide else torch.get_autocast_dtype(device)
+    elif any(tensor.dtype is not low for tensor in tensors) or not weight.is_floating_point():
+        named = ", ".join(name_of(tensor.dtype) for tensor in tensors)
+        raise UsageError(
+            f"linear_cross_entropy: input, weight and bias of {named}. Outside a region all have one floating "
+            "format: cast one side, or enter mezzo.autocast."
+        )
+    is_emulated = low in _HALVES and name_of(low) not in native_formats(device)
+    return low, torch.float32 if is_emulated else low
+
+
+def _naive(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """The definition, in PyTorch's operations: whole logits, in whatever region there is."""
+    logits = F.linear(input, weight, bias)
+    if logits.dtype is not torch.float64:
+        logits = logits.float()
+    is_probability = target.is_floating_point()
+    loss = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        target.reshape(-1, target.shape[-1]).to(logits.dtype)
+        if is_probability
+        else target.reshape(-1).long(),
+        None if class_weight is None else class_weight.to(logits.dtype),
+        ignore_index=-100 if is_probability else options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    return loss.reshape(input.shape[:-1]) if options.reduction == "none" else loss
+
+
+class _Head(NamedTuple):
+    """What a walk over the rows reads.
+
+    Args:
+        input: [n, in], in the format of the products, like weight and bias.
+        weight: [classes, in].
+        bias: [classes], or None.
+        given: targets [n] and the loss's options; logits are filled in chunk by chunk.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    given: Rows
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        options: Options,
+        formats: tuple[torch.dtype, torch.dtype],
+        records: bool,
+    ) -> Tensor:
+        ctx.rest = options, formats
+        needs = [records and needed for needed in ctx.needs_input_grad[:3]]
+        with torch.autocast(weight.device.type, enabled=False):
+            head = _head(input, weight, bias, target, class_weight, *ctx.rest)
+            divisor = _divisor(head.given, options.reduction)
+            scale = factor = None
+            if any(needs) and options.reduction != "none":
+                scale, factor = _scale(head, divisor.reciprocal().expand(len(head.input)))
+            losses, lse, made = _walk(head, scale=scale, needs=needs)
+            loss = losses.view(input.shape[:-1]) if options.reduction == "none" else losses.sum() / divisor
+        ctx.save_for_backward(input, weight, bias, target, class_weight, lse, divisor)
+        # Not among what is saved: they are handed over once, and then no longer held.
+        ctx.made = None if scale is None else (made, factor)
+        ctx.like = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in (input, weight, bias)]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = arrived
+        made, ctx.made = ctx.made, None
+        with torch.autocast(grad.device.type, enabled=False):
+            if torch.is_grad_enabled() or not is_plain(grad):
+                return *_differentiable(ctx, grad), *[None] * 5
+            gradients, factor = made or _again(ctx, grad)
+        if made is not None:
+            factor = grad if factor is None else grad * factor
+        results = [
+            None if gradient is None else _times(gradient, factor, like[1]).view(like[0])
+            for gradient, like in zip(gradients, ctx.like)
+        ]
+        return *results, *[None] * 5
+
+
+def _head(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    options: Options,
+    formats: tuple[torch.dtype, torch.dtype],
+) -> _Head:
+    rounded, product = formats
+    x, w, b = (
+        None if t is None else t.detach().to(rounded).to(product)
+        for t in (input.reshape(-1, weight.shape[1]), weight, bias)
+    )
+    assert x is not None
+    assert w is not None
+    classes = None if class_weight is None else class_weight.detach().float().contiguous()
+    given = Rows(x, target.reshape(-1).long(), classes, options.ignore_index, options.label_smoothing)
+    return _Head(x, w, b, given)
+
+
+def _divisor(given: Rows, reduction: str) -> Tensor:
+    """What the sum of the rows' losses is divided by: known from the targets alone. FP32."""
+    target, weight = given.target, given.weight
+    if reduction != "mean":
+        return torch.ones((), device=target.device)
+    counts = target != given.ignore_index
+    if weight is None:
+        return counts.sum(dtype=torch.float32)
+    index = target.clamp(0, len(weight) - 1)  # the walk, which comes next, refuses what is out of bounds
+    return weight[index].masked_fill(~counts, 0.0).sum()
+
+
+def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a walk multiplies the rows' gradients by, and the power of two that is owed afterwards, if any."""
+    if head.input.dtype is not torch.float16 or not len(shares):
+        return shares.contiguous(), None
+    largest = shares.abs().amax()
+    if head.given.weight is not None:
+        largest = largest * head.given.weight.abs().amax()
+    exponent = torch.frexp(largest).exponent.clamp(-100, 100) - _TOP
+    return torch.ldexp(shares, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
+
+
+def _walk(
+    head: _Head, *, lse: Tensor | None = None, scale: Tensor | None = None, needs: list[bool]
+) -> tuple[Tensor, Tensor, _Three]:
+    """The loss and log-sum-exp of each row, and, if there is a scale, gradients.
+
+    Naive code::
+
+        logits = F.linear(head.input, head.weight, head.bias)
+        losses = F.cross_entropy(logits.float(), head.given.target, reduction="none", ...)
+        gradients = torch.autograd.grad(losses, (head.input, head.weight, head.bias), scale)
+
+    Args:
+        head: what is read.
+        lse: of an earlier walk over the same; the losses are then left at zero.
+        scale: FP32 [n]: what each row's gradient is multiplied by before it is rounded.
+        needs: whether the gradients of input, weight and bias are wanted.
+
+    Returns:
+        FP32 [n]; FP64 [n]; the gradients: the input's in the products' format (FP32 for fp16), the others in FP32.
+    """
+    x, weight, bias, given = head
+    (count, width), classes = x.shape, len(weight)
+    kernel = backend.load(cross_entropy.__name__, x.device.type)
+    losses = x.new_zeros(count, dtype=torch.float32)
+    found_lse = x.new_zeros(count, dtype=torch.float64) if lse is None else lse
+    wide = torch.float32 if x.dtype is torch.float16 else x.dtype
+    sizes = (((count, width), wide), ((classes, width), torch.float32), ((classes,), torch.float32))
+    dx, dw, db = (
+        x.new_zeros(size, dtype=dtype) if needed and scale is not None else None
+        for needed, (size, dtype) in zip(needs, sizes)
+    )
+    step = rows_of_chunk(count, classes, weight.element_size())
+    buffer = x.new_empty((step, classes))
+    for start in range(0, count, step):
+        rows = slice(start, min(start + step, count))
+        logits = buffer[: rows.stop - start]
+        if bias is None:
+            torch.mm(x[rows], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x[rows], weight.t(), out=logits)
+        part = given._replace(logits=logits, target=given.target[rows])
+        if lse is None:
+            losses[rows], found_lse[rows] = kernel.rows_loss(part)
+        if scale is None:
+            continue
+        kernel.rows_gradient(part, found_lse[rows], scale[rows], logits)
+        if dx is not None:
+            dx[rows] = _product(logits, weight)
+        if dw is not None:
+            _add_product(dw, logits.t(), x[rows])
+        if db is not None:
+            db += logits.sum(0, dtype=torch.float32)
+    return losses, found_lse, (dx, dw, db)
+
+
+def rows_of_chunk(count: int, classes: int, element_size: int) -> int:
+    """Rows of each chunk but the last: as many as `BUFFER` holds, at least `FEWEST`, and chunks of one size."""
+    most = max(FEWEST, BUFFER // max(1, classes * element_size))
+    chunks = -(-count // most)
+    return max(1, -(-count // max(1, chunks)))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, in FP32 for fp16: a sum over rows may pass 65504, and a loss scale is applied too late to help."""
+    if left.dtype is not torch.float16:
+        return torch.mm(left, right)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left.float(), right.float())
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; on a CPU by blocks of rows, so that what is 16 bits, then FP32, stays in its cache."""
+    if left.dtype is total.dtype:
+        torch.addmm(total, left, right, out=total)
+        return
+    rows, width = total.shape
+    step = max(1, _BLOCK // max(1, width)) if total.device.type == "cpu" else max(1, rows)
+    for start in range(0, rows, step):
+        total[start : start + step] += _product(left[start : start + step], right)
+
+
+def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
+    """The gradients from logits that are computed a second time, each row's loss having a factor of its own."""
+    *tensors, lse, divisor = ctx.saved_tensors
+    head = _head(*tensors, *ctx.rest)
+    shares = grad.reshape(-1) if grad.dim() else grad.expand(len(head.input))
+    scale, factor = _scale(head, shares / divisor)
+    return _walk(head, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """The gradients as PyTorch operations, the definition's own: for a second derivative, and for a batch of them."""
+    input, weight, bias, target, class_weight, _, _ = ctx.saved_tensors
+    options, (rounded, product) = ctx.rest
+    again = torch.is_grad_enabled()
+    leaves = input, weight, bias
+    with torch.enable_grad():
+        x, w = (leaf.to(rounded).to(product) for leaf in (input, weight))
+        b = None if bias is None else bias.to(rounded).to(product)
+        loss = _naive(x, w, target, b, class_weight, options)
+    wanted = [leaf for leaf, needed in zip(leaves, ctx.needs_input_grad) if needed]
+    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=again))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
+
+
+def _times(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """gradient * factor in `dtype`, the product in FP32 and in place: no copy of what has the right format already."""
+    if factor is None or (factor.device.type == "cpu" and factor.item() == 1.0):
+        return gradient.to(dtype)
+    if gradient.dtype is torch.float32:
+        return gradient.mul_(factor).to(dtype)
+    if gradient.dtype is not dtype:
+        return gradient.to(dtype).mul_(factor)
+    for piece in gradient.view(-1).split(_PIECE):
+        piece.copy_(piece.float().mul_(factor))
+    return gradient

@@ -1,0 +1,206 @@
+"""LossScaler: the loss scale of a training, kept on its device.
+
+On an accelerator, reading one number makes the host wait until everything queued has run. There the state stays in
+0-dim tensors and moves by `core.loss_scale.advance` over `torch`. On a CPU reading is free: the state is Python's
+numbers, which the same function moves in a tenth of the time, and only the scale is a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    Numbers,
+    ScaleArrays,
+    StaticLossScale,
+    advance,
+    check,
+    fl32,
+    on_host,
+    power_text,
+    start,
+)
+
+
+class LossScaler:
+    """A loss scale in use: `scale` multiplies losses, `update` moves it.
+
+    Args:
+        pure: its settings and first state.
+        device: where the scale lives.
+
+    Attributes:
+        pure: the settings; its moving parts are stale.
+        scale: 0-dim FP32, finite. A new tensor each time it moves: a step may keep the one that it was scaled with.
+    """
+
+    def __init__(self, pure: DynamicLossScale | StaticLossScale, device: torch.device) -> None:
+        self.pure = pure
+        self._device = device
+        self._unchecked = 0
+        self.load(pure)
+
+    @classmethod
+    def of(cls, pure: LossScale, device: torch.device) -> LossScaler | None:
+        """The scaler of a loss scale; None for `NoLossScale`, which has nothing to multiply or check."""
+        return None if isinstance(pure, NoLossScale) else cls(pure, device)
+
+    def load(self, pure: DynamicLossScale | StaticLossScale) -> None:
+        """Go on from this state."""
+        self.pure = pure
+        self.scale, self._state = begun(pure, self._device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Move to the state after one step. Neither waits nor raises.
+
+        Args:
+            found_inf: 0-dim FP32 on the scale's device; 0 where every gradient was finite, above 0 otherwise.
+        """
+        self.scale, self._state = moved(self.pure, self.scale, self._state, found_inf)
+
+    def check(self, skipped: Tensor | bool = True) -> None:
+        """Raise if the patience ran out. Asks at once where the host knows of a skip, else every `patience` calls.
+
+        Raises:
+            LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
+        """
+        self._unchecked += 1
+        if skipped is True or self._unchecked >= self.pure.patience:
+            self._unchecked = 0
+            check(self.pure, self._state)
+
+    def on_host(self) -> LossScale:
+        """The present state; waits for the device."""
+        return on_host(self.pure, self._state)
+
+    def reset(self) -> None:
+        """Begin anew with the same settings, as if no step had been skipped."""
+        self.load(self.pure.begun_anew())
+
+    @property
+    def how_to_go_on(self) -> str:
+        """What to call after a collapse whose cause is fixed, and what would happen without."""
+        again = self.pure.begun_anew()
+        if not isinstance(again, DynamicLossScale):
+            return "mp.reset_loss_scale() forgets the skips: without it the next one raises this again"
+        factor = again.growth_factor
+        grows = "doubling" if factor == 2.0 else f"growing by a factor of {factor:g}"
+        return (
+            f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes "
+            f"on from {power_text(float(self.scale))}, {grows} after every {again.growth_interval} good steps"
+        )
+
+
+def moved(
+    pure: LossScale, scale: Tensor, state: ScaleArrays, found_inf: Tensor
+) -> tuple[Tensor, ScaleArrays]:
+    """The scale and the state after one step; the tensors given stay as they are."""
+    if isinstance(state.scale, Tensor):
+        state = advance(pure, state, found_inf != 0, torch)
+        return state.scale, state
+    after = advance(pure, state, bool(found_inf), Numbers)
+    if after.scale == state.scale:
+        return scale, after
+    after = ScaleArrays(fl32(after.scale), after.good_steps, after.overflows, after.stuck)
+    return torch.full((), after.scale, dtype=torch.float32), after
+
+
+def begun(pure: LossScale, device: torch.device) -> tuple[Tensor, ScaleArrays]:
+    """The scale as a tensor, and the moving parts in the form that they have on this device."""
+    state = start(pure)
+    scale = torch.full((), state.scale, dtype=torch.float32, device=device)
+    if reading_is_free(scale):
+        return scale, state
+    counts = (state.good_steps, state.overflows, state.stuck)
+    return scale, ScaleArrays(scale, *(torch.full((), n, dtype=torch.int32, device=device) for n in counts))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale in FP32, exact for powers of two and never infinite for a scale within `core.loss_scale`'s bounds.
+
+    Equals `(1.0 / scale.double()).float()`: an FP32 division may be approximate under some compile options
+    (the reason `torch.amp` gives for the same detour). MPS has no FP64, and its division is taken as it is.
+    """
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
+
+
+def reading_is_free(tensor: Tensor) -> bool:
+    """Whether the host reads a number without waiting for a queue; then it decides, and a skip touches nothing."""
+    return tensor.device.type == "cpu"
+
+
+# torch's name -> the pure machine's field.
+_SHARED = {
+    "scale": "scale",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "_growth_tracker": "good_steps",
+}
+_OWN = ("floor", "ceiling", "hysteresis", "patience", "overflows", "stuck")
+
+
+def to_scaler_state(pure: LossScale) -> dict[str, Any]:
+    """The state as plain numbers. torch's GradScaler loads it too: it passes over the names that it doesn't
+    know.
+    """
+    return {name: getattr(pure, attr) for name, attr in _SHARED.items()} | {
+        key: getattr(pure, key) for key in _OWN
+    }
+
+
+def is_scaler_state(state: dict[str, Any]) -> bool:
+    """Whether a state is one of torch's GradScaler or of ours: it has torch's five names."""
+    return _SHARED.keys() <= state.keys()
+
+
+def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossScale:
+    """The loss scale in a state of ours or of torch's; what the state does not say stays as in `current`.
+
+    A scale outside the bounds (torch's own can be 0 or infinite) is brought within them, with a warning; NaN
+    becomes the floor. A scale that had collapsed (its patience ran out) says nothing of the gradients to come, and
+    begins anew as `current` did.
+
+    Raises:
+        UsageError: one of torch's five names is missing, or a number makes no sense.
+    """
+    if not is_scaler_state(state):
+        raise UsageError(
+            f"this is no GradScaler state: it has {', '.join(map(str, state)) or 'nothing'}, "
+            f"and must have {', '.join(_SHARED)}."
+        )
+    fixed = {key: state[key] for key in _OWN if key in state}
+    floor, ceiling = float(fixed.get("floor", current.floor)), float(fixed.get("ceiling", current.ceiling))
+    saved = float(state["scale"])
+    scale = floor if math.isnan(saved) else min(max(saved, floor), ceiling)
+    if scale != saved:
+        warnings.warn(
+            f"the saved loss scale {saved:g} lies outside its bounds {floor:g} and {ceiling:g}: {scale:g} is "
+            "used. A scale of 0 or infinity means that the run which saved it had stopped learning.",
+            stacklevel=3,
+        )
+    loaded = replace(
+        current,
+        init=scale,
+        scale=scale,
+        growth_factor=float(state["growth_factor"]),
+        backoff_factor=float(state["backoff_factor"]),
+        growth_interval=int(state["growth_interval"]),
+        good_steps=int(state["_growth_tracker"]),
+        **{"overflows": 0, "stuck": 0, **fixed},
+    )
+    if not loaded.has_collapsed:
+        return loaded
+    return replace(loaded, init=min(max(current.init, floor), ceiling), scale=0.0).begun_anew()

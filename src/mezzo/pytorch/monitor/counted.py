@@ -1,0 +1,348 @@
+"""What a range watch counts: outputs of modules and their gradients, and the parameters of an optimizer."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
+from torch.optim import Optimizer
+
+from mezzo.core.finding import OUTSIDE
+from mezzo.core.ranges import INFINITE, NAN, ZERO, Histogram, RangeRow
+from mezzo.pytorch import distributed
+from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.kernels import exponents
+from mezzo.pytorch.monitor.module_paths import Paths, joined
+from mezzo.pytorch.monitor.operations import tensors, version_of
+from mezzo.pytorch.optim.fused import FusedOptimizer
+from mezzo.pytorch.weights import master_state
+from mezzo.pytorch.weights.lowering import LOWERED, peek_master
+
+WEIGHT, ACTIVATION = "weight", "activation"
+ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gradient", "update ratio"
+
+BLOCK = 1 << 18
+"""Elements whose ratio is computed at once: what lies between is then still in a processor's cache."""
+
+_SLAB = 64  # rows allocated, and later read, at once
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Key(NamedTuple):
+    """Which row of a record a tensor counts into; the fields are `RangeRow`'s."""
+
+    module: str
+    what: str
+    name: str
+    format: str
+
+
+class ExponentRows:
+    """Rows of counts by key, in order of first appearance, on the devices where the tensors are.
+
+    Adding to one never waits for the device. Of a `DTensor` a rank counts the part that it holds.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[_Key, torch.device], Tensor] = {}
+        self._slabs: dict[torch.device, list[Tensor]] = {}
+        self._count: dict[torch.device, Callable[[Tensor, Tensor], None]] = {}
+        self._lock = threading.Lock()  # autograd has a thread for each device
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, module: str, what: str, tensor: Tensor, *, name: str = "", format: str = "") -> None:
+        """Count a tensor's elements; those of a sparse one that are there; nothing of what has no floating numbers.
+
+        Args:
+            module, what, name: as in `RangeRow`.
+            tensor: any.
+            format: to be told in the row; by default the tensor's own.
+        """
+        numbers = _numbers(tensor)
+        if numbers is None:
+            return
+        key = _Key(module, what, name, format or name_of(numbers.dtype))
+        device = numbers.device
+        count = self._count.get(device)
+        if count is None:
+            count = self._count[device] = exponents.counter(device.type)
+        row = self._rows.get((key, device))
+        count(numbers, self._new(key, device) if row is None else row)
+
+    def take(self, other: ExponentRows) -> None:
+        """Take over the rows of another, whose keys are none of these."""
+        self._rows.update(other._rows)
+
+    def read(self, shifts: dict[str, int]) -> list[RangeRow]:
+        """The rows, each shifted by the exponents that are given for its `what`. Waits for the devices."""
+        of_device: dict[torch.device, list[tuple[_Key, Tensor]]] = {}
+        for (key, device), row in self._rows.items():
+            of_device.setdefault(device, []).append((key, row))
+        found: dict[_Key, Histogram] = {}
+        for rows in of_device.values():
+            counted = torch.stack([row for _, row in rows]).cpu().numpy()
+            largest = counted[:, exponents.LARGEST].astype(np.int32).view(np.float32)
+            for (key, _), words, size in zip(rows, counted, largest.tolist()):
+                one = _histogram(words, size, shifts.get(key.what, 0))
+                found[key] = found[key].plus(one) if key in found else one
+        keys = dict.fromkeys(key for key, _ in self._rows)
+        return [RangeRow(key.module, key.what, key.format, found[key], key.name) for key in keys]
+
+    def _new(self, key: _Key, device: torch.device) -> Tensor:
+        with self._lock:
+            free = self._slabs.setdefault(device, [])
+            if not free:
+                slab = torch.zeros(_SLAB, exponents.WORDS, dtype=torch.int64, device=device)
+                free.extend(reversed(slab.unbind(0)))
+            return self._rows.setdefault((key, device), free.pop())
+
+
+def _numbers(tensor: Tensor) -> Tensor | None:
+    """The strided floating tensor that holds a tensor's numbers on this rank; None where there is none to be read."""
+    if type(tensor) not in _PLAIN:
+        tensor = distributed.local(tensor)
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout is not torch.strided and hasattr(tensor, "values"):  # compressed, or nested and jagged
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj()).resolve_neg()
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return None
+    if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return tensor.resolve_neg()
+
+
+def _histogram(words: npt.NDArray[np.int64], largest: float, shift: int) -> Histogram:
+    """`Histogram.from_bins` of the numbers times ``2**shift``, for many rows."""
+    used = np.flatnonzero(words[:INFINITE])
+    zeros, infinities, nans = words[[ZERO, INFINITE, NAN]].tolist()
+    if not len(used):
+        return Histogram(0, [], zeros, infinities, nans)
+    first, last = int(used[0]), int(used[-1]) + 1
+    largest = math.ldexp(largest, shift)
+    return Histogram(first - 127 + shift, words[first:last].tolist(), zeros, infinities, nans, largest)
+
+
+class WatchedOutputs:
+    """Counts the outputs of modules and their gradients, from `call_begins` to `end`. Hooks are there for that alone.
+
+    Three calls of a module are told apart: one within a call of the model that trains, which counts; one that repeats
+    it in backward (activation checkpointing), whose output was counted already, but in a reentrant checkpoint has the
+    only gradient; and any other, which does not belong to the step.
+
+    Args:
+        kinds: which are wanted of all kinds.
+        distinct: count a tensor that several modules return, one within the other, for the first alone.
+    """
+
+    def __init__(self, kinds: Collection[str], *, distinct: bool = False) -> None:
+        self._kinds, self._distinct = kinds, distinct
+        self.wanted = bool({ACTIVATION, ACTIVATION_GRADIENT} & set(kinds))
+        self._passes = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.rows = ExponentRows()
+        self._counted: dict[int, tuple[ref[Tensor], int]] = {}  # id of a tensor -> it, and its version then
+        self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+        self._calling: ref[nn.Module] | None = None  # the model whose call is running
+        self._root: str | None = None  # the path that its own output counts for
+        self._backward = 0  # number of the backward pass that is being counted; 0: none is
+
+    def call_begins(self, model: nn.Module, paths: Paths, prefix: str = "") -> None:
+        """A model's call that counts begins; no backward is running. Paths in rows begin with the prefix."""
+        self._calling, self._backward = ref(model), 0
+        self._root = prefix if paths.seen.get("") is model else None
+        for path, module in paths.seen.items():
+            if id(module) not in self._hooked and module is not model:
+                self._hooked.add(id(module))
+                self._handles.append(module.register_forward_hook(self._hook(joined(prefix, path))))
+
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """A call has ended, perhaps one that was not told of before."""
+        if self._calling is not None and self._calling() is model and self._root is not None:
+            self._count(self._root, output)
+        self._calling = None
+
+    def backward_begins(self) -> None:
+        """A backward pass begins whose gradients count."""
+        self._calling = None
+        self._passes += 1
+        self._backward = self._passes
+
+    def backward_ended(self) -> None:
+        """It is over."""
+        self._backward = 0
+
+    def end(self) -> ExponentRows:
+        """Take all hooks away; what was counted."""
+        for handle in self._handles:
+            handle.remove()
+        rows = self.rows
+        self._reset()
+        return rows
+
+    def _hook(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            # A call that raised has no end, and evaluation may follow it.
+            model = None if self._calling is None else self._calling()
+            counts = model is not None and model.training and _graph_task() == -1
+            if counts or (self._backward and _graph_task() != -1):
+                self._count(path, output)
+
+        return hook
+
+    def _count(self, path: str, output: Any) -> None:
+        repeats = _graph_task() != -1
+        for tensor in {id(tensor): tensor for tensor in tensors(output)}.values():
+            # A parameter was not computed; and to detach one makes a region forget its casts.
+            if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or tensor.is_complex()):
+                continue
+            if self._distinct and not self._first_seen(tensor):
+                continue
+            if ACTIVATION in self._kinds and not repeats:
+                self.rows.add(path, ACTIVATION, tensor)
+            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            if ACTIVATION_GRADIENT in self._kinds and tensor.requires_grad and not wrapped:
+                self._handles.append(tensor.register_hook(self._gradient_hook(path)))
+
+    def _first_seen(self, tensor: Tensor) -> bool:
+        """Whether no module has returned this tensor yet, as it is now."""
+        known = self._counted.get(id(tensor))
+        version = version_of(tensor)
+        self._counted[id(tensor)] = ref(tensor), version
+        return known is None or known[0]() is not tensor or known[1] != version
+
+    def _gradient_hook(self, path: str) -> Any:
+        counted = 0
+
+        def hook(gradient: Tensor | None) -> None:
+            nonlocal counted
+            # Once for each backward pass that counts: gradient release may run one graph twice, and a penalty's own
+            # torch.autograd.grad is not a backward of the loss.
+            if gradient is not None and self._backward and counted != self._backward:
+                counted = self._backward
+                self.rows.add(path, ACTIVATION_GRADIENT, gradient)
+
+        return hook
+
+
+class WatchedParameters:
+    """Counts weights, their gradients and how far they move, of one optimizer in one update.
+
+    A parameter that has 16-bit weights and an FP32 master is looked at in its master. Copies of the weights, in
+    their own format, are kept from before to after.
+
+    Args:
+        optimizer: the user's.
+        names: id of a parameter -> path of its module, and its name there.
+        kinds: which are wanted of all kinds.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: dict[int, tuple[str, str]], kinds: Collection[str]
+    ) -> None:
+        self._optimizer, self._names, self._kinds = optimizer, names, kinds
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: set[int] = set()
+        self._handles: list[Any] = []
+        self._owners = master_state._owners(optimizer)
+        owners = {id(owner): owner for owner in self._owners.values()}.values()
+        groups = [group for owner in owners for group in owner.param_groups]
+        self._without = {id(p) for group in groups if group.get("masters") == "none" for p in group["params"]}
+        self.rows = ExponentRows()
+
+    def before(self, params: Iterable[Tensor] | None = None) -> None:
+        """Look at weights and gradients: of all parameters, or of some whose gradients have just come."""
+        for param in self._params() if params is None else params:
+            if id(param) in self._seen:
+                continue
+            self._seen.add(id(param))
+            module, name = self._name(param)
+            moves = param.grad is not None
+            value, is_copy = self._exact(param) if moves else (distributed.local(param.detach()), False)
+            if WEIGHT in self._kinds:
+                self.rows.add(module, WEIGHT, value, name=name, format=name_of(param.dtype))
+            if WEIGHT_GRADIENT in self._kinds and param.grad is not None:
+                self.rows.add(module, WEIGHT_GRADIENT, param.grad, name=name)
+            if RATIO in self._kinds and moves:
+                self._before[id(param)] = (param, value if is_copy else value.clone())
+
+    def before_each(self) -> None:
+        """Look at each parameter as soon as its gradient is complete, before any hook that is put on it later."""
+        for param in self._params():
+            if param.requires_grad:
+                hook = lambda param: self.before([param])  # noqa: E731
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def after(self) -> ExponentRows:
+        """Look at how far the parameters have moved; their ratios, in rows of their own."""
+        rows = ExponentRows()
+        for param, before in self._before.values():
+            module, name = self._name(param)
+            after, _ = self._exact(param)
+            for ratio in ratios(before, after):
+                rows.add(module, RATIO, ratio, name=name, format=name_of(before.dtype))
+        self.end()
+        return rows
+
+    def end(self) -> None:
+        """Let go of all copies and hooks."""
+        self._before.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _params(self) -> Iterable[Tensor]:
+        return (param for group in self._optimizer.param_groups for param in group["params"])
+
+    def _name(self, param: Tensor) -> tuple[str, str]:
+        if id(param) in self._names:
+            return self._names[id(param)]
+        return OUTSIDE, f"parameter {next(i for i, one in enumerate(self._params()) if one is param)}"
+
+    def _exact(self, param: Tensor) -> tuple[Tensor, bool]:
+        """The value in the optimizer's FP32 master or in itself, and whether that is a copy."""
+        owner = None
+        if param.dtype in LOWERED and id(param) not in self._without:
+            owner = self._owners.get(id(param))
+        if owner is None:
+            return distributed.local(param.detach()), False
+        if isinstance(owner, FusedOptimizer) and not owner.state.get(param):
+            # It has not moved yet. To ask for its master would give it a state, which a skipped step must not.
+            kept = peek_master(param)
+            value = param.detach().to(torch.float32) if kept is None else kept
+        else:
+            value = owner.master(param).detach()
+        return distributed.local(value), True
+
+
+def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
+    """``abs(after - before) / abs(before)``, in FP32 at least, by blocks; 0 where nothing moved, infinite from 0.
+
+    Args:
+        before, after: floating, of one shape and device.
+    """
+    wide = torch.promote_types(before.dtype, torch.float32)
+    old, new = before.reshape(-1), after.reshape(-1)
+    for start in range(0, old.numel(), BLOCK):
+        base = old[start : start + BLOCK].to(wide)
+        moved = new[start : start + BLOCK].to(wide) - base
+        still = moved == 0
+        yield moved.abs_().div_(base.abs()).masked_fill_(still, 0)

@@ -1,0 +1,345 @@
+"""Replay: a saved call of a model, and running it again with nothing left behind.
+
+Kept of a call: its arguments by reference, with the versions of their tensors (one that was written since can't be
+used again); the random state; what the call changes of its model besides the parameters; and, as backward comes by,
+the gradients at its outputs, from which backward is replayed.
+
+Inside `nothing_left` compiled parts run eagerly, and reentrant checkpoints as plain calls, because their backward
+can't be asked for single gradients.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.monitor.operations import Line, finite, mapped, tensors, version_of
+from mezzo.pytorch.snapshot import RandomState
+from mezzo.pytorch.unseen import unseen
+from mezzo.scripts.patches import Patches
+
+# ---------------------------------------------------------------------------------- what a call changes
+
+_VALUES = (int, float, bool, type(None), Tensor)
+_CONTAINERS = (list, dict, set, deque)
+_GENERATORS: tuple[Any, ...] = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _changeable(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a call may change; nothing of `nn.Module`'s own, and no private containers."""
+    for name, value in module.__dict__.items():
+        if isinstance(value, _VALUES) and not isinstance(value, nn.Parameter):
+            if name != "training":
+                yield name, value
+        elif (type(value) in _CONTAINERS and not name.startswith("_")) or isinstance(value, _GENERATORS):
+            yield name, value
+
+
+def _content(value: Any) -> Any:
+    """What `_put_back` needs to make a value what it is now."""
+    if type(value) in _CONTAINERS:
+        return value.copy()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, _GENERATORS) else None
+
+
+def _put_back(module: nn.Module, name: str, was: Any, content: Any) -> None:
+    """Let an attribute be what it was, the same object with the same content."""
+    module.__dict__[name] = was
+    if type(was) in _CONTAINERS:
+        was.clear()
+        (was.extend if type(was) in (list, deque) else was.update)(content)
+    elif isinstance(was, random.Random):
+        was.setstate(content)
+    elif isinstance(was, np.random.Generator):
+        was.bit_generator.state = content
+    elif isinstance(was, _GENERATORS):
+        was.set_state(content)
+
+
+def _same(was: Any, content: Any, now: Any) -> bool:
+    """Whether an attribute still is, and holds, what it was."""
+    if isinstance(now, Tensor):
+        return isinstance(was, Tensor) and was.data_ptr() == now.data_ptr()
+    if isinstance(now, _GENERATORS):
+        return False  # drawn from or not: its state is small
+    if type(now) not in _CONTAINERS:
+        return bool(was == now)
+    if was is not now or len(content) != len(now):
+        return False
+    if type(now) in (list, deque):
+        return all(one is other for one, other in zip(content, now))
+    return all(one in now for one in content)
+
+
+class SideEffects:
+    """What a call of a model may change besides its parameters; after `learn`, what one call was seen to change.
+
+    Args:
+        model: not wrapped.
+        statistics: the running statistics of normalisations too. In training nothing is computed from them.
+    """
+
+    def __init__(self, model: nn.Module, *, statistics: bool = False) -> None:
+        self.modules = list(model.modules())
+        counted = (module for module in self.modules if statistics or not isinstance(module, _NormBase))
+        self.buffers = [buffer for module in counted for buffer in module.buffers(recurse=False)]
+        self.attributes = {(module, name) for module in self.modules for name, _ in _changeable(module)}
+        self.devices = devices_of(model)
+        self.pythons = True
+        self._learnt = self.writes_arguments = False
+
+    def learn(self, before: ModuleState) -> None:
+        """Keep from now on only what the first call has changed, and of its own state too."""
+        if self._learnt:
+            return
+        self._learnt = True
+        self.pythons = before.random.pythons_moved()
+        before.buffers = [kept for kept in before.buffers if version_of(kept[0]) != kept[2]]
+        self.buffers = [buffer for buffer, _, _ in before.buffers]
+        known = {(module, name): (was, content) for module, name, was, content in before.attributes}
+        self.attributes = {
+            (module, name)
+            for module in self.modules
+            for name, value in _changeable(module)
+            if not _same(*known.get((module, name), (None, None)), value)
+        }
+        before.attributes = [one for one in before.attributes if one[:2] in self.attributes]
+
+
+class ModuleState:
+    """Random numbers, and what a call may change of its model, as they are now."""
+
+    def __init__(self, effects: SideEffects) -> None:
+        self.random = RandomState.now(effects.devices, pythons=effects.pythons)
+        self.buffers = [(one, one.detach().clone(), version_of(one)) for one in effects.buffers]
+        self.attributes = [
+            (module, name, module.__dict__[name], _content(module.__dict__[name]))
+            for module, name in effects.attributes
+            if name in module.__dict__
+        ]
+
+    def put_back(self) -> None:
+        """Make them what they were."""
+        self.random.put_back()
+        with torch.no_grad(), unseen(buffer for buffer, _, _ in self.buffers):
+            for buffer, copy, _ in self.buffers:
+                buffer.copy_(copy)
+        for attribute in self.attributes:
+            _put_back(*attribute)
+
+
+def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
+    """The accelerators that a model's parameters and buffers are on."""
+    found = {tensor.device for group in (model.parameters(), model.buffers()) for tensor in group}
+    return tuple(sorted((d for d in found if d.type in ("cuda", "xpu", "mps")), key=str))
+
+
+# --------------------------------------------------------------------------------------- nothing is left
+
+_now = threading.local()
+
+
+def running_again() -> bool:
+    """Whether this thread is replaying a call: observers of training steps must ignore it."""
+    return bool(getattr(_now, "again", False))
+
+
+def _run_plainly(run: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """Replaces `apply` of the autograd Function of reentrant checkpoints."""
+    return run(*args)
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[None]:
+    """Run a model inside, and find everything as it was before afterwards.
+
+    Put back: random numbers, buffers with their versions, attributes of modules. Hooks on parameters do not run.
+    """
+    state = ModuleState(SideEffects(model, statistics=True))
+    modules = [(module, dict(module._buffers), dict(module.__dict__)) for module in model.modules()]
+    leaves = [(p, p._backward_hooks) for p in model.parameters() if p._backward_hooks]
+    before, _now.again = running_again(), True
+    patches = Patches()
+    for leaf, _ in leaves:
+        leaf._backward_hooks = None
+    try:
+        with unseen(model.buffers()):
+            try:
+                # Of PyTorch's own class: an open context puts a subclass in its place, which calls it.
+                classes = torch_checkpoint.CheckpointFunction.__mro__
+                genuine = next(one for one in classes if one.__module__ == torch_checkpoint.__name__)
+                patches.set(genuine, "apply", staticmethod(_run_plainly))
+                with eager():
+                    yield
+            finally:
+                patches.undo()
+                for module, buffers, attributes in modules:
+                    module._buffers.update(buffers)
+                    for name in module.__dict__.keys() - attributes.keys():
+                        del module.__dict__[name]
+                    module.__dict__.update(attributes)
+                state.put_back()
+    finally:
+        _now.again = before
+        for leaf, hooks in leaves:
+            leaf._backward_hooks = hooks
+
+
+def within_compiled() -> bool:
+    """Whether a compiled function is being run, in a part of it that is not compiled."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled functions run as they were written."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules and not within_compiled():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+# ------------------------------------------------------------------------------------------- saved calls
+
+OF_CALL = "mezzo_call"
+"""Key in the metadata of a node of the graph from which on towards the leaves it belongs to a saved call."""
+
+
+class Backward:
+    """The number of the backward that runs, counted over all tracers."""
+
+    number = 0
+
+
+class SavedCall:
+    """One call of a model, kept until the step's end.
+
+    Args:
+        model: as the loop calls it.
+        args, kwargs: of the call.
+        effects: of the model under the wrappers of compilation and data parallelism.
+        enter: makes the region in which it is replayed.
+        line: from where it was called.
+        number: its place among all calls that are kept.
+
+    Attributes:
+        grads: number of a backward -> place among the outputs -> the gradient there.
+        retained: whether another backward may come through it.
+        done: nothing more comes to it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        effects: SideEffects,
+        enter: Callable[[], AbstractContextManager[Any]],
+        line: Line | None,
+        number: int,
+    ) -> None:
+        self.model, self.inner = model, unwrapped(model)
+        self.enter, self.line, self.number = enter, line, number
+        given = (args, kwargs)
+        self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
+        # A graph that led here must not live longer for it: its tensors are held without.
+        held = mapped(given, lambda t: t if t.grad_fn is None else t.detach().requires_grad_(t.requires_grad))
+        self._given = list(tensors(held, objects=True))
+        self.copies = effects.writes_arguments
+        self._arguments = mapped(held, _copy) if self.copies else held
+        self._versions = [version_of(leaf) for leaf in self._given]
+        self._returned: list[weakref.ref[Tensor]] = []
+        self._keepers: list[weakref.ref[_Keeper]] = []
+        self.grads: dict[int, dict[int, Tensor]] = {}
+        self.retained = self.done = False
+        self.state = ModuleState(effects)
+
+    def ended(self, output: Any) -> bool:
+        """Watch the gradients of what was returned. False where nothing of it is on the graph."""
+        for place, tensor in enumerate(tensors(output)):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                keeper = _Keeper(weakref.ref(self), place)
+                self._keepers.append(weakref.ref(keeper))
+                self._returned.append(weakref.ref(tensor))
+                metadata: Any = tensor.grad_fn.metadata
+                metadata[OF_CALL] = self.number
+                tensor.register_hook(keeper)
+        return bool(self._returned)
+
+    @property
+    def graph_alive(self) -> bool:
+        """Whether a backward may still come to it: the graph holds its hooks."""
+        return any(keeper() is not None for keeper in self._keepers)
+
+    @property
+    def written(self) -> bool:
+        """Whether an argument has been written in place since."""
+        return any(version_of(leaf) != version for leaf, version in zip(self._given, self._versions))
+
+    def spoilt(self, later: SavedCall) -> bool:
+        """Whether a later call was given what this one returned, detached perhaps, and it isn't finite."""
+        mine = {_storage(tensor) for one in self._returned if (tensor := one()) is not None} - {0}
+        return any(_storage(tensor) in mine and not finite(tensor) for tensor in later._given)
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, off the graph, for one more call."""
+        # The call itself may be what writes them: a copy serves more than once.
+        kept = mapped(self._arguments, _copy) if self.copies else self._arguments
+        args, kwargs = mapped(kept, _off_graph)
+        return args, kwargs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps: gradients, random state, buffers; arguments, whether the script keeps them or not."""
+        held = [*tensors(self._arguments), *(copy for _, copy, _ in self.state.buffers)]
+        held += [grad for grads in self.grads.values() for grad in grads.values()]
+        return sum(tensor.nbytes for tensor in held) + self.state.random.nbytes
+
+
+class _Keeper:
+    """The hook on an output: keeps its gradient for as long as the call is kept."""
+
+    def __init__(self, call: weakref.ref[SavedCall], place: int) -> None:
+        self._call, self._place = call, place
+
+    def __call__(self, grad: Tensor | None) -> None:
+        call = self._call()
+        if call is not None and grad is not None:  # None: the node runs, and no gradient came to this output
+            call.grads.setdefault(Backward.number, {})[self._place] = grad.detach()
+            call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _off_graph(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,1 +1,0 @@
-"""Layers that are cheaper when they know what comes after them: a model's head together with its loss."""

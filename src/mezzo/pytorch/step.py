@@ -1,0 +1,453 @@
+"""The step engine: from the gradients of one optimizer to a step that is taken, or skipped without a trace.
+
+Every step of mixed precision training does the same: gather the gradients, multiply them by 1 / scale, look for NaN
+and infinity (`found_inf`), clip, step or skip. The functions below are those parts; `InPlaceStep` and `FusedStep` put
+them together for the two kinds of optimizers. `mezzo.GradScaler` and `mezzo run` use the parts, for there the script
+calls the steps itself. Who decides on a skip is one rule (`take`): the host, where it can read `found_inf` without a
+wait or must know at once, else the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from mezzo.core.errors import UsageError
+from mezzo.pytorch import distributed, loss_scaler
+from mezzo.pytorch.loss_scaler import inverse
+from mezzo.pytorch.optim import checks
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What an optimizer step did.
+
+    Args:
+        found_inf: 0-dim FP32, 0.0 where every gradient was finite; None if that was not checked.
+        skipped: whether the optimizer stayed as it was; a tensor where only the device knows.
+        grad_norm: 0-dim, total 2-norm of the unscaled gradients before clipping; None if it was not needed.
+    """
+
+    found_inf: Tensor | None
+    skipped: Tensor | bool
+    grad_norm: Tensor | None
+
+
+class InPlaceStep:
+    """For any optimizer: unscale, check and clip in `.grad`, a pass over memory each, then `optimizer.step()`.
+
+    Args:
+        optimizer: any.
+        clip_value: largest magnitude of an unscaled element.
+        clip_norm: largest total 2-norm; after `clip_value`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, clip_value: float | None = None, clip_norm: float | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self._clip_value = clip_value
+        self._clip_norm = clip_norm
+
+    def __call__(
+        self, scale: Tensor | None, rescale: float = 1.0, *, host_must_know: bool = False
+    ) -> StepOutcome:
+        """Take the step.
+
+        Args:
+            scale: 0-dim FP32 loss scale that the gradients are multiplied with; None without one.
+            rescale: multiplies the unscaled gradients.
+            host_must_know: whether the host needs `skipped` at once, which makes it wait.
+        """
+        grads = gradients_of(parameters(self._optimizer))
+        if not grads:
+            raise no_gradient()
+        found = None
+        if scale is not None:
+            found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
+        elif rescale != 1.0:
+            with torch.no_grad():
+                torch._foreach_mul_(grads, rescale)
+        norm = None
+        if self._clip_value is not None or self._clip_norm is not None:
+            norm = clip_(grads, self._clip_value, self._clip_norm)
+        return StepOutcome(found, take(self._optimizer, found, host_must_know=host_must_know), norm)
+
+
+class FusedStep:
+    """For a `FusedOptimizer`: leave `.grad` as it is; the optimizer's kernel unscales and clips what it reads.
+
+    Naive code::
+
+        inv_scale = rescale / scale
+        norm = inv_scale * sqrt(sum((g.double() ** 2).sum() for g in grads))
+        found_inf = not isfinite(norm)
+        optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
+
+    The sum of squares is FP64, so it is finite wherever every gradient is, and one read gives both. It is computed only
+    where a loss scale or `clip_norm` needs it. In a process group all ranks agree on both.
+
+    Args:
+        optimizer: a FusedOptimizer.
+        clip_norm: largest total 2-norm.
+    """
+
+    def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+
+    def __call__(
+        self, scale: Tensor | None, rescale: float = 1.0, *, host_must_know: bool = False
+    ) -> StepOutcome:
+        """Take the step; arguments as for `InPlaceStep`."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        first = next((param.grad for param in params if param.grad is not None), None)
+        if first is None:
+            raise no_gradient()
+        found = norm = multiplier = None
+        device = first.device if scale is None else scale.device
+        if scale is not None:
+            multiplier = inverse(scale) * rescale
+        elif rescale != 1.0:
+            multiplier = torch.full((), rescale, device=device)
+        if scale is not None or self._clip_norm is not None:
+            for param in params:
+                if param.grad is not None and param.grad.layout is not torch.strided:
+                    checks.gradient(param.grad, param, type(self._optimizer).__name__)
+            sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
+            found, multiplier, norm = decide(
+                sums, multiplier, self._clip_norm, params, looks=scale is not None
+            )
+        skipped = take(self._optimizer, found, host_must_know=host_must_know, multiplier=multiplier)
+        return StepOutcome(found, skipped, norm)
+
+
+def decide(
+    sums: Tensor, multiplier: Tensor | None, clip_norm: float | None, params: list[Tensor], *, looks: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """From sums of squares to found_inf, the multiplier that also clips, and the norm; all ranks get the same.
+
+    Naive code::
+
+        norm = multiplier * sqrt(sum(sums))
+        return not isfinite(norm), multiplier * min(1, clip_norm / (norm + 1e-6)), norm
+
+    Args:
+        sums: FP64, over the gradients as they lie: 0-dim, or one for each of `params`.
+        multiplier: 0-dim FP32 that the gradients are multiplied with in any case; None for 1.
+        clip_norm: largest total 2-norm; None or infinity for any.
+        params: whose gradients they are.
+        looks: whether found_inf is asked for.
+
+    Returns:
+        0-dim FP32 each; None for a found_inf that was not asked for, and for a multiplier of 1.
+    """
+    found = 1.0 - sums.isfinite().all().float() if looks else None
+    found, total = distributed.agreed(found, sums, params)
+    norm = total.sqrt()
+    if multiplier is not None:
+        norm = norm * multiplier
+    if clip_norm is not None and clip_norm < math.inf:
+        # As torch.nn.utils.clip_grad_norm_: a factor of 1 is multiplied in rather than branched on.
+        factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        multiplier = (factor if multiplier is None else factor * multiplier).float()
+    return found, multiplier, norm.float()
+
+
+def take(
+    optimizer: Optimizer, found_inf: Tensor | None, *, host_must_know: bool = False, **kwargs: Any
+) -> Tensor | bool:
+    """Call `optimizer.step(**kwargs)` unless `found_inf`.
+
+    The host decides where reading is free, where it must know, and for an optimizer that can't skip on its device. Else
+    the step is called with PyTorch's contract: a `found_inf` set on the optimizer for one call, at which it leaves
+    parameters, state and step count as they are.
+
+    Args:
+        optimizer: whose gradients are unscaled, or unscaled by what `kwargs` say.
+        found_inf: 0-dim FP32; None steps.
+        host_must_know: wait for the answer.
+        kwargs: for `optimizer.step`.
+
+    Returns:
+        Whether the step was skipped: a bool where the host knows, else `found_inf`.
+    """
+    if found_inf is None:
+        optimizer.step(**kwargs)
+        return False
+    if not host_knows(found_inf, host_must_know) and can_skip_on_device(optimizer):
+        step_on_device(optimizer, found_inf, **kwargs)
+        return found_inf
+    skipped = bool(found_inf)
+    if not skipped:
+        optimizer.step(**kwargs)
+    return skipped
+
+
+def host_knows(tensor: Tensor, must: bool = False) -> bool:
+    """Whether the host reads a number now: reading is free, or it must know."""
+    return must or loss_scaler.reading_is_free(tensor)
+
+
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether this optimizer, in its present state, leaves no trace of a step that its device skips.
+
+    False for the fused SGD with momentum until it has moved once: it allocates its buffers with `empty_like` at its
+    first step, fills them only if that step is not skipped, and takes them for filled at the next (torch 2.13,
+    `_fused_sgd`): the momentum then starts from whatever the memory held.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not isinstance(optimizer, SGD):
+        return True
+    return not any(
+        group["momentum"] != 0
+        and any(
+            param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+            for param in group["params"]
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def step_on_device(
+    optimizer: Any, found_inf: Tensor, *args: Any, grad_scale: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`, which does nothing where `found_inf` is not 0.
+
+    Args:
+        optimizer: one that `can_skip_on_device`. A `grad_scale` that the user set on it is multiplied in.
+        found_inf: 0-dim FP32.
+        args: for `optimizer.step`.
+        grad_scale: 0-dim FP32 that the gradients are still multiplied with; None if they are unscaled.
+        kwargs: for `optimizer.step`.
+    """
+    own = getattr(optimizer, "grad_scale", None)
+    if own is not None:
+        grad_scale = own if grad_scale is None else grad_scale * own
+    optimizer.grad_scale = grad_scale
+    optimizer.found_inf = found_inf
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Every parameter of an optimizer, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor]:
+    """The tensors that hold the gradients' numbers, to be written to: `p.grad`, or the values of a sparse one.
+
+    A sparse gradient becomes coalesced; parameters without one are left out.
+
+    Raises:
+        UsageError: an fp16 gradient (unless allowed): dividing it by the loss scale would flush it to zero.
+    """
+    found = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.dtype is torch.float16 and not allow_fp16:
+            raise UsageError(
+                "cannot unscale an fp16 gradient: its small values would flush to zero. The weights are fp16 "
+                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16'). Or, "
+                "over an optimizer of mezzo.optim, call scaler.step(optimizer) alone, which unscales as it reads; "
+                "to clip too, use mezzo.MixedPrecision(clip_norm=...)."
+            )
+        if grad.is_sparse:
+            # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
+            param.grad = grad = grad.coalesce()
+            grad = grad._values()
+        found.append(grad)
+    return found
+
+
+def numbers_of(grad: Tensor) -> Tensor:
+    """The numbers that a gradient of any layout holds on this rank, as a strided tensor, to be read only."""
+    grad = distributed.local(grad)
+    if grad.layout is torch.strided and not grad.is_nested:
+        return grad
+    return grad._values() if grad.is_sparse else grad.values()
+
+
+def check_finite(optimizer: Optimizer) -> bool:
+    """Whether every `.grad` that the optimizer would read now is finite. Writes nothing; waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for param in parameters(optimizer):
+        grad = param.grad
+        if grad is not None and not grad.is_meta:
+            grad = grad.detach() if grad.requires_grad else grad  # cheaper than `no_grad` around it all
+            by_device.setdefault(grad.device, []).append(numbers_of(grad))
+    # Norms only read, in one call, and are NaN or infinite where an element is: few need the exact look.
+    return all(
+        math.isfinite(torch.stack(torch._foreach_norm(grads)).sum())
+        or all(bool(grad.isfinite().all()) for grad in grads)
+        for grads in by_device.values()
+    )
+
+
+def unscale_(
+    grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor | None = None
+) -> dict[torch.device, Tensor]:
+    """Multiply gradients in place by `inv_scale`, and check them. One fused call per device and dtype; no wait.
+
+    Naive code::
+
+        for g in grads:
+            found_inf[g.device] = max(found_inf[g.device], float(not g.isfinite().all()))
+            g.mul_(inv_scale)
+
+    Args:
+        grads: dense tensors of any devices and floating dtypes.
+        inv_scale: 0-dim FP32; finite.
+        found_inf: 0-dim FP32, 0.0; written to for the gradients on its device. None: a new tensor.
+
+    Returns:
+        Device -> 0-dim FP32, 0.0 or 1.0, in the order in which the devices came.
+    """
+    grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        grouped.setdefault((grad.device, grad.dtype), []).append(grad)
+    found: dict[torch.device, Tensor] = {}
+    inverses: dict[torch.device, Tensor] = {}
+    with torch.no_grad():
+        for (device, _), group in grouped.items():
+            if device not in found:
+                if found_inf is not None and found_inf.device == device:
+                    found[device] = found_inf
+                else:
+                    found[device] = torch.zeros((), dtype=torch.float32, device=device)
+                inverses[device] = inv_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], inverses[device])
+    return found
+
+
+def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
+    """One number on one device out of each device's: 0.0 where all were finite, 1.0 otherwise."""
+    flags = [flag.to(device, non_blocking=True) for flag in found]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+
+
+@torch.no_grad()
+def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
+    """Clip unscaled gradients in place and return their total 2-norm as it was before, if `clip_norm` asks for it.
+
+    Value first, then norm: shrinking the norm can't push an element past the value bound again, so that both
+    bounds hold afterwards. The returned norm is of the gradients as backward left them: 0-dim, NaN or
+    infinite if they are. A `clip_norm` of infinity measures and clips nothing.
+    """
+    total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
+    if clip_value is not None:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+    if clip_norm is not None and total is not None and clip_norm < math.inf:
+        bounded = total if clip_value is None else torch.nn.utils.get_total_norm(grads)
+        factor = (clip_norm / (bounded + 1e-6)).clamp(max=1.0)
+        for device in dict.fromkeys(grad.device for grad in grads):
+            group = [grad for grad in grads if grad.device == device]
+            torch._foreach_mul_(group, factor.to(device, non_blocking=True))
+    return total
+
+
+def no_gradient() -> UsageError:
+    """The error where backward has left no gradient in any of an optimizer's parameters."""
+    return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
+
+
+class AbandonedStepError(BaseException):
+    """Leaves `optimizer.step` from within. Never seen by a user; no `except Exception` may swallow it."""
+
+
+class ClosureStep:
+    """A step with a closure: the closure runs again at a smaller scale until its gradients are finite.
+
+    An optimizer that takes a closure (LBFGS) evaluates it many times within one step and moves the parameters
+    between. So a step can't be skipped once, before it begins: each evaluation must come back finite, and where one
+    can't (the loss itself is not finite, or the scale is at its floor), the whole step is undone.
+
+    Args:
+        optimizer: whose step it is.
+        evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are finite.
+        back_off: lowers the scale after an overflow; False if it is at its floor.
+        copies: whether parameters and state are copied, for an optimizer that moves them between two evaluations.
+
+    Attributes:
+        loss: of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        evaluate: Callable[..., tuple[Any, bool]],
+        back_off: Callable[[], bool],
+        *,
+        copies: bool = True,
+    ) -> None:
+        self._optimizer = optimizer
+        self._evaluate = evaluate
+        self._back_off = back_off
+        self._copies = copies
+        self._params: list[tuple[Tensor, Tensor, int]] | None = None
+        self._state: dict[Tensor, Any] = {}
+        self.loss: Any = None
+
+    def take(self, step: Callable[[Callable[..., Any]], Any]) -> tuple[Any, bool]:
+        """Call `step(closure)`; what it returned, and whether it was skipped (then None)."""
+        try:
+            return step(self._closure), False
+        except AbandonedStepError:
+            self._restore()
+            return None, True
+
+    def _closure(self, *args: Any, **kwargs: Any) -> Any:
+        """One evaluation, repeated while a smaller scale can help."""
+        if self._copies and self._params is None:
+            self._remember()
+        while True:
+            self.loss, finite = self._evaluate(*args, **kwargs)
+            if finite:
+                return self.loss
+            if not _is_finite(self.loss) or not self._back_off():
+                raise AbandonedStepError
+
+    def _restore(self) -> None:
+        if self._params is None:
+            return
+        with torch.no_grad():
+            for param, saved, version in self._params:
+                param.copy_(saved)
+                # Other graphs that saved it before the step may still run backward.
+                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+    def _remember(self) -> None:
+        self._params = [(p, p.detach().clone(), p._version) for p in parameters(self._optimizer)]
+        # Tensors at the top are updated in place, those in LBFGS's history are only appended and dropped.
+        self._state = {
+            param: {name: _copied(value) for name, value in entries.items()}
+            for param, entries in self._optimizer.state.items()
+        }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _is_finite(loss: Any) -> bool:
+    try:
+        return bool(torch.as_tensor(loss).isfinite().all())
+    except (TypeError, ValueError, RuntimeError):  # no number
+        return True

@@ -1,0 +1,154 @@
+"""Observing: whoever looks at a `MixedPrecision`'s steps is told of them here.
+
+Where nobody looks, no hook is on the model and each call below is a loop over nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
+from torch.optim import Optimizer
+
+from mezzo.core.finding import Finding
+from mezzo.core.ranges import RangeRow
+from mezzo.core.records import Record
+from mezzo.pytorch.monitor.observer import StepObserver
+from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
+from mezzo.pytorch.monitor.replay import running_again
+from mezzo.pytorch.step import host_knows
+
+
+def observers_for(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    watch: bool | int,
+    trace: bool | None,
+    scales: bool,
+    enter: Callable[[], AbstractContextManager[Any]],
+    clock: Callable[[], float],
+) -> list[StepObserver]:
+    """Those who are to look at a training, in the order in which they are told.
+
+    Args:
+        model: whose calls they are told of.
+        optimizer: the user's.
+        watch: histograms at every so many updates; True for the default interval.
+        trace: whether a skipped step is looked into; None: where that costs no wait.
+        scales: whether there is a loss scale, without which no step is skipped.
+        enter: makes the region in which a call is run again.
+        clock: seconds since the run's start, for records.
+    """
+    observers: list[StepObserver] = []
+    if watch:
+        every = DEFAULT_EVERY if watch is True else watch
+        observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
+    first = next(model.parameters())
+    if trace or (trace is None and scales and host_knows(first)):
+        observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
+    return observers
+
+
+class Observers:
+    """Tells observers of a model's calls, of backward and of the optimizer's turns.
+
+    Args:
+        model: whose calls in training mode they are told of.
+        observers: those who look.
+    """
+
+    def __init__(self, model: nn.Module, observers: Sequence[StepObserver]) -> None:
+        self._observers = list(observers)
+        self.listening = bool(observers)
+        self._handles: list[Any] = []
+        self._inside = 0
+        if observers:
+            self._handles = [
+                model.register_forward_pre_hook(self._call_begins, with_kwargs=True),
+                model.register_forward_hook(self._call_ended, always_call=True),
+            ]
+
+    def __bool__(self) -> bool:
+        return self.listening
+
+    def _call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._inside += 1
+        if self._looks(model):
+            for observer in self._observers:
+                observer.call_begins(model, args, kwargs)
+
+    def _call_ended(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._looks(model) and output is not None:  # None: the call raised
+            for observer in self._observers:
+                observer.call_ended(model, output)
+        self._inside = max(0, self._inside - 1)
+
+    def _looks(self, model: nn.Module) -> bool:
+        if self._inside != 1 or not model.training or running_again():
+            return False
+        return torch.is_grad_enabled() and _graph_task() == -1
+
+    @property
+    def watches_live(self) -> bool:
+        """Whether somebody wants to see the next region's operations."""
+        return any(one.watches_live for one in self._observers if isinstance(one, OverflowTracer))
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """A region's operations, shown to who wants to see them."""
+        with ExitStack() as stack:
+            for one in self._observers:
+                if isinstance(one, OverflowTracer) and one.watches_live:
+                    stack.enter_context(one.live())
+            yield
+
+    def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
+        """Backward is about to run from a loss."""
+        for observer in self._observers:
+            observer.backward_begins(loss, scale)
+
+    def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
+        """The optimizer's turn begins."""
+        for observer in self._observers:
+            observer.update_begins(optimizer, scale)
+
+    def update_ended(
+        self, optimizer: Optimizer, *, index: int, skipped: Tensor | bool, loss_scale: Tensor | float
+    ) -> Finding | None:
+        """The optimizer's turn is over; what was found out about it, if it was skipped."""
+        finding: Finding | None = None
+        for observer in self._observers:
+            observer.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=loss_scale)
+            finding = finding or observer.finding
+        return finding
+
+    def step_dropped(self) -> None:
+        """Backward raised."""
+        for observer in self._observers:
+            observer.step_dropped()
+
+    def drain(self) -> list[Record]:
+        """What they have to write since the last time."""
+        return [record for observer in self._observers for record in observer.drain()]
+
+    @property
+    def ranges(self) -> list[RangeRow]:
+        """The histograms of the last watched update; none where nobody watches."""
+        return [row for one in self._observers if isinstance(one, RangeWatch) for row in one.rows]
+
+    def undo(self) -> None:
+        """Take the hooks off the model; what was begun is dropped."""
+        self.step_dropped()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

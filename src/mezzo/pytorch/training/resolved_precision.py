@@ -1,0 +1,109 @@
+"""ResolvedPrecision: what of a policy is active in a training now: its region, its loss scale, its module overrides.
+
+It changes twice at most: under `auto` the first steps are timed in FP32 and in the candidate by turns, and the faster
+one stays.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from mezzo.core.loss_scale import LossScale
+from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.trial import PrecisionTrial, TrialDecision
+from mezzo.pytorch import auto
+from mezzo.pytorch.loss_scaler import LossScaler
+from mezzo.pytorch.region.autocast import Region, autocast
+from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides, with_heads
+
+
+class ResolvedPrecision:
+    """The policy of one training, applied.
+
+    Args:
+        model: whose modules the policy may name.
+        asked: the policy, perhaps with `auto`.
+        device_type: of the region.
+        loss_scale: instead of the policy's.
+        why: the reason for a choice that was made before.
+
+    Attributes:
+        policy: the policy, with `auto` replaced by the format that is on trial or was decided on.
+        decision: which precision and why; None while a trial runs.
+        device: of the loss scale: that of the model's first parameter.
+        trial: of `auto`, while it runs.
+        scaler: the loss scale; None without one.
+    """
+
+    def __init__(
+        self, model: nn.Module, asked: Policy, device_type: str, loss_scale: LossScale | None, why: str
+    ) -> None:
+        self.asked = asked
+        self._model = model
+        self.device = next(model.parameters()).device
+        self._device_type = device_type
+        self._asked_scale = loss_scale
+        self._overrides: ModuleOverrides | None = None
+        self.trial: auto.TimedTrial | None = None
+        self.decision: TrialDecision | None = None
+        resolved, reason = auto.resolve(asked, device_type)
+        if asked.compute == "auto" and resolved.compute != "fp32":
+            self.trial = auto.TimedTrial(PrecisionTrial(resolved.compute), device_type)
+        else:
+            self.decision = TrialDecision(resolved.compute, math.nan, why or reason)
+        self._apply(resolved)
+
+    def _apply(self, policy: Policy) -> None:
+        """Apply a policy without `auto`, with its loss scale at its first state."""
+        self.policy = policy = with_heads(policy, self._model)
+        self._regions = {
+            name: autocast(chosen, self._device_type)
+            for name, chosen in (("fp32", PRESETS["fp32"]), (policy.compute, policy))
+        }
+        scale = policy.make_loss_scale() if self._asked_scale is None else self._asked_scale
+        self.scaler = LossScaler.of(scale, self.device)
+        self.end()
+        if policy.modules:
+            self._overrides = apply_module_overrides(self._model, policy, self._device_type)
+
+    def end(self) -> None:
+        """Take the policy's overrides off the model."""
+        if self._overrides is not None:
+            self._overrides.remove()
+            self._overrides = None
+
+    @property
+    def precision(self) -> str:
+        """The compute format of the next step."""
+        return self.trial.precision if self.trial is not None else self.policy.compute
+
+    @property
+    def active_scaler(self) -> LossScaler | None:
+        """The loss scale of the next step; None without one.
+
+        The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
+        """
+        return None if self.trial is not None and self.trial.precision == "fp32" else self.scaler
+
+    def region(self) -> AbstractContextManager[Region]:
+        """The region of the next step."""
+        if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
+            return autocast(self.policy, self._device_type)
+        return self._regions[self.precision]
+
+    def step_ended(self, *, counts: bool) -> None:
+        """Let the trial hear of the step, and settle once it knows."""
+        if self.trial is not None:
+            self.trial.finish(counts=counts)
+            if self.trial.decision is not None:
+                self.settle(self.trial.decision)
+
+    def settle(self, decision: TrialDecision) -> None:
+        """The trial is over."""
+        self.trial, self.decision = None, decision
+        if decision.precision != self.policy.compute:
+            self._apply(self.asked.resolved(decision.precision))

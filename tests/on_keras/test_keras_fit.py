@@ -1,0 +1,279 @@
+"""LossScaleOptimizer under compile and fit: compiled, several steps at once, saved and loaded; and how fit ends."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_steps import step, values, variables
+
+from conftest import BACKEND
+from mezzo.core.errors import LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.keras import LossScaleOptimizer
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def model(optimizer: Any, **compile_settings: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+    )
+    made.compile(optimizer, "mse", **compile_settings)
+    return made
+
+
+def adam(**settings: Any) -> Any:
+    return keras.optimizers.Adam(0.05, **settings)
+
+
+def fit(trained: Any, x: Any = X, **settings: Any) -> Any:
+    return trained.fit(x, Y, batch_size=8, shuffle=False, verbose=0, **settings)
+
+
+@pytest.mark.every_backend
+def test_fp16_training_is_recognised_and_learns() -> None:
+    """`compile` under mixed_float16 wraps no second time, and a step whose data are infinite is skipped."""
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = LossScaleOptimizer(adam(), initial_scale=2.0**10, dynamic_growth_steps=8)
+    trained = model(optimizer)
+    assert trained.optimizer is optimizer
+    losses = fit(trained, epochs=4).history["loss"]
+    assert losses[-1] < losses[0] / 4
+    assert float(optimizer.scale) == 2.0**12
+    x = X.copy()
+    x[8] = math.inf
+    fit(trained, x)
+    assert int(optimizer.skipped_steps) == 1
+    assert int(optimizer.iterations) == 19
+    assert optimizer.machine() == DynamicLossScale(
+        init=2.0**10, growth_interval=8, scale=2.0**11, good_steps=2
+    )
+    assert np.isfinite(trained.predict(X, verbose=0)).all()
+
+
+@functools.cache
+def one_by_one() -> Any:
+    """The weights after Keras's own Adam has taken the good steps alone, twice over."""
+    plain = model(adam(), jit_compile=False)
+    for _ in range(2):
+        for first in (0, 8, 24):
+            plain.train_on_batch(X[first : first + 8], Y[first : first + 8])
+    return plain.get_weights()
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize(
+    "settings",
+    [{"jit_compile": True}, {"steps_per_execution": 4, "jit_compile": False}, {"run_eagerly": True}],
+    ids=str,
+)
+def test_however_fit_runs_its_steps(settings: dict[str, Any]) -> None:
+    """Skips, scale and weights are those of steps taken one by one: compiled ones may differ by rounding alone."""
+    if BACKEND == "torch" and "run_eagerly" not in settings:
+        pytest.skip("Keras on PyTorch has no steps_per_execution; compiled steps are in ..._torch.py")
+    trained = model(LossScaleOptimizer(adam(), initial_scale=2.0**10), **settings)
+    x = X.copy()
+    x[16] = math.nan
+    fit(trained, x, epochs=2)
+    assert trained.optimizer.machine() == DynamicLossScale(init=2.0**10, scale=2.0**8, good_steps=1)
+    assert int(trained.optimizer.skipped_steps) == 2
+    assert int(trained.optimizer.iterations) == 6
+    for ours, plain in zip(trained.get_weights(), one_by_one()):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.every_backend
+def test_collapse_is_raised_at_the_end_of_fit() -> None:
+    optimizer = LossScaleOptimizer(adam(), loss_scale=StaticLossScale(4.0, patience=3))
+    trained = model(optimizer, jit_compile=BACKEND != "torch")
+    before = trained.get_weights()
+    with pytest.raises(LossScaleCollapseError, match="dense/kernel"):
+        fit(trained, np.full_like(X, math.nan))
+    for ours, kept in zip(trained.get_weights(), before):
+        np.testing.assert_array_equal(ours, kept)
+
+
+def test_callbacks_and_learning_rates() -> None:
+    optimizer = LossScaleOptimizer(adam(use_ema=True, ema_momentum=0.5))
+    trained = model(optimizer)
+    seen = []
+    fit(
+        trained,
+        epochs=2,
+        callbacks=[
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=1e9),
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: seen.append(float(optimizer.learning_rate))
+            ),
+        ],
+    )
+    assert seen == pytest.approx([0.025, 0.0125])
+    assert float(optimizer.learning_rate) == pytest.approx(0.00625)  # no better than the first epoch
+    optimizer.learning_rate = 0.5
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
+
+    decay = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    scheduled = LossScaleOptimizer(keras.optimizers.SGD(decay))
+    weights = variables()
+    step(scheduled, weights)
+    step(scheduled, weights, bad=math.inf)  # a skipped step is none to the schedule
+    assert float(scheduled.learning_rate) == 0.25
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="elsewhere an optimizer steps some of its variables")
+def test_an_optimizer_that_was_built_before_layers_were_frozen_is_told() -> None:
+    inner = adam()
+    trained = model(LossScaleOptimizer(inner))
+    fit(trained)
+    trained.layers[0].trainable = False
+    trained.compile(LossScaleOptimizer(inner), "mse")
+    with pytest.raises(UsageError, match="built for 4 trainable variables, and now 2 are trained"):
+        fit(trained)
+    trained.compile(LossScaleOptimizer(adam()), "mse")
+    fit(trained)
+
+
+@pytest.mark.every_backend
+def test_saved_with_the_model_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    x = X.copy()
+    x[8] = math.inf
+
+    def new() -> Any:
+        return LossScaleOptimizer(
+            adam(weight_decay=0.01),
+            loss_scale=DynamicLossScale(init=2.0**12, growth_interval=2, hysteresis=2),
+            on_unscaled="warn",
+        )
+
+    straight = model(new())
+    fit(straight, x, epochs=2)
+
+    first = model(new())
+    fit(first, x)
+    first.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is LossScaleOptimizer
+    assert loaded.optimizer.get_config() == first.optimizer.get_config()
+    assert loaded.optimizer.machine() == first.optimizer.machine()
+    assert values(loaded.optimizer) == values(first.optimizer)
+    fit(loaded, x)
+    assert values(loaded.optimizer) == values(straight.optimizer)
+    assert loaded.optimizer.machine() == straight.optimizer.machine()
+    for ours, theirs in zip(loaded.get_weights(), straight.get_weights()):
+        np.testing.assert_array_equal(ours, theirs)
+
+    straight.save_weights(tmp_path / "model.weights.h5")
+    other = model(new())
+    with pytest.warns(
+        UserWarning, match="Skipping variable loading"
+    ):  # it holds a state, and this is not built yet
+        other.load_weights(tmp_path / "model.weights.h5")
+    for ours, theirs in zip(other.get_weights(), straight.get_weights()):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def stored(optimizer: Any) -> dict[str, Any]:
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(8.0, 8.0), (0.0, 2.0**-14), (math.inf, 2.0**24), (math.nan, 2.0**16)]
+)
+def test_state_of_kerass_own_is_taken_over(theirs: float, ours: float) -> None:
+    """Its scale may be 0 or infinity, from which Keras's own never comes back."""
+    weights = variables()
+    old = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=theirs)
+    old.build(weights)
+    old.inner_optimizer.iterations.assign(7)
+    old.inner_optimizer.variables[-1].assign([1.0, 2.0])
+    old.step_counter.assign(5)
+    new = LossScaleOptimizer(adam())
+    new.build(weights)
+    for _ in range(2):
+        step(new, weights, bad=math.inf)
+    new.load_own_variables(stored(old))
+    assert new.machine() == DynamicLossScale(scale=ours, good_steps=5)
+    assert int(new.skipped_steps) == int(new.last_step_skipped) == 0
+    assert values(new.inner_optimizer) == values(old.inner_optimizer)
+    assert int(new.iterations) == 7
+
+    constant = LossScaleOptimizer(adam(), loss_scale=64.0)
+    constant.build(weights)
+    constant.load_own_variables(stored(old))
+    assert float(constant.scale) == 64.0
+
+
+# How fit ends
+
+
+class SecondTime(keras.losses.Loss):  # type: ignore[misc]
+    """Fails when it is called again; on JAX while the first step is compiled, and the variables hold nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y: Any, predicted: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise OSError("mine")
+        return keras.ops.mean((y - predicted) ** 2)
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_the_error_that_ends_fit_is_the_users_own(use_ema: bool) -> None:
+    if BACKEND == "tensorflow":
+        pytest.skip("Keras tells it in TensorFlow's words, and does not finalize")
+    trained = model(adam(use_ema=use_ema))
+    trained.compile(LossScaleOptimizer(adam(use_ema=use_ema)), SecondTime(), jit_compile=BACKEND == "jax")
+    with pytest.raises(OSError, match="mine"):
+        trained.fit(X, Y, batch_size=10, shuffle=False, verbose=0)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX's trainer alone takes the values out, and donates them")
+def test_jax_what_holds_no_value_is_not_looked_at() -> None:
+    trained = model(LossScaleOptimizer(adam()))
+    readable = []
+
+    def at_batch(batch: int, logs: Any) -> None:
+        readable.append(trained.optimizer._stuck._value is not None)
+        trained.optimizer.finalize_variable_values(trained.trainable_variables)
+
+    fit(trained, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_begin=at_batch)])
+    assert readable == [True, False, False, False]
+    trained.optimizer._stuck.value.delete()
+    trained.optimizer.finalize_variable_values([])
+
+
+@pytest.mark.every_backend
+def test_averages_and_another_fit() -> None:
+    """Keras's own fails there on JAX: the weight and its average were one buffer, which cannot be donated twice."""
+    once = model(LossScaleOptimizer(adam(use_ema=True, ema_momentum=0.5)), jit_compile=BACKEND == "jax")
+    try:
+        raise OSError("a retry")
+    except OSError:  # a fit where an error is handled is a fit like any other
+        fit(once)
+    first = once.get_weights()
+    averages = once.optimizer.inner_optimizer._model_variables_moving_average
+    for weight, average in zip(first, averages, strict=True):
+        np.testing.assert_array_equal(weight, keras.ops.convert_to_numpy(average))
+    fit(once)
+    assert int(once.optimizer.iterations) == 8
+    assert not any(np.array_equal(a, b) for a, b in zip(first, once.get_weights(), strict=True))

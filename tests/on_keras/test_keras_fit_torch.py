@@ -1,0 +1,182 @@
+"""LossScaleOptimizer on PyTorch: the step during which the host waits for nothing, torch modules, compiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_steps import GRADIENTS, no_gradients, step, tensor, values, variables
+
+from conftest import BACKEND
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
+from mezzo.keras import LossScaleOptimizer
+from mezzo.keras import gradients as gradients_module
+from mezzo.keras import loss_scale_optimizer as optimizer_module
+
+if BACKEND != "torch":
+    pytest.skip("the PyTorch backend alone", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.every_backend
+
+INF = math.inf
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where the host would wait for an accelerator: a tensor's value read, its shape made to depend on values."""
+
+    READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__.split(".")[0] not in self.READS, f"{func} makes the host wait"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path for accelerators, taken on this CPU."""
+    for module in (gradients_module, optimizer_module):
+        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+
+
+def sgd(**settings: Any) -> Any:
+    return keras.optimizers.SGD(0.5, **settings)
+
+
+# An optimizer, and whether Keras's own step of it reads from the device.
+INNER: dict[str, tuple[Callable[[], Any], bool]] = {
+    "sgd": (lambda: sgd(momentum=0.9, weight_decay=0.01), True),
+    "adamw, global_clipnorm": (lambda: keras.optimizers.AdamW(0.1, global_clipnorm=1.0, amsgrad=True), False),
+    "lion, clipvalue": (lambda: keras.optimizers.Lion(0.1, clipvalue=1.0), False),
+    "ema": (lambda: keras.optimizers.Adam(0.1, use_ema=True), False),
+    "accumulation": (lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2), True),
+}
+
+
+def weights_after(make: Callable[[], Any], events: str, mode: Any) -> Any:
+    weights = variables([[1.0, -2.0, 3.0, -0.0], [0.5, 0.25]])
+    optimizer = LossScaleOptimizer(make(), loss_scale=DynamicLossScale(init=2.0**6, growth_interval=2))
+    optimizer.build(weights)
+    for event in events:
+        gradients = [tensor([0.5, -0.25, 2.0, 0.0]), tensor([1.0, INF if event == "x" else -4.0])]
+        scaled = [gradient * optimizer.scale.value for gradient in gradients]
+        with no_gradients(), mode:
+            optimizer.apply(scaled, weights)
+    return values(*weights, optimizer), optimizer.machine()
+
+
+@pytest.mark.parametrize(("make", "reads"), INNER.values(), ids=INNER)
+def test_the_path_without_reading_equals_the_branching_one(
+    make: Callable[[], Any], reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = ".x..xx..."
+    branching = weights_after(make, events, contextlib.nullcontext())
+    for module in (gradients_module, optimizer_module):
+        monkeypatch.setattr(module, "reading_is_free", lambda tensor: False)
+    assert weights_after(make, events, contextlib.nullcontext()) == branching
+    if not reads:
+        assert weights_after(make, events, NoReading()) == branching
+        return
+    with pytest.raises(
+        AssertionError, match="makes the host wait"
+    ):  # and so does Keras's optimizer by itself
+        weights_after(make, events, NoReading())
+    plain, weights = make(), variables()
+    plain.build(weights)
+    with pytest.raises(AssertionError, match="makes the host wait"), no_gradients(), NoReading():
+        plain.apply([tensor(gradient) for gradient in GRADIENTS], weights)
+
+
+def test_gradients_one_by_one_equal_those_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list kernels against their specification, with NaN, infinities and formats mixed."""
+    weights = [
+        *variables([[1.0, 1.0]] * 5),
+        *variables([[1.0, 1.0]] * 4, "float16"),
+        *variables([[1.0, 1.0]], "bfloat16"),
+        *variables([[1.0, 1.0]], "float64"),
+    ]
+    weights[4].overwrite_with_gradient = True
+    gradients = [
+        *map(tensor, ([1.0, 2.0], [math.nan, 1.0], [1.0, -INF], [INF, math.nan], [3.0, 4.0])),
+        *(tensor(g, "float16") for g in ([300.0, 2.0**-20], [INF, 0.0], [65504.0, 0.0])),
+        None,
+        tensor([1.0, 3e38], "bfloat16"),
+        tensor([1e300, 1.0], "float64"),
+    ]
+    for scale, again in ((2.0**-10, True), (3.0, False), (2.0**16, True)):
+        arguments = (gradients, weights, tensor(scale))
+        together = gradients_module.unscale(*arguments, in_variables_format=again)
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients_module, "_fit_list_kernels", lambda given: False)
+            singly = gradients_module.unscale(*arguments, in_variables_format=again)
+        for ours, theirs in zip(together[0], singly[0]):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        flags, expected = (
+            [None if flag is None else bool(flag) for flag in found] for _, found in (together, singly)
+        )
+        assert flags == expected
+    assert flags == [False, True, True, True, False, False, True, False, None, False, False]
+    for odd in (torch.zeros(0), torch.ones(1, dtype=torch.int32), torch.ones(1).to_sparse(), np.ones(1)):
+        assert not gradients_module._fit_list_kernels([torch.ones(1), odd])
+
+
+def test_on_an_accelerator_the_patience_is_looked_at_every_50th_step(
+    as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = variables()
+    optimizer = LossScaleOptimizer(sgd(), loss_scale=StaticLossScale(2.0, patience=3))
+    looked = []
+    monkeypatch.setattr(LossScaleOptimizer, "check", lambda self: looked.append(int(self.skipped_steps)))
+    for _ in range(120):
+        step(optimizer, weights, bad=INF)
+    assert looked == [50, 100]
+    monkeypatch.undo()
+    with pytest.raises(LossScaleCollapseError, match="weight_1"):
+        optimizer.finalize_variable_values(weights)
+
+
+# torch's own modules
+
+
+X = torch.tensor(np.random.default_rng(0).normal(size=(16, 3)), dtype=torch.float32)
+Y = X.sum(dim=1, keepdim=True)
+
+
+def test_a_wrapped_torch_module_in_a_model() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
+    model = keras.Sequential([keras.layers.TorchModuleWrapper(module), keras.layers.Dense(1)])
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.05), initial_scale=2.0**10)
+    model.compile(optimizer, "mse")
+    losses = model.fit(X.numpy(), Y.numpy(), epochs=20, batch_size=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 2
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    model.fit(np.full_like(X.numpy(), np.nan), Y.numpy(), batch_size=16, verbose=0)
+    assert int(optimizer.skipped_steps) == 1
+    assert int(optimizer.bad_gradients.value.sum()) == len(optimizer.bad_gradients.value) == 4
+    for parameter, kept in zip(module.parameters(), before):
+        assert torch.equal(parameter, kept)
+
+
+def test_a_compiled_step() -> None:
+    """As Dynamo takes it apart; Inductor, which `jit_compile=True` adds, takes half a minute."""
+    weights, optimizer = variables(), LossScaleOptimizer(sgd(), initial_scale=4.0)
+    optimizer.build(weights)
+    assert float(optimizer.scale) == 4.0
+    compiled = torch.compile(lambda *gradients: optimizer.apply(list(gradients), weights), backend="eager")
+    for bad in (False, True, False):
+        factor = INF if bad else float(optimizer.scale)
+        with no_gradients():
+            compiled(*(tensor(gradient) * factor for gradient in GRADIENTS))
+    assert optimizer.machine() == DynamicLossScale(init=4.0, scale=2.0, good_steps=1)
+    assert values(*weights) == [[0.5, -1.75, 1.0], [-0.5, 4.25]]

@@ -1,0 +1,277 @@
+"""Numba's support: PyTorch's threads, the cache of compiled kernels, and who may own that cache and write to it.
+
+The cache is executed as Python code, so one that others can change is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepper_cases as cases
+from mezzo.core.errors import MezzoError
+from mezzo.pytorch.kernels.optimizer_step import Row
+
+pytest.importorskip("numba")
+
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.optimizer_step import cpu, cpu_loops
+
+ADAMW = cases.HYPERS["adamw"]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def counter() -> tuple[int, Any, Callable[[], None]]:
+    """A C function that counts its calls, the data for it, and a check that Python's lock was free."""
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    seen: list[int] = []
+    function = kind(lambda data: seen.append(data))
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address, seen, function  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_region_runs_once_on_each_thread(count: int) -> None:
+    torch.set_num_threads(count)
+    address, seen, _function = counter()
+    jit.parallel(address, 42)
+    assert seen == [42] * count
+    jit.alone(address, 7)
+    assert seen == [42] * count + [7]
+
+
+def test_python_threads_serve_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_openmp", lambda: None)
+    torch.set_num_threads(3)
+    assert not jit.has_openmp()
+    address, seen, _function = counter()
+    jit.parallel(address, 5)
+    assert seen == [5] * 3
+
+
+def _in_a_child(step: cpu.DeviceStepper, of: Row, results: Any) -> None:
+    torch.set_num_threads(2)  # PyTorch's own operations would wait for the parent's threads for ever
+    cases.move(step, ADAMW, [of])
+    results.send((jit.has_openmp(), of.weight.view(torch.int16).tolist()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_steps_on_threads_of_its_own() -> None:
+    torch.set_num_threads(2)
+    of = cases.row(ADAMW, ("split", "fp32", torch.bfloat16), 200_000, 0, special=False)
+    step = cpu.DeviceStepper()
+    cases.move(step, ADAMW, [of])
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_in_a_child, args=(step, of, sending), daemon=True)
+    child.start()
+    try:
+        assert receiving.poll(60)
+        has_openmp, weight = receiving.recv()
+    finally:
+        child.kill()
+        child.join(10)
+    cases.move(step, ADAMW, [of])
+    assert has_openmp is False
+    assert weight == of.weight.view(torch.int16).tolist()
+
+
+# --- the cache of compiled kernels ---------------------------------------------------------------------------------
+
+ONE_STEP = """
+import torch
+from mezzo.pytorch.kernels import jit
+from mezzo.pytorch.kernels.optimizer_step import cpu_loops
+kernel = jit.kernel(cpu_loops, {}, "count_moves")
+assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
+assert jit.kernels() == (kernel,)
+assert jit.compile_seconds() == kernel.seconds > 0
+print(kernel.from_cache)
+"""
+
+
+def run(cache: Path, code: str = ONE_STEP, **more: str) -> str:
+    environment = {**os.environ, "MEZZO_CACHE_DIR": str(cache), **more}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.heavy
+def test_what_processes_compile_at_once_the_next_loads(tmp_path: Path) -> None:
+    environment = {**os.environ, "MEZZO_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", ONE_STEP]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    written = list(tmp_path.rglob("optimizer_step_cpu_loops_*.py"))
+    assert len(written) == 1
+    assert run(tmp_path) == "True"
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.heavy
+def test_without_a_folder_to_write_kernels_are_compiled_for_this_process(tmp_path: Path) -> None:
+    occupied = tmp_path / "a file"
+    occupied.write_text("not a folder")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    assert run(occupied, TMPDIR=str(temporary)) == "False"
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_binding_must_be_one_of_the_templates() -> None:
+    with pytest.raises(ValueError, match="cpu_loops has no bound curve"):
+        jit.kernel(cpu_loops, {"curve": "math:sqrt"})
+
+
+def test_a_compiler_that_fails_is_no_dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(main: Any) -> Any:
+        raise TypeError("no such instruction")
+
+    monkeypatch.setattr(jit, "entry", fails)
+    monkeypatch.setattr(jit, "_kernels", {})
+    with pytest.raises(MezzoError, match=r"no such instruction.*MEZZO_KERNELS=reference"):
+        jit.kernel(cpu_loops, {}, "count_moves")
+
+
+# Whose cache.
+
+
+@pytest.fixture(autouse=True)
+def ordinary_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def folder_of(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEZZO_CACHE_DIR", str(cache))
+    return jit._folder.__wrapped__()
+
+
+def owned_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another user had made it: only root could really give a file away."""
+    lstat = Path.lstat
+
+    def pretended(path: Path) -> os.stat_result:
+        found = lstat(path)
+        if path == place.resolve():
+            found = os.stat_result((*found[:4], os.getuid() + 4711, *found[5:]))
+        return found
+
+    monkeypatch.setattr(Path, "lstat", pretended)
+
+
+# What is wrong -> makes it so, given the cache, the folder in it and a file in that; the path to be named.
+Change = Callable[[Path, Path, Path, pytest.MonkeyPatch], Path]
+
+
+def _mode(which: int, mode: int) -> Change:
+    def change(*places: object) -> Path:
+        place = places[which]
+        assert isinstance(place, Path)
+        place.chmod(mode)
+        if which == 2:
+            place.parents[1].chmod(0o755)
+        return place
+
+    return change
+
+
+def _owner(which: int) -> Change:
+    def change(*places: object) -> Path:
+        place, monkeypatch = places[which], places[3]
+        assert isinstance(place, Path)
+        assert isinstance(monkeypatch, pytest.MonkeyPatch)
+        owned_by_another(place, monkeypatch)
+        return place
+
+    return change
+
+
+REFUSED: dict[str, Change] = {
+    "cache writable by group": _mode(0, 0o770),
+    "folder writable by all": _mode(1, 0o707),
+    "folder sticky and writable by all": _mode(1, 0o1777),
+    "file writable by group": _mode(2, 0o664),
+    "cache of another user": _owner(0),
+    "folder of another user": _owner(1),
+    "file of another user": _owner(2),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_cache_that_others_can_change_is_not_used(
+    tmp_path: Path, what: str, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tmp_path / "real"
+    cache = tmp_path / "link" if linked else real
+    folder = folder_of(real, monkeypatch)
+    (folder / "__pycache__").mkdir()
+    file = folder / "__pycache__" / "kernel.1.nbc"
+    file.write_bytes(b"")
+    if linked:
+        cache.symlink_to(real)
+    named = REFUSED[what](real, folder, file, monkeypatch)
+    with pytest.warns(UserWarning, match="kernel cache") as told:
+        found = folder_of(cache, monkeypatch)
+    assert real not in found.parents
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert len(told) == 1
+    for word in (str(named), "chmod 700", "MEZZO_CACHE_DIR"):
+        assert word in str(told[0].message)
+
+
+USED: dict[str, Callable[[Path], Path]] = {
+    "fresh": lambda place: place / "new" / "cache",
+    "private": lambda place: place,
+    "readable by all": lambda place: place / "readable",
+    "in a sticky folder, as /tmp": lambda place: place / "tmp" / "mine",
+    "a sticky folder itself": lambda place: place / "tmp",
+    "a link of one's own": lambda place: place / "link",
+}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+@pytest.mark.parametrize("what", USED)
+def test_a_cache_of_ones_own_is_used(
+    tmp_path: Path, what: str, umask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    (tmp_path / "readable").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "readable")
+    os.umask(umask)
+    cache = USED[what](tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = folder_of(cache, monkeypatch)
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__" / "kernel.py").write_text("")
+        assert folder_of(cache, monkeypatch) == folder
+    assert cache.resolve() in folder.parents
+    assert folder.stat().st_mode & 0o777 == 0o700

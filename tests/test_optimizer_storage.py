@@ -1,0 +1,420 @@
+"""How masters and moments are stored: exact, right on average, harmless when a weight was edited; and the noise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+import patterns
+from mezzo.pytorch.kernels.optimizer_step import formulas
+from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, STEP, WEIGHT, noise_key
+from mezzo.pytorch.kernels.optimizer_step.reference import (
+    decode_master,
+    encode_master,
+    groups,
+    load_state,
+    store_state,
+)
+
+NANS = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF]
+REMAINDERS = {"split": (-32768, -32767, -1, 0, 1, 32767), "split8": (-128, -127, -1, 0, 1, 127)}
+KEPT = {"split": torch.int16, "split8": torch.int8}
+PARTS = pytest.mark.parametrize("masters", sorted(REMAINDERS))
+
+
+def encode_none(value: Tensor, noise: Tensor | int) -> Tensor:
+    return encode_master("none", value, torch.bfloat16, noise)[0]
+
+
+def test_every_upper_half_beside_the_lower_halves_that_matter_is_decoded_to_itself() -> None:
+    high = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
+    bits = (high + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).flatten()
+    master = bits.view(torch.float32)
+    weight, remainder = encode_master("split", master)
+    is_nan = master.isnan()
+    decoded = decode_master("split", weight, remainder).view(torch.int32)
+    assert torch.equal(decoded[~is_nan], bits[~is_nan])
+    assert (weight.view(torch.int16)[is_nan] == 0x7FC0).all()
+    assert (remainder[is_nan] == 0).all()
+    assert (decoded[is_nan] == formulas.NAN).all()
+
+
+def test_a_weight_is_the_nearest_bf16_and_the_remainder_is_what_is_left() -> None:
+    words = [*patterns.awkward_words(), 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0xFF7F8000]
+    weight, remainder = encode_master("split", patterns.masters(words))
+    for word, got, left in zip(words, patterns.words(weight), remainder.tolist()):
+        assert got == patterns.nearest_bf16(word), hex(word)
+        assert (got << 16) + left == word
+    assert weight[-5:].isinf().tolist() == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("masters", ["split", "split8", "none"])
+def test_nan_is_stored_as_one_pattern_so_that_the_weight_shows_it(masters: str) -> None:
+    most = 0xFF if masters == "split8" else 0xFFFF
+    weight, kept = encode_master(
+        masters, patterns.masters(NANS), noise=torch.full((7,), most, dtype=torch.int32)
+    )
+    assert patterns.words(weight) == [0x7FC0] * len(NANS)
+    assert masters == "none" or not kept.any()
+    assert decode_master(masters, weight, kept).isnan().all()
+
+
+@PARTS
+@pytest.mark.parametrize("edge", range(6))
+def test_any_weight_beside_any_remainder_is_within_an_ulp_of_its_master(masters: str, edge: int) -> None:
+    remainder = REMAINDERS[masters][edge]
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    master = decode_master(masters, weight, torch.full((1 << 16,), remainder, dtype=KEPT[masters]))
+    is_nan = weight.isnan()
+    assert torch.equal(master.isnan(), is_nan)
+    if remainder >= 0:
+        assert torch.equal(master[weight.isinf()], weight[weight.isinf()].float())
+    else:
+        assert torch.equal(
+            master[weight == 0].view(torch.int32), weight[weight == 0].float().view(torch.int32)
+        )
+    far = 2.0**128  # where the next number after the largest would be
+    exact = weight[~is_nan].double().clamp(-far, far)
+    moved = (master[~is_nan].double().clamp(-far, far) - exact).abs()
+    ulp = 2.0 ** (exact.abs().clamp(min=2.0**-126).log2().floor() - 7)
+    assert (moved <= ulp).all()
+
+
+def test_a_24_bit_master_is_exact_without_noise() -> None:
+    bits = torch.arange(-(1 << 23), 1 << 23, 37, dtype=torch.int32) << 8
+    master = bits.view(torch.float32)
+    weight, remainder = encode_master("split8", master)
+    is_nan = master.isnan()
+    decoded = decode_master("split8", weight, remainder)
+    assert torch.equal(decoded.view(torch.int32)[~is_nan], bits[~is_nan])
+    assert torch.equal(weight[~is_nan], encode_master("split", master)[0][~is_nan])
+    assert torch.equal(weight.isnan(), is_nan)
+
+
+FINITE = [word for word in patterns.awkward_words(20) if word & 0x7FFFFFFF < 0x7F7F0000]
+
+
+def test_lean_masters_are_right_on_average_over_all_noise() -> None:
+    every = torch.arange(256, dtype=torch.int32)
+    for word in FINITE[::7]:
+        master = patterns.masters([word]).expand(256).contiguous()
+        decoded = decode_master("split8", *encode_master("split8", master, noise=every))
+        mean = sum((Fraction(number) for number in decoded.tolist()), Fraction()) / 256
+        assert mean == Fraction(patterns.value(word)), hex(word)
+    every = torch.arange(1 << 16, dtype=torch.int32)
+    for word in FINITE[::97]:
+        stored = encode_none(patterns.masters([word]).expand(1 << 16).contiguous(), every)
+        values, counts = stored.float().unique(return_counts=True)
+        mean = sum(Fraction(v) * c for v, c in zip(values.tolist(), counts.tolist())) / (1 << 16)
+        assert mean == Fraction(patterns.value(word)), hex(word)
+        assert len(values) == (1 if word & 0xFFFF == 0 else 2)
+
+
+def test_noise_moves_no_infinity_and_may_carry_the_largest_masters_to_it() -> None:
+    master = patterns.masters([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF])
+    infinite = [0x7F800000, 0xFF800000] * 2
+    assert patterns.words(decode_master("split8", *encode_master("split8", master, noise=0xFF))) == infinite
+    assert patterns.words(encode_none(master, 0xFFFF).float()) == infinite
+
+
+def test_beside_a_separate_master_bf16_rounds_half_away_and_fp16_to_even() -> None:
+    words = patterns.awkward_words()
+    weight, _ = encode_master("fp32", patterns.masters(words), torch.bfloat16)
+    assert patterns.words(weight) == [patterns.nearest_bf16(word) for word in words]
+    ties = torch.tensor([1 + 2**-11, 1 + 3 * 2**-11, 65519.0, 65520.0, 2.0**-25, 3 * 2.0**-25])
+    nearest = encode_master("fp32", ties, torch.float16)[0].tolist()
+    assert nearest == [1.0, 1 + 2 * 2**-10, 65504.0, math.inf, 0.0, 2 * 2.0**-24]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_edited_weight_replaces_its_separate_master_and_others_keep_theirs(dtype: torch.dtype) -> None:
+    master = torch.tensor([1.0 + 2**-20, 2.5 + 2**-20, math.nan, math.nan, 1e-30, -1e-42, math.inf, 3.0])
+    weight, _ = encode_master("fp32", master, dtype)
+    weight[1] = 7.0
+    weight[3] = 5.0
+    weight[5] = 0.0  # was -0: a weight set to zero is zero
+    weight[7] = math.nan
+    got = decode_master("fp32", weight, master)
+    want = torch.tensor([1.0 + 2**-20, 7.0, math.nan, 5.0, 1e-30, 0.0, math.inf, math.nan])
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(9.0).view(torch.int32), want.nan_to_num(9.0).view(torch.int32))
+
+
+# Moments.
+
+SIGNED, UNSIGNED = True, False
+TABLES = pytest.mark.parametrize("signed", [SIGNED, UNSIGNED])
+
+
+def code_value(code: int, signed: bool) -> Fraction:
+    """What a byte stands for, before its scale: a sign, an exponent and 3 bits, as the format's table says."""
+    if not signed:
+        return Fraction(8 + (code & 7)) * Fraction(2) ** ((code >> 3) - 34) if code else Fraction()
+    exponent, mantissa = (code & 0x7F) >> 3, code & 7
+    normal = Fraction(8 + mantissa) * Fraction(2) ** (exponent - 18)
+    size = normal if exponent else mantissa * Fraction(1, 1 << 17)
+    return -size if code & 0x80 else size
+
+
+def fp32(number: Fraction) -> float:
+    """The nearest FP32: Python rounds to FP64 and torch to FP32, which for these short numbers is one rounding."""
+    return float(torch.tensor(float(number), dtype=torch.float64).float())
+
+
+def scales(fields: list[int]) -> Tensor:
+    return (torch.tensor(fields, dtype=torch.int32) << 7).to(torch.int16).view(torch.bfloat16)
+
+
+def encode(value: Tensor, signed: bool, noise: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(value.shape, dtype=torch.uint8)
+    kept = torch.empty(groups(value.numel()), dtype=torch.bfloat16)
+    store_state(value, codes, kept, noise, signed=signed)
+    return codes, kept
+
+
+def through(value: Tensor, signed: bool, noise: int | Tensor = 0) -> Tensor:
+    return load_state(*encode(value, signed, noise), signed=signed)
+
+
+@TABLES
+@pytest.mark.parametrize("field", [1, 60, 127, 252, 253])
+def test_every_code_is_decoded_as_the_table_says_and_encoded_to_itself(signed: bool, field: int) -> None:
+    scale = Fraction(2) ** (field - 127)
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values = load_state(codes, scales([field] * 4), signed=signed)
+    want = [fp32(code_value(code, signed) * scale) for code in range(256)]
+    assert values.tolist() == want
+    held = float(
+        torch.tensor([1.5]) * scales([field]).float()
+    )  # a neighbour, which gives the group this scale
+    for code in range(256):
+        if Fraction(want[code]) != code_value(code, signed) * scale:
+            continue  # below FP32's smallest
+        got, kept = encode(torch.tensor([want[code], held]), signed, noise=0xFFFFF if code % 2 else 0)
+        assert load_state(got, kept, signed=signed)[0] == want[code]
+        if abs(code_value(code, signed)) < 1.875:  # which may be rounded up to, but then has the next scale
+            assert patterns.words(kept) == [field << 7]
+            assert int(got[0]) == (code if want[code] else 0)
+
+
+@TABLES
+def test_a_value_becomes_one_of_its_two_neighbouring_codes_and_is_itself_on_average(signed: bool) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32) * 16 + 8  # of 2**20, evenly
+    picked = torch.arange(1 << 16) % GROUP > 0
+    numbers = [1.0, 1.01, 0.9999, 3e-4, 1.874, 0.3 * 2**-5, 2.0**-13 + 2.0**-20]
+    # Of signed codes also the subnormals, of unsigned ones the smallest.
+    numbers += [2.0**-25, 5.3 * 2.0**-17, 2.0**-14 - 2.0**-24, -(2.0**-19)] if signed else [1.125 * 2.0**-31]
+    for number in numbers:
+        value = torch.full((1 << 16,), number, dtype=torch.float32)
+        value[::GROUP] = 1.0  # the scale is 1
+        got = through(value, signed, every)[picked].double()
+        levels = got.unique()
+        exact = float(torch.tensor(number))
+        assert len(levels) <= 2
+        assert float(levels[0]) <= exact <= float(levels[-1])
+        # Over all noise: each group leaves one of 64 values out, evenly spaced, worth at most one noise unit.
+        step = float(levels[-1] - levels[0])
+        assert abs(float(got.mean()) - exact) <= step * 2.0**-15
+
+
+@TABLES
+@pytest.mark.parametrize("largest", [1e-30, 1e-20, 1.0, 1e30, 2.0**-126, 1.48e38, 1.8749999, 1.875, 1.9375])
+def test_relative_error_is_at_most_an_eighth_down_to_the_codes_range(signed: bool, largest: float) -> None:
+    spread = torch.logspace(0, -4 if signed else -9, GROUP, dtype=torch.float64)
+    other = torch.full((GROUP,), 1e30)  # groups on both sides, which make no difference
+    value = torch.cat([other, (spread * largest).float(), other])
+    exact = value.double()[GROUP : 2 * GROUP]
+    normal = exact >= 2.0**-126
+    for noise in (0, 0x80000, 0xFFFFF):
+        got = through(value, signed, noise).double()[GROUP : 2 * GROUP]
+        assert float(((got - exact) / exact).abs()[normal].max()) <= 1 / 8
+        assert ((got - exact).abs()[~normal] <= exact[~normal] / 8 + 2.0**-149).all()
+
+
+@TABLES
+def test_edges_of_groups(signed: bool) -> None:
+    # A scale grows where the largest code would no longer reach.
+    below = patterns.masters([patterns.pattern(1.875) - 1])
+    for largest, field in [(below, 127), (torch.tensor([1.875]), 128), (torch.tensor([1.0]), 127)]:
+        assert patterns.words(encode(largest, signed)[1]) == [field << 7]
+    # Beyond the largest scale values saturate.
+    got = through(torch.tensor([3.4e38, 1.6e38, 1e38]), signed)
+    assert got[:2].tolist() == [1.875 * 2.0**126] * 2
+    assert float(got[2]) == pytest.approx(1e38, rel=1 / 8)
+    # What is not finite makes its group NaN, and no other; zeros have the scale 0.
+    for bad in (math.nan, math.inf):
+        value = torch.ones(3 * GROUP)
+        value[GROUP + 5], value[2 * GROUP :] = bad, 0.0
+        codes, kept = encode(value, signed)
+        assert patterns.words(kept) == [127 << 7, 0x7FC0, 0]
+        decoded = load_state(codes, kept, signed=signed)
+        assert decoded.isnan().tolist() == [False] * GROUP + [True] * GROUP + [False] * GROUP
+        assert not decoded[2 * GROUP :].any()
+    # The last group may be short.
+    for count in (0, 1, 63, 64, 65, 130):
+        value = torch.arange(1, count + 1).float()
+        codes, kept = encode(value, signed)
+        for group in range(groups(count)):
+            own = slice(group * GROUP, (group + 1) * GROUP)
+            alone, its = encode(value[own], signed)
+            assert torch.equal(alone, codes[own])
+            assert torch.equal(its, kept[group : group + 1])
+
+
+def test_a_second_moment_that_is_not_zero_never_becomes_zero() -> None:
+    tiny = [2.0**-149, 3 * 2.0**-149, 2.0**-130, 2.0**-126, 1e-37, 1e-30, 1e-10]
+    for number, largest in itertools.product(tiny, [2.0**-149, 2.0**-120, 1e-30, 1.0, 1e38, 3e38]):
+        for noise in (0, 0xFFFFF):
+            got = through(torch.tensor([number, largest]), UNSIGNED, noise)
+            assert float(got[0]) > 0, (number, largest, noise)
+    assert through(torch.tensor([0.0, 1e38]), UNSIGNED, 0xFFFFF)[0] == 0
+
+
+def test_a_sign_survives_even_that_of_zero() -> None:
+    value = torch.tensor([1.0, -1.0, -0.0, 0.0, -1e-9, -0.5])
+    codes, _ = encode(value, SIGNED)
+    assert (codes >= 0x80).tolist() == [False, True, True, False, True, True]
+    assert torch.equal(through(-value, SIGNED), -through(value, SIGNED))
+
+
+def exact_code(number: float, inverse: Fraction, noise: int, signed: bool) -> int:
+    """Encode with exact fractions: cut to 3 bits after adding the noise's part of the last of them."""
+    size = abs(Fraction(number)) * inverse
+    if size == 0:
+        return 0
+    if signed and size < Fraction(1, 1 << 14):
+        code = (round(size * (1 << 37)) + noise) >> 20  # the nearest of the noise's units, ties to even
+    else:
+        exponent = math.frexp(float(size))[1] - 1  # FP64 holds it exactly
+        eighths = math.floor(size / Fraction(2) ** (exponent - 3) + Fraction(noise, 1 << 20))
+        code = (exponent + (15 if signed else 31)) * 8 + eighths - 8
+    return (min(code, 127) | (0x80 if number < 0 else 0)) if signed else min(max(code, 1), 255)
+
+
+@TABLES
+def test_codes_are_those_of_exact_arithmetic(signed: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    exponents = torch.randint(-20, 3, (64 * GROUP,), generator=generator).float()
+    value = torch.randn(64 * GROUP, generator=generator) * torch.exp2(exponents)
+    value = value * torch.exp2(torch.linspace(-120, 120, 64)).repeat_interleave(GROUP)
+    value = value if signed else value.abs()
+    noise = formulas.first_noise(words(1, value.numel()))
+    codes, kept = encode(value, signed, noise)
+    for group, scale in enumerate(kept.float().tolist()):
+        for i in range(group * GROUP, (group + 1) * GROUP):
+            want = exact_code(float(value[i]), 1 / Fraction(scale), int(noise[i]), signed)
+            assert int(codes[i]) == want, (i, float(value[i]))
+
+
+@TABLES
+def test_a_decay_of_a_thousandth_a_step_which_no_code_can_show_happens_on_average(signed: bool) -> None:
+    count, steps = 256 * GROUP, 200
+    value = torch.full((count,), 0.9)
+    value[::GROUP] = 1.0  # the scale stays: these don't decay
+    draw = formulas.first_noise if signed else formulas.second_noise
+    for step in range(1, steps + 1):
+        decayed = value * 0.999
+        decayed[::GROUP] = 1.0
+        value = through(decayed, signed, draw(words(noise_key(step, 0, STEP), count)))
+    rest = value.view(-1, GROUP)[:, 1:].double()
+    assert float(rest.mean()) == pytest.approx(0.9 * 0.999**steps, rel=2e-3)
+
+
+def test_bf16_states_are_right_on_average_and_exact_where_bf16_is() -> None:
+    def stored(value: Tensor, noise: Tensor | int) -> Tensor:
+        made = torch.empty(value.shape, dtype=torch.bfloat16)
+        store_state(value, made, None, noise, signed=True)
+        return made
+
+    every = torch.arange(1 << 16, dtype=torch.int32) << 4
+    number = 1.0 + 2**-10 + 2**-20
+    assert float(stored(torch.full((1 << 16,), number), every).double().mean()) == number
+    finite = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(stored(finite.float(), 0xFFFFF), finite)
+
+
+# Noise.
+
+
+def words(key: int, count: int, start: int = 0) -> Tensor:
+    """The random bits of the elements from `start`."""
+    made: Tensor = formulas.noise(key, formulas.place(torch.arange(start, start + count)))
+    return made
+
+
+# From a C program of the same definition.
+FROZEN = {
+    (1, 0, 0): 0xE3F751B2,
+    (1, 0, 1): 0xCE480C29,
+    (7, 3, 0): 0x5323D912,
+    (1 << 24, 100_000, 1): 0xC2ED0820,
+}
+
+
+def test_the_noise_of_an_element_is_a_hash_that_stays_what_it_is() -> None:
+    for (step, ordinal, stream), frozen in FROZEN.items():
+        key = noise_key(step, ordinal, stream)
+        assert key & 0xFFFFFFFF == frozen, (step, ordinal, stream)
+        for start in (0, (1 << 32) - 50, 1 << 33):
+            want = [patterns.noise_word(index, frozen) for index in range(start, start + 100)]
+            assert [word & 0xFFFFFFFF for word in words(key, 100, start).tolist()] == want
+
+
+# Name -> what draws it, its bits, its stream, and how many of its lowest bits decide in one of 4096 cases only.
+FIELDS = {
+    "first": (formulas.first_noise, 20, STEP, 8),
+    "second": (formulas.second_noise, 20, STEP, 0),
+    "remainder": (formulas.remainder_noise, 8, STEP, 0),
+    "alone": (formulas.weight_noise, 16, WEIGHT, 0),
+}
+# Neighbours, groups, vectors and blocks; and Fibonacci numbers, over which multiples of the golden ratio nearly meet.
+DISTANCES = [*range(1, 65), 89, 128, 144, 233, 256, 377, 512, 610, 987, 1024, 1597, 2048, 2584, 4096, 6765]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_bit_of_noise_is_even_and_independent_of_those_of_elements_nearby(name: str) -> None:
+    count = 1 << 17
+    draw, width, stream, below = FIELDS[name]
+    drawn = draw(words(noise_key(5, 2, stream), count))
+    bits = torch.stack([((drawn >> i) & 1).float() * 2 - 1 for i in range(below, width)])
+    assert float(bits.mean(1).abs().max()) < 5.5 / math.sqrt(count)
+    among = bits @ bits.T / count - torch.eye(width - below)
+    assert float(among.abs().max()) < 5.5 / math.sqrt(count)
+    for distance in DISTANCES:
+        pairs = bits[:, :-distance] @ bits[:, distance:].T / (count - distance)
+        assert float(pairs.abs().max()) < 5.5 / math.sqrt(count - distance), distance
+    # Pairs of neighbours fill the square evenly.
+    top = drawn.long() >> width - 5
+    for distance in (1, 2, 3, 16, 64):
+        cells = torch.bincount(top[:-distance] * 32 + top[distance:], minlength=1024).double()
+        expected = (count - distance) / 1024
+        chi_square = float(((cells - expected) ** 2 / expected).sum())
+        assert abs(chi_square - 1023) < 5 * math.sqrt(2 * 1023), distance
+
+
+def test_noise_is_independent_across_uses_steps_and_parameters() -> None:
+    count = 1 << 16
+    drawn = []
+    for step, ordinal in [(1, 0), (2, 0), (1, 1)]:
+        for draw, width, stream, _ in FIELDS.values():
+            field = draw(words(noise_key(step, ordinal, stream), count))
+            drawn.append((field.double() + 0.5) / (1 << width) - 0.5)
+    spread = 1 / math.sqrt(12)
+    for one, other in itertools.combinations(drawn, 2):
+        for a, b in ((one, other), (one[1:], other[:-1]), (one[:-1], other[1:])):
+            assert abs(float((a * b).mean())) / spread**2 < 5 / math.sqrt(count)
+
+
+def test_the_bits_that_two_states_share_make_their_roundings_no_more_alike() -> None:
+    count = 1 << 18
+    word = words(noise_key(1, 0, STEP), count)
+    for one, other in itertools.product((0.001, 0.25, 0.5, 0.9), repeat=2):
+        up = (formulas.first_noise(word) < one * (1 << 20)).double() - one
+        also = (formulas.second_noise(word) < other * (1 << 20)).double() - other
+        spread = math.sqrt(one * (1 - one) * other * (1 - other))
+        assert abs(float((up * also).mean())) / spread < 5 / math.sqrt(count)

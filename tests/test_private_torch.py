@@ -1,0 +1,89 @@
+"""docs/private-torch.md lists the private names of PyTorch that the sources use, and the installed PyTorch has them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "mezzo" / "pytorch").rglob("*.py"))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """Private names that Mezzo defines itself: functions, classes, attributes and variables."""
+    found = set()
+    for path in (ROOT / "src" / "mezzo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Names in `torch` with a private part; and private attributes of other objects, as ``?._name``."""
+    aliases = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            aliases |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            aliases |= {
+                name.asname: name.name for name in node.names if name.asname and name.name[:5] == "torch"
+            }
+    yield from (full for full in aliases.values() if any(map(is_private, full.split("."))))
+    inner: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or node in inner:
+            continue
+        parts, value = [node.attr], node.value
+        while isinstance(value, ast.Attribute):
+            inner.add(value)
+            parts.append(value.attr)
+            value = value.value
+        base = aliases.get(value.id) if isinstance(value, ast.Name) else None
+        if base is not None:
+            full = ".".join([base, *reversed(parts)])
+            if any(map(is_private, full.split("."))):
+                yield full
+        elif is_private(node.attr) and not (isinstance(value, ast.Name) and value.id in ("self", "cls")):
+            yield f"?.{node.attr}"
+
+
+def used() -> set[str]:
+    own = own_names()
+    found = {name for path in SOURCES for name in private_names(ast.parse(path.read_text(encoding="utf-8")))}
+    return {name for name in found if not (name.startswith("?.") and name[2:] in own)}
+
+
+def listed() -> set[str]:
+    page = (ROOT / "docs" / "private-torch.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+
+
+def test_the_page_lists_what_the_sources_use() -> None:
+    assert used() - listed() == set(), "not on the page"
+    assert listed() - used() == set(), "no longer used"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in listed() if name.startswith("torch.")))
+def test_the_installed_pytorch_has_it(name: str) -> None:
+    modules = [name]
+    while modules[-1] not in sys.modules:
+        modules.append(modules[-1].rpartition(".")[0])
+    found: Any = sys.modules[modules[-1]]
+    for part in name.removeprefix(modules[-1]).split(".")[1:]:
+        found = getattr(found, part)

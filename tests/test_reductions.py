@@ -1,0 +1,207 @@
+"""Whole tensors read once: exponent histograms, and the sum of squares of gradients, compiled and as the reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mezzo.core.errors import UsageError
+from mezzo.core.ranges import BINS, INFINITE, NAN, ZERO, Histogram
+from mezzo.pytorch.kernels import backend
+from mezzo.pytorch.kernels.exponents import LARGEST, WORDS, _dense, counter, reference
+from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
+from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, params=["reference", "numba"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numba" and not backend.is_installed("numba"):
+        pytest.skip("numba is not installed")
+    monkeypatch.setenv(backend.KERNELS, request.param)
+
+
+def awkward(dtype: torch.dtype, size: int) -> Tensor:
+    """Numbers over the whole range of a format, and all that is not a number."""
+    generator = torch.Generator().manual_seed(size)
+    wide = torch.exp2(torch.empty(size).uniform_(-150, 130, generator=generator))
+    x = torch.where(torch.rand(size, generator=generator) < 0.5, -wide, wide)
+    special = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 1e-39, 65504.0, 3.4e38)
+    for place, value in enumerate(special):
+        x[(place * 7) % size] = value
+    return x.to(dtype)
+
+
+def counted(x: Tensor) -> Tensor:
+    row = torch.zeros(WORDS, dtype=torch.int64)
+    counter("cpu")(x, row)
+    return row
+
+
+def brute_force(x: Tensor) -> list[int]:
+    """One element at a time, by Python's own numbers."""
+    row = [0] * WORDS
+    largest = 0.0
+    for value in x.double().to(torch.float32).flatten().tolist():
+        size = abs(value)
+        if math.isnan(value):
+            row[NAN] += 1
+        elif math.isinf(value):
+            row[INFINITE] += 1
+        elif size == 0:
+            row[ZERO] += 1
+        else:
+            row[max(0, math.frexp(size)[1] - 1 + 127)] += 1
+            largest = max(largest, size)
+    row[LARGEST] = int(torch.tensor(largest).view(torch.int32))
+    return row
+
+
+def every_pattern(dtype: torch.dtype) -> Tensor:
+    """All of 8 and 16 bits; FP32's at both ends of every exponent."""
+    bits = torch.finfo(dtype).bits
+    if bits < 32:
+        words = torch.arange(1 << bits, dtype=torch.int32)
+        return words.to(torch.uint8 if bits == 8 else torch.int16).view(dtype)
+    fields = torch.arange(256, dtype=torch.int32) << 23
+    patterns = torch.cat([fields, fields | 1, fields | 0x7FFFFF])
+    return torch.cat([patterns, patterns | torch.iinfo(torch.int32).min]).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_exponents_of_every_pattern(dtype: torch.dtype) -> None:
+    every = every_pattern(dtype)
+    assert counted(every).tolist() == brute_force(every.float())
+
+
+def test_fp64_is_rounded_to_fp32_first() -> None:
+    x = torch.tensor([1e300, 1e-300, 2.0 - 1e-12, 3.0, 2.0**60, 2.0**-60], dtype=torch.float64)
+    assert counted(x).tolist() == brute_force(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("size", [1, 7, 1025, (1 << 15) + 9, 3 * (1 << 16) + 5])
+def test_counts_of_any_size_equal_the_reference(dtype: torch.dtype, size: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    x = awkward(dtype, size)
+    ours, expected = torch.full((WORDS,), 3), torch.full((WORDS,), 3)
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):  # counts add up, the largest does not
+            counter("cpu")(x, ours)
+            reference(x, expected)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(ours, expected)
+
+
+BASE = awkward(torch.float32, 4 * 6 * 10)
+# Name -> a tensor of other strides.
+VIEWS = {
+    "transposed": BASE.view(24, 10).t(),
+    "sliced": BASE.view(24, 10)[:, 1:7],
+    "every other": BASE[::2],
+    "expanded": BASE[:5, None].expand(5, 4),
+    "channels last": BASE.view(2, 3, 8, 5).contiguous(memory_format=torch.channels_last),
+    "0-dim": BASE[7],
+    "empty": BASE[:0],
+    "empty with strides": BASE.view(24, 10)[:, 3:3],
+}
+
+
+@pytest.mark.parametrize("name", list(VIEWS))
+def test_any_strides(name: str) -> None:
+    x = VIEWS[name]
+    assert counted(x).tolist() == brute_force(x)
+    grad = x.nan_to_num().clamp(-1e9, 1e9)
+    exact = math.fsum(value * value for value in grad.double().flatten().tolist())
+    assert float(sum_of_squares([grad])) == pytest.approx(exact, rel=1e-13)
+
+
+def test_dense_strides_are_read_in_place() -> None:
+    """A channels-last activation of a gigabyte must not be copied to be counted."""
+    x = VIEWS["channels last"]
+    assert _dense(x).data_ptr() == x.data_ptr()
+    assert _dense(VIEWS["transposed"]).data_ptr() == BASE.data_ptr()
+
+
+def test_a_histogram_is_made_of_it() -> None:
+    row = counted(torch.tensor([0.0, 3.0, -2.0, 0.25]))
+    largest = float(row[LARGEST:].to(torch.int32).view(torch.float32))
+    assert Histogram.from_bins(row[:BINS].tolist(), largest) == Histogram(
+        -2, [1, 0, 0, 2], zeros=1, largest=3.0
+    )
+
+
+# The sum of squares.
+
+
+def values(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator) * torch.logspace(-20, 15, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 63, (1 << 14) + 7, 100_001])
+def test_it_is_the_exact_sum_to_fp64s_last_places(dtype: torch.dtype, count: int) -> None:
+    grads = [values(count).clamp(-6e4, 6e4).to(dtype), values(17, 1).clamp(-6e4, 6e4).to(dtype)]
+    exact = math.fsum(x * x for grad in grads for x in grad.double().tolist())
+    got = sum_of_squares(grads)
+    assert got.dtype is torch.float64
+    assert got.shape == ()
+    assert float(got) == pytest.approx(exact, rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 29_999])
+def test_it_is_finite_if_and_only_if_every_element_is(dtype: torch.dtype, bad: float, at: int) -> None:
+    grad = torch.full((30_000,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(float(sum_of_squares([grad, grad])))
+    grad[at] = bad
+    assert not math.isfinite(float(sum_of_squares([torch.ones(3, dtype=dtype), grad])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_subnormals_count(dtype: torch.dtype) -> None:
+    smallest = torch.finfo(dtype).smallest_normal / 4
+    assert float(sum_of_squares([torch.full((8,), smallest, dtype=dtype)])) == 8 * smallest**2
+
+
+def test_mixed_formats_empty_gradients_and_none() -> None:
+    grads = [
+        torch.full((3,), 2.0, requires_grad=True),
+        torch.empty(0),
+        torch.full((2, 2), 3.0).bfloat16(),
+        torch.tensor(5.0).half(),
+    ]
+    got = sum_of_squares(grads)
+    assert float(got) == 12 + 36 + 25
+    assert not got.requires_grad
+    assert float(sum_of_squares([])) == 0
+    assert float(sum_of_squares([torch.empty(0)])) == 0
+
+
+def test_the_number_of_threads_does_not_move_a_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(count, generator=generator) for count in (1 << 18, 3, 70_000)]
+    threads = torch.get_num_threads()
+    try:
+        sums = set()
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            sums.add(float(sum_of_squares(grads)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(sums) == 1
+    assert sums.pop() == pytest.approx(float(norm_reference(grads)), rel=1e-12)
+
+
+def test_gradients_of_several_devices_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"gradients on cpu, meta\."):
+        sum_of_squares([torch.ones(1), torch.ones(1, device="meta")])
