@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 
 RESULTS = Path(__file__).parent / "results" / "advice.json"
 SEEDS = range(5)

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 
 import bars
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from models import WORKLOADS
 from plot import draw
 from step_contenders import FP16

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import mezzo
 from graphs import Graphs, graphs_of
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from models import WORKLOADS, Workload
 
 ROWS = ("gpt", "cnn")

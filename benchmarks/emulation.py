@@ -332,7 +332,7 @@ def main() -> None:
             os.environ["MEZZO_ASSUME_NATIVE"] = assumed
         where(demos[0], policies[0], options.where, console)
         return
-    from mezzo.pytorch.machine import describe
+    from mezzo.pytorch.hardware import describe
 
     found: dict[str, Any] = {}
     rows = [(demo, native) for demo in demos for native in natives]

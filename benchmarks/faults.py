@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 
 RESULTS = Path(__file__).parent / "results" / "faults.json"
 

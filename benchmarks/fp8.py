@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from clocks import seconds
 from mezzo.core.compute import GRANULARITIES
+from mezzo.pytorch.hardware import describe
 from mezzo.pytorch.kernels.fp8 import fp8_linear, gemm_dtype, is_native
-from mezzo.pytorch.machine import describe
 from pairs import ratio_of_medians
 
 RESULTS = Path(__file__).parent / "results" / "fp8.json"

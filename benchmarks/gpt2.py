@@ -26,7 +26,7 @@ from torch import nn
 
 from mezzo.core.errors import UnknownNameError
 from mezzo.doctor import gpus
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from models import GPT, Workload
 from training_step import measure
 

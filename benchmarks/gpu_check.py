@@ -81,7 +81,7 @@ def environment() -> dict[str, Any]:
     """The GPU, its driver, and the versions of what runs on it."""
     import torch
 
-    from mezzo.pytorch.machine import describe
+    from mezzo.pytorch.hardware import describe
     from optimizers import versions
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

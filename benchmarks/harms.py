@@ -20,11 +20,11 @@ from typing import Any
 
 from rich.console import Console
 
+from mezzo.compare.comparison import compare
+from mezzo.compare.folder import prepare
+from mezzo.compare.request import Request
 from mezzo.demos import find
-from mezzo.pytorch.machine import describe
-from mezzo.verify.compare import compare
-from mezzo.verify.folder import prepare
-from mezzo.verify.request import Request
+from mezzo.pytorch.hardware import describe
 
 PLANTED = Path(__file__).parent / "planted.py"
 SMALL = {

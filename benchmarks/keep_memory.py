@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "keep_memory.json")
     arguments = parser.parse_args()
     console = Console()
-    from mezzo.pytorch.machine import describe
+    from mezzo.pytorch.hardware import describe
 
     results: dict[str, Any] = {"machine": describe(), "workloads": {}}
     for workload in arguments.only or WORKLOADS:

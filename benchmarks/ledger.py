@@ -39,7 +39,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ledger_parts import PARTS, ROOT, Part, Row, load
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 
 OUT = ROOT / "benchmarks" / "results" / "ledger.json"
 BYTES = 0.001  # of the committed figure: what bytes may grow by

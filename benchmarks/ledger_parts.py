@@ -25,13 +25,13 @@ PEERS = ("fp32", "amp-bf16", "amp-fp16")
 """Contenders of `make bench` that are not Mezzo's: their figures are not Mezzo's to keep."""
 
 TESTS: Mapping[str, tuple[str, ...]] = {
-    "launch equality": ("launch_equality*", "no_trace*", "same_sequence*"),
+    "launch equality": ("run_equality*", "no_trace*", "same_sequence*"),
     "skip and restore": (
         *("running_statistics*", "two_networks*", "*written_gradients*", "undefined_gradients*"),
-        *("launch_gradients*", "training", "grad_scaler*"),
+        *("run_gradients*", "training", "grad_scaler*"),
     ),
-    "checkpoint resumes": ("launch_checkpoint*", "training_state*", "optim_state*", "with_masters_state*"),
-    "layouts and tensor kinds": ("layouts*", "launch_layouts*", "dispatch*"),
+    "checkpoint resumes": ("run_checkpoint*", "training_state*", "optim_state*", "with_masters_state*"),
+    "layouts and tensor kinds": ("layouts*", "run_layouts*", "dispatch*"),
     "verdict": ("verdict*", "check_of_trial*"),
     "durability": ("compare*",),
 }

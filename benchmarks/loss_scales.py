@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, Observation, StaticLossScale
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 
 OUT = Path(__file__).parent / "results" / "loss_scales.json"
 OVERFLOWS_AT = 65520.0

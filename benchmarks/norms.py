@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor
 
 import mezzo
+from mezzo.pytorch.hardware import describe
 from mezzo.pytorch.kernels.norms import layer_norm, rms_norm
-from mezzo.pytorch.machine import describe
 from pairs import ratio_of_medians
 
 RESULTS = Path(__file__).parent / "results" / "norms.json"

@@ -40,7 +40,7 @@ from contenders import BASELINE, CONTENDERS, HYPER, PACKAGES, Contender
 from distance import distances
 from first_step import both_starts
 from live import alive, parts
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from pairs import ratio_of_medians
 from shapes import LAYOUTS, SIZES, parameters
 from training_bytes import measure_in_a_process

@@ -273,7 +273,7 @@ def main() -> None:
     from rich.progress import track
     from rich.table import Table
 
-    from mezzo.pytorch.machine import describe
+    from mezzo.pytorch.hardware import describe
     from pairs import ratio_of_medians
 
     console = Console()

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from mezzo.core.policy import Policy
 from mezzo.core.records import ModuleRounding, SensitivityRecord
 from mezzo.core.sensitivity import expected_square
-from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import apply_module_overrides
 from mezzo.pytorch.sensitivity import Sensitivities
 from mezzo.pytorch.training.observers import Observers
 

@@ -32,7 +32,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from clocks import seconds
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from mezzo.pytorch.memory import PeakTensorBytes
 from models import LARGE, WORKLOADS, Loss, Workload
 from pairs import ratio_of_medians

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from mezzo.core import records
 from mezzo.demos import find
-from mezzo.scripts.runner import RunRequest
+from mezzo.runner.lifecycle import RunRequest
 from pairs import ratio_over_processes
 
 BACKENDS = ("tensorflow", "torch", "jax")

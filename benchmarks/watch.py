@@ -33,7 +33,7 @@ from torch import nn
 import mezzo
 from clocks import seconds
 from mezzo.core.records import RecordWriter
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY
 from models import LARGE, WORKLOADS, Workload
 from pairs import Ratio, ratio_of_medians

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import mezzo
 from mezzo.demos.text_gpt import ALPHABET, batch, load
-from mezzo.pytorch.machine import describe
+from mezzo.pytorch.hardware import describe
 
 RESULTS = Path(__file__).parent / "results" / "weight_gradients.json"
 

@@ -30,9 +30,9 @@ import torch
 from matplotlib.figure import Figure
 
 import figures
+from mezzo.compare.folder import strict
 from mezzo.core.equivalence import paired_interval, tost
-from mezzo.pytorch import machine
-from mezzo.verify.folder import strict
+from mezzo.pytorch import hardware
 
 WORDS = {
     "holds": "holds",
@@ -42,7 +42,7 @@ WORDS = {
 }
 
 
-class Finding(NamedTuple):
+class OverflowReport(NamedTuple):
     """One statement of the paper, compared with this run.
 
     Args:
@@ -68,7 +68,7 @@ class Finding(NamedTuple):
 
 
 Numbers = dict[str, Any]
-Run = Callable[[bool], tuple[list[Finding], Numbers]]
+Run = Callable[[bool], tuple[list[OverflowReport], Numbers]]
 
 
 def main(
@@ -112,7 +112,7 @@ def main(
         "effort": "full" if arguments.full else "quick",
         "seconds": round(time.monotonic() - began, 1),
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(),
+        "machine": hardware.describe(),
         "versions": {
             each: version(each) for each in ("torch", "numpy", "scikit-learn", "matplotlib", "mezzo")
         },

@@ -16,7 +16,7 @@ WORDS, WIDTH = 31, 16
 STEPS = 4
 WARM = 2  # steps after which nothing may be compiled any more
 
-Region = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[], AbstractContextManager[Any]]
 Wrap = Callable[[Any], Any]
 
 
@@ -108,7 +108,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _compiled_model(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+def _compiled_model(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     net = wrap(model)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _compiled_model(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> 
     return step(loss_of)
 
 
-def _region_around(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+def _region_around(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     compiled = wrap(lambda x, y: cross_entropy(model(x), y))
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _region_around(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> A
     return step(loss_of)
 
 
-def _region_inside(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+def _region_inside(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
         with region():
             return model(x)
@@ -137,7 +137,7 @@ def _region_inside(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> A
     return step(lambda x, y: cross_entropy(compiled(x).float(), y))
 
 
-def _compiled_loss(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+def _compiled_loss(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with region():
             return cross_entropy(model(x), y)
@@ -145,7 +145,7 @@ def _compiled_loss(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> A
     return step(wrap(loss_of))
 
 
-def _compiled_step(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> Any:
+def _compiled_step(model: nn.Module, region: Context, wrap: Wrap, step: Any) -> Any:
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with region():
             return cross_entropy(model(x), y)
@@ -153,7 +153,7 @@ def _compiled_step(model: nn.Module, region: Region, wrap: Wrap, step: Any) -> A
     return wrap(step(loss_of))
 
 
-PLACES: Mapping[str, Callable[[nn.Module, Region, Wrap, Any], Any]] = {
+PLACES: Mapping[str, Callable[[nn.Module, Context, Wrap, Any], Any]] = {
     "model in a region": _compiled_model,
     "loss in a region": _region_around,
     "region in a forward": _region_inside,
@@ -182,7 +182,7 @@ class Trained:
     late: int
 
 
-def train(name: str, place: str, region: Region, backend: Any) -> Trained:
+def train(name: str, place: str, region: Context, backend: Any) -> Trained:
     """A few steps of SGD from the same weights and data; `backend` None: eager."""
     torch._dynamo.reset()
     counters.clear()

@@ -1,7 +1,7 @@
 """What every test finds: a machine whose CPU has native bf16, whatever this one has.
 
-Which kernels serve a format depends on the CPU's instructions (`mezzo.pytorch.machine.native_formats`), and no
-result of a test may. Tests of other machines set the variable themselves; `test_machine.py` takes it away.
+Which kernels serve a format depends on the CPU's instructions (`mezzo.pytorch.hardware.native_formats`), and no
+result of a test may. Tests of other machines set the variable themselves; `test_hardware.py` takes it away.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import Ran, launcher
+from run_scripts import Ran, launcher
 
 os.environ.setdefault("MEZZO_ASSUME_NATIVE", "bf16")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from comparisons import HOSTILE, MACHINE, OPS, curve
-from mezzo.core.finding import OUTSIDE, Finding, TensorFacts
+from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
@@ -33,7 +33,7 @@ MODULES = (
     ),
     "head",
 )
-EXP = Finding(
+EXP = OverflowReport(
     cause="overflow",
     module="blocks.1.attention",
     op="exp",
@@ -54,7 +54,7 @@ EXP = Finding(
     seconds=0.21,
     kept_bytes=8_400_000,
 )
-ROOT = Finding(
+ROOT = OverflowReport(
     cause="invalid",
     module=OUTSIDE,
     op="SqrtBackward0",
@@ -66,7 +66,7 @@ ROOT = Finding(
     remedies=["Add a small number under the root: (x + 1e-12).sqrt()."],
     seconds=0.004,
 )
-SCALE = Finding(
+SCALE = OverflowReport(
     cause="loss scale",
     module="head",
     op="AddmmBackward0",
@@ -179,7 +179,7 @@ def hostile() -> list[Record]:
     """Every text of a watched run's records replaced by one that tries to break out of the page."""
     draw = np.random.default_rng(0)
     facts = TensorFacts(HOSTILE, [2, 3], HOSTILE, 1.0, 0.5, 1, 1, 1)
-    finding = Finding(
+    finding = OverflowReport(
         HOSTILE,
         HOSTILE,
         HOSTILE,

@@ -14,7 +14,7 @@ import mezzo
 from mezzo.core.policy import policy
 from mezzo.core.trial import PrecisionTrial
 from mezzo.pytorch import auto
-from mezzo.pytorch.machine import ASSUME_NATIVE
+from mezzo.pytorch.hardware import ASSUME_NATIVE
 from mezzo.pytorch.training import mixed_precision
 
 

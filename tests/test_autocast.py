@@ -10,7 +10,7 @@ import torch
 import mezzo
 from mezzo.core.errors import BannedOpError, UnknownNameError, UsageError
 from mezzo.core.policy import policy
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.autocast import active_policy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = "bf16,op.softmax=lower"  # a second policy of one dtype: softmax in bf16 where the table has FP32
@@ -20,9 +20,9 @@ LOW = "bf16,op.softmax=lower"  # a second policy of one dtype: softmax in bf16 w
 def _one_thread_and_nothing_left():
     torch.manual_seed(0)
     yield
-    assert identity.label() == 0
+    assert active_policy.label() == 0
     assert not torch.is_autocast_enabled("cpu")
-    assert not any(torch.is_autocast_enabled(device) for device in identity.label_devices())
+    assert not any(torch.is_autocast_enabled(device) for device in active_policy.label_devices())
 
 
 def probe() -> tuple[torch.dtype, torch.dtype]:
@@ -33,7 +33,7 @@ def probe() -> tuple[torch.dtype, torch.dtype]:
 
 def state(device_type: str) -> str:
     """Whether a policy is in force, PyTorch's own table, or neither."""
-    if identity.current_policy(device_type) is not None:
+    if active_policy.current_policy(device_type) is not None:
         return "policy"
     return "torch" if torch.is_autocast_enabled(device_type) else "off"
 
@@ -46,7 +46,7 @@ IN_TORCH = (BF16, BF16)
 def test_a_region_and_after_it():
     with mezzo.autocast("bf16") as region:
         assert probe() == IN_BF16
-        assert identity.current_policy("cpu") == policy("bf16") == region.policy
+        assert active_policy.current_policy("cpu") == policy("bf16") == region.policy
         assert state("cpu") == "policy"
         assert torch.is_autocast_enabled("cpu")
     assert probe() == IN_FP32
@@ -340,8 +340,8 @@ def test_an_absent_device_leaves_no_policy():
     region = mezzo.autocast("bf16", "cuda")
     with pytest.warns(UserWarning, match="CUDA is not available"):
         region.__enter__()
-    assert identity.current_policy("cuda") is None
-    assert identity.label() == 0
+    assert active_policy.current_policy("cuda") is None
+    assert active_policy.label() == 0
     region.__exit__(None, None, None)
 
 

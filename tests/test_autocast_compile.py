@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.core.policy import Policy, policy
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.autocast import active_policy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = "bf16,op.softmax=lower"
@@ -37,7 +37,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert identity.label() == 0
+    assert active_policy.label() == 0
 
 
 def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +216,7 @@ def test_a_region_object_made_outside_is_refused_whole_and_works_in_parts():
         with region:
             return body(x)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Region"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Context"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(X)
     torch._dynamo.reset()
     assert formats(torch.compile(function, backend="aot_eager")(X)) == [BF16, FP32]

@@ -15,11 +15,11 @@ import pytest
 import mezzo.cli.calibrate as verb
 from mezzo.cli.calibrate import calibrate_script
 from mezzo.cli.main import main
+from mezzo.compare.runs import FinishedRun
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.policy import policy
 from mezzo.core.records import OverflowRecord
-from mezzo.verify.runs import FinishedRun
 
 PAGE = Path(__file__).parents[1] / "docs" / "monitoring.md"
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_calibration.py"))
@@ -227,7 +227,7 @@ def test_one_place_is_one_line() -> None:
     def found(update: int, size: float, op: str = "linear") -> OverflowRecord:
         went_in = [TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)]
         came_out = [TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)]
-        finding = Finding("overflow", "2", op, inputs=went_in, outputs=came_out)
+        finding = OverflowReport("overflow", "2", op, inputs=went_in, outputs=came_out)
         return OverflowRecord(update, 0, 0.0, 1.0, finding)
 
     run = FinishedRun("trial", None, (), (), None, None, Path("none.log"))

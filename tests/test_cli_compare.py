@@ -16,7 +16,7 @@ from rich.console import Console
 import mezzo.cli.compare as verb
 from mezzo.cli.compare import show
 from mezzo.cli.main import main
-from mezzo.verify.compare import compare
+from mezzo.compare.comparison import compare
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 

@@ -12,7 +12,7 @@ import pytest
 from mezzo.cli import run as verb
 from mezzo.cli.main import main
 from mezzo.core import records
-from mezzo.scripts import journal
+from mezzo.runner import journal
 
 PAGE = Path(__file__).parents[1] / "docs" / "run.md"
 
@@ -236,7 +236,7 @@ def test_a_folder_for_events_that_is_none_is_refused_before_the_script_runs(
 def test_whether_events_can_be_written_is_asked_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = (
-        "import sys; from pathlib import Path\nfrom mezzo.scripts.journal import check_events\n"
+        "import sys; from pathlib import Path\nfrom mezzo.runner.journal import check_events\n"
         "check_events(Path(sys.argv[1]))\nassert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
     done = subprocess.run(

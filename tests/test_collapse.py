@@ -18,10 +18,10 @@ from torch import nn
 
 import mezzo
 from bad_steps import is_finite, same
-from launching import launcher
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import Observation, collapsed, from_state_dict
+from mezzo.core.overflow import OverflowReport
+from run_scripts import launcher
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
 
 SCALES = {
@@ -132,16 +132,18 @@ def test_a_collapse_tells_what_is_known_to_mend_it() -> None:
     general = "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32."
     raised = collapsed(2.0**-14, 50)
     assert str(raised).endswith(general)
-    found = Finding(
+    found = OverflowReport(
         "overflow", "b", "mul", remedies=["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
     )
     told = "Try: this module in FP32: `fp16,module.b=fp32`; or bf16: `bf16`."
     assert str(raised.named(found)).endswith(f"What makes them fail: {found}. {told}")
-    bare = str(raised.named(Finding("overflow", "b", "mul")))
+    bare = str(raised.named(OverflowReport("overflow", "b", "mul")))
     assert "no scale can help" in bare
     assert general not in bare
     for cause in ("unknown", "loss scale"):  # "nothing, the next step has a smaller one" is over
-        unmended = str(raised.named(Finding(cause, remedies=["nothing, if the loss scale is dynamic"])))
+        unmended = str(
+            raised.named(OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"]))
+        )
         assert unmended.endswith(general)
         assert "Try:" not in unmended
 

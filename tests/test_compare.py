@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from mezzo.compare import folder as folder_module
+from mezzo.compare.comparison import compare, schedule
+from mezzo.compare.folder import strict
+from mezzo.compare.measure import Metric
+from mezzo.compare.progress import Bar, Lines, Watcher, watcher
+from mezzo.compare.request import Request, candidates
+from mezzo.compare.runs import run_child
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.whole_file import write_whole
-from mezzo.scripts.runner import RunRequest
-from mezzo.verify import folder as folder_module
-from mezzo.verify.compare import compare, schedule
-from mezzo.verify.folder import strict
-from mezzo.verify.measure import Metric
-from mezzo.verify.progress import Bar, Lines, Watcher, watcher
-from mezzo.verify.request import Request, candidates
-from mezzo.verify.runs import run_child
+from mezzo.runner.lifecycle import RunRequest
 
 FAKE = (sys.executable, str(Path(__file__).parent / "children" / "fake_launch.py"))
 PLAIN: dict[str, Any] = {"bf16": {"seconds": 0.005, "memory": 600}}

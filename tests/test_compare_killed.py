@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from mezzo.cli.main import main
+from mezzo.compare.comparison import compare
+from mezzo.compare.folder import locked
+from mezzo.compare.progress import Watcher
+from mezzo.compare.request import Request
 from mezzo.core.errors import UsageError
-from mezzo.verify.compare import compare
-from mezzo.verify.folder import locked
-from mezzo.verify.progress import Watcher
-from mezzo.verify.request import Request
 
 CHILDREN = Path(__file__).parent / "children"
 FAKE = (sys.executable, str(CHILDREN / "fake_launch.py"))
@@ -180,7 +180,7 @@ def test_children_and_their_children_end_with_the_comparison(tmp_path: Path, num
 def test_a_child_whose_parent_was_killed_while_it_started_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "r.json").write_text(json.dumps({"target": str(tmp_path / "s.py"), "policy": "fp32"}))
-    code = "import sys; from mezzo.pytorch.launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from mezzo.pytorch.run.__main__ import main; sys.exit(main(sys.argv[1:]))"
     for parent, ran in (("1", False), (str(os.getpid()), True)):
         subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "r.json")],
@@ -221,7 +221,7 @@ def test_a_folder_is_free_again(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
     code = (
-        "import os; from pathlib import Path; from mezzo.verify.folder import locked\n"
+        "import os; from pathlib import Path; from mezzo.compare.folder import locked\n"
         f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

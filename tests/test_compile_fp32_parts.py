@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.pytorch.region import compiling
+from mezzo.pytorch.autocast import compiling
 
 pytestmark = [
     pytest.mark.heavy,

@@ -14,7 +14,7 @@ import torch
 
 import mezzo
 from compile_cases import MODELS, PLACES, Trained, cross_entropy, train
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.autocast import active_policy
 
 # PyTorch's own: while it imports Inductor; of what a broken step hands on; of torch.amp's mixed inputs.
 pytestmark = [
@@ -62,7 +62,7 @@ def test_numbers_are_those_of_eager(model: str, place: str, spec: str) -> None:
     got = trained(model, place, spec, "aot_eager")
     close(got, trained(model, place, spec, None), ULP[spec])
     assert got.losses[-1] < got.losses[0]
-    assert identity.label() == 0
+    assert active_policy.label() == 0
 
 
 @pytest.mark.parametrize(("model", "place", "spec"), ROWS)

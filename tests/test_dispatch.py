@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autocast_samples as samples
 import mezzo
-import mezzo.pytorch.region.autocast  # registers the kernels, also for a test that enters no region before
+import mezzo.pytorch.autocast.context  # registers the kernels, also for a test that enters no region before
 from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES
+from mezzo.pytorch.autocast import active_policy, dispatch
+from mezzo.pytorch.autocast.dispatch import plan
+from mezzo.pytorch.autocast.plan import TORCH_TABLE
 from mezzo.pytorch.dtypes import dtype_of, name_of
-from mezzo.pytorch.region import dispatch, identity
-from mezzo.pytorch.region.dispatch import plan
-from mezzo.pytorch.region.plan import TORCH_TABLE
 
 # Each warns once per process, so in whichever test calls it first.
 pytestmark = [
@@ -63,7 +63,7 @@ def test_a_plain_torch_autocast_computes_what_it_always_did(fresh, both_native):
     for spec in ("bf16", "fp16", f"bf16,{everything}"):
         with mezzo.autocast(spec):
             pass
-        identity.successor(0, "cuda", policy(spec))
+        active_policy.successor(0, "cuda", policy(spec))
     assert len(dispatch.registered("cpu")) > 200
     assert len(dispatch.registered("cuda")) > 200
     torch.set_num_threads(1)
@@ -122,8 +122,8 @@ def test_every_op_gives_the_planned_format_on_the_cpu(spec):
 @pytest.mark.heavy
 @pytest.mark.parametrize("spec", ["bf16", "fp16"])
 def test_every_op_gives_the_planned_format_on_cuda(spec, both_native):
-    code = identity.successor(0, "cuda", policy(spec))
-    with FakeTensorMode(), samples.cuda_autocast(dtype_of(spec)), identity.rebound(code):
+    code = active_policy.successor(0, "cuda", policy(spec))
+    with FakeTensorMode(), samples.cuda_autocast(dtype_of(spec)), active_policy.rebound(code):
         assert _departures("cuda", spec) == []
 
 
@@ -229,8 +229,8 @@ def test_a_plan_needs_a_format_and_a_device():
 def test_nothing_is_registered_that_no_policy_needs():
     code = (
         "import torch, mezzo\n"
-        "from mezzo.pytorch.region import dispatch\n"
-        "import mezzo.pytorch.region.autocast\n"
+        "from mezzo.pytorch.autocast import dispatch\n"
+        "import mezzo.pytorch.autocast.context\n"
         "assert dispatch.registered() == ()\n"
         "with mezzo.autocast('fp32', 'cpu'): pass\n"
         "assert dispatch.registered() == ()\n"
@@ -249,7 +249,7 @@ def test_nothing_is_registered_that_no_policy_needs():
 ALONE = """
 import torch, mezzo
 from mezzo.core.policy import policy
-from mezzo.pytorch.region import dispatch
+from mezzo.pytorch.autocast import dispatch
 BF16, FP32 = torch.bfloat16, torch.float32
 x, image, volume = torch.ones(2, dtype=BF16), torch.ones(1, 1, 4, dtype=BF16), torch.ones(1, 1, 4, 4, 4, dtype=BF16)
 def seen():
@@ -296,9 +296,9 @@ names = dispatch.rule_alone(policy('bf16'), 'cuda')
 assert {'addcmul', 'addcdiv', 'atan2'} <= set(names), names
 from torch._subclasses.fake_tensor import FakeTensorMode
 import autocast_samples as samples
-from mezzo.pytorch.region import identity
-code = identity.successor(0, 'cuda', policy('bf16'))
-with FakeTensorMode(), samples.cuda_autocast(BF16), identity.rebound(code):
+from mezzo.pytorch.autocast import active_policy
+code = active_policy.successor(0, 'cuda', policy('bf16'))
+with FakeTensorMode(), samples.cuda_autocast(BF16), active_policy.rebound(code):
     y = torch.empty(4, device='cuda', dtype=BF16)
     assert torch.addcmul(y, y, y).dtype is torch.atan2(y, y).dtype is BF16
     assert torch.addcmul(y.float(), y, y).dtype is FP32

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.core.finding import CAUSES
+from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import WHAT
 from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY
 from mezzo.pytorch.training import mixed_precision

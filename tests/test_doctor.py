@@ -23,8 +23,8 @@ from mezzo.doctor.gpus import (
     parse_capability,
 )
 from mezzo.doctor.measure import Rate, recommend, take_turns
-from mezzo.pytorch import machine
-from mezzo.pytorch.machine import Gpu, cuda_formats
+from mezzo.pytorch import hardware
+from mezzo.pytorch.hardware import Gpu, cuda_formats
 
 FORMATS_AT = [
     ((6, 0), ()),
@@ -254,8 +254,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
-    monkeypatch.setattr(machine, "gpu", lambda: None)
-    monkeypatch.setattr(machine, "cpu_name", lambda: "A [bold] CPU")
+    monkeypatch.setattr(hardware, "gpu", lambda: None)
+    monkeypatch.setattr(hardware, "cpu_name", lambda: "A [bold] CPU")
     monkeypatch.setattr(measure, "measure", made_up)
     return monkeypatch
 
@@ -307,7 +307,7 @@ def test_this_machine_as_json(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert shown["device"] == "cpu"
     assert shown["native"] == ["bf16"]
     assert shown["unsteady"] is False
-    assert shown["machine"] == machine.describe()
+    assert shown["machine"] == hardware.describe()
     assert shown["measured"][1] == {
         "what": "matmul",
         "format": "bf16",
@@ -333,7 +333,7 @@ def test_a_gpu_that_is_here_is_the_one_measured(
         assert device == "cuda"
         return made_up("cpu", **given)
 
-    cpu.setattr(machine, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 2))
+    cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 2))
     cpu.setenv("MEZZO_ASSUME_NATIVE", "fp16")
     cpu.setattr(measure, "measure", on_gpu)
     assert main(["doctor"]) == 0
@@ -422,7 +422,7 @@ def test_every_key_of_the_json_is_documented(
             return set(value).union(*map(keys, value.values()))
         return set().union(*map(keys, value)) if isinstance(value, list) else set()
 
-    cpu.setattr(machine, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
+    cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 1))
     cpu.setattr(measure, "measure", lambda device, **given: made_up("cpu", **given))
     for words in ([], ["--gpu", "T4"], ["--capability", "8.0"]):
         assert main(["doctor", "--json", *words]) == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.pytorch.region.plan import plan
+from mezzo.pytorch.autocast.plan import plan
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, COLUMNS = 5, 8

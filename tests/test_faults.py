@@ -32,7 +32,7 @@ from faults.score import (
     plain_name,
     trials_of,
 )
-from mezzo.core.finding import CAUSES, OUTSIDE, Finding
+from mezzo.core.overflow import CAUSES, OUTSIDE, OverflowReport
 
 LOOKING = 14  # steps after which a scale that starts at 2^24 has found its place
 
@@ -210,10 +210,10 @@ def test_a_clean_script_raises_no_alarm(row: Clean, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ the judge, judged
 
-_RIGHT = Finding("overflow", "tail", "mul", line="plants.py:1: x * self.times(1e7)")
+_RIGHT = OverflowReport("overflow", "tail", "mul", line="plants.py:1: x * self.times(1e7)")
 
 
-def _graded(found: Finding | None, expected: Expected) -> FaultGrade:
+def _graded(found: OverflowReport | None, expected: Expected) -> FaultGrade:
     return grade(FAULTS[0], expected, found, True, None)
 
 
@@ -233,7 +233,7 @@ def _graded(found: Finding | None, expected: Expected) -> FaultGrade:
     ],
     ids=lambda value: None,
 )
-def test_a_grade_says_what_is_wrong(found: Finding | None, wrong: list[str]) -> None:
+def test_a_grade_says_what_is_wrong(found: OverflowReport | None, wrong: list[str]) -> None:
     graded = _graded(found, FAULTS[0].all_expected[0])
     every = ("module", "direction", "op", "cause", "line")
     assert [what for what in every if not getattr(graded, what)] == wrong
@@ -243,7 +243,7 @@ def test_a_grade_says_what_is_wrong(found: Finding | None, wrong: list[str]) -> 
 def test_a_grade_takes_either_of_two_paths_and_any_op_where_none_is_named() -> None:
     expected = Expected("", "", "input", also="conv1")
     for module, right in (("", True), ("conv1", True), ("conv2", False)):
-        assert _graded(Finding("input", module, "whatever"), expected).named is right
+        assert _graded(OverflowReport("input", module, "whatever"), expected).named is right
 
 
 def test_names_of_operations() -> None:

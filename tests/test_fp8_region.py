@@ -14,9 +14,9 @@ from mezzo.core import compute
 from mezzo.core.compute import GRANULARITIES, scaling_of
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import policy
+from mezzo.pytorch.autocast.modules import heads_of, with_heads
+from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.kernels.fp8 import fp8_linear
-from mezzo.pytorch.region.modules import heads_of, with_heads
-from mezzo.pytorch.region.plan import plan
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:

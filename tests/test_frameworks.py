@@ -12,13 +12,13 @@ import pytest
 
 import mezzo.cli.compare as verb
 from mezzo.cli.main import main
+from mezzo.compare import judgement
+from mezzo.compare.request import FRAMEWORKS, Request, candidates, framework
+from mezzo.compare.runs import FinishedRun
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.demos import DEMOS, Demo
 from mezzo.report.comparison import Comparison, command_line
-from mezzo.verify import judgement
-from mezzo.verify.request import FRAMEWORKS, Request, candidates, framework
-from mezzo.verify.runs import FinishedRun
 
 
 def a_run(machine: dict[str, Any], losses: int = 0, updates: int = 0) -> FinishedRun:

@@ -21,9 +21,9 @@ import mezzo
 from alive import bytes_alive
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES, Rule
+from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.region.plan import plan
 
 BITS = {"bf16": 7, "fp16": 10}
 FORMATS = list(BITS)

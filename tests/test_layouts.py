@@ -251,7 +251,7 @@ def unexplained(found: list[tuple[str, str, bool]]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def lent():
-    from mezzo.pytorch.region import fallback
+    from mezzo.pytorch.autocast import fallback
 
     end = fallback.lend_kernels()
     yield

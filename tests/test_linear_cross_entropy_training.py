@@ -20,7 +20,7 @@ import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.nn import LinearCrossEntropy, linear_cross_entropy
 from mezzo.pytorch import linear_cross_entropy as module
-from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.autocast.modules import apply_module_overrides
 
 PAGE = Path(__file__).parent.parent / "docs" / "losses.md"
 VOCABULARY, WIDTH = 31, 16

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from mezzo.compare.measure import Speed, speed, step_times
 from mezzo.core.records import LossRecord, UpdateRecord
-from mezzo.verify.measure import Speed, speed, step_times
 
 
 def updates(at: Sequence[float], observed: Sequence[int] = (), optimizer: int = 0) -> list[UpdateRecord]:

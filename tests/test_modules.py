@@ -12,7 +12,7 @@ from torch import nn
 import mezzo
 from mezzo.core.errors import UnknownNameError
 from mezzo.core.policy import policy
-from mezzo.pytorch.region.modules import apply_module_overrides
+from mezzo.pytorch.autocast.modules import apply_module_overrides
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

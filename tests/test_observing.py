@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, read
 from mezzo.pytorch.training import mixed_precision
 from mezzo.pytorch.training.mixed_precision import MixedPrecision
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
-        self.finding: Finding | None = None
+        self.finding: OverflowReport | None = None
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.heard.append(("call", len(args), sorted(kwargs)))
@@ -41,7 +41,7 @@ class Told:
         self, optimizer: Any, *, index: int, number: int, skipped: Tensor | bool, loss_scale: Tensor | float
     ) -> None:
         self.heard.append(("turned", index, number, bool(skipped), float(loss_scale)))
-        self.finding = Finding("overflow", "0", "exp") if skipped else None
+        self.finding = OverflowReport("overflow", "0", "exp") if skipped else None
 
     def step_dropped(self) -> None:
         self.heard.append("dropped")

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.pytorch.region import identity
+from mezzo.pytorch.autocast import active_policy
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -116,7 +116,7 @@ def _state() -> tuple[Any, ...]:
 
 
 def _own(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    return state[0], tuple(entry for entry in state[1] if entry[0] not in identity.label_devices())
+    return state[0], tuple(entry for entry in state[1] if entry[0] not in active_policy.label_devices())
 
 
 OUTSIDE: dict[str, Callable[[], Any]] = {
@@ -198,7 +198,7 @@ def test_many_labels_are_left_behind_nowhere() -> None:
     for a in regions:
         for b in regions:
             with a, b:
-                assert identity.current_policy() == b.policy
+                assert active_policy.current_policy() == b.policy
             assert _state() == first
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import mezzo
 from bad_steps import INF, is_finite
-from launching import launcher
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.loss_scale import DynamicLossScale, Observation
+from run_scripts import launcher
 from test_loss_scale import on_device
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import mezzo
 from bad_steps import INF
-from launching import launcher
-from mezzo.pytorch.region.plan import plan
+from mezzo.pytorch.autocast.plan import plan
+from run_scripts import launcher
 from training_steps import Waits, nobody_owns_anything  # noqa: F401
 
 THEIRS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import LossScaleCollapseError
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, RecordWriter, from_line, read, to_line
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.replay import nothing_left
@@ -76,7 +76,7 @@ def step(mp: mezzo.MixedPrecision, number: int = 0, loss: Callable[..., Tensor] 
     return mp.step(value)
 
 
-def found(mp: mezzo.MixedPrecision, *args: Any) -> Finding:
+def found(mp: mezzo.MixedPrecision, *args: Any) -> OverflowReport:
     result = step(mp, *args)
     assert result.skipped
     assert result.finding is not None
@@ -248,7 +248,7 @@ def test_live_watching_ends_by_itself() -> None:
 # ------------------------------------------------------------------------------------------- lines outside
 
 
-def told_of(mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], size: int = 5) -> Finding:
+def told_of(mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], size: int = 5) -> OverflowReport:
     x = torch.randn(size, 6, generator=torch.Generator().manual_seed(size))
     with mp.autocast():
         value = loss(mp.model(x), torch.arange(size) % 3)
@@ -539,7 +539,7 @@ def draws(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda out, y: loss(out, y) * (1 + random.random() + float(np.random.random()) + torch.rand(()))
 
 
-def trained(trace: bool | None) -> tuple[list[Any], list[Finding]]:
+def trained(trace: bool | None) -> tuple[list[Any], list[OverflowReport]]:
     """A run in which some steps overflow, in several ways; and everything that can be seen of it."""
     torch.manual_seed(0)
     random.seed(1)

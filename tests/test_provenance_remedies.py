@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import OverflowRecord, from_line, to_line
 
 
@@ -45,7 +45,7 @@ def layers(place: nn.Module, *after: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), place, nn.ReLU(), nn.Linear(6, 6), *after, nn.Linear(6, 2))
 
 
-def found(model: nn.Module, precision: str = "fp16", factor: float = 1.0) -> Finding:
+def found(model: nn.Module, precision: str = "fp16", factor: float = 1.0) -> OverflowReport:
     mp = mezzo.MixedPrecision(
         model, torch.optim.SGD(model.parameters(), lr=0.1), precision, loss_scale=1.0, trace=True
     )
@@ -58,7 +58,7 @@ def found(model: nn.Module, precision: str = "fp16", factor: float = 1.0) -> Fin
     return finding
 
 
-def policies(finding: Finding) -> list[str]:
+def policies(finding: OverflowReport) -> list[str]:
     return [text for one in finding.remedies for text in re.findall(r"`((?:fp16|bf16)[^`]*)`", one)]
 
 
@@ -173,7 +173,7 @@ def test_what_is_told_mends_and_is_not_what_was_so_already(name: str) -> None:
     assert f"{told.maker.op} in {told.maker.module}" in first
 
 
-def watched(loss: Any, scale: float = 1.0) -> list[Finding]:
+def watched(loss: Any, scale: float = 1.0) -> list[OverflowReport]:
     """What is found in two steps of a loss that overflows outside of the model: the second is watched live."""
     model = layers(nn.Identity())
     mp = mezzo.MixedPrecision(

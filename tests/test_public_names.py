@@ -141,7 +141,7 @@ NO_FRAMEWORK = [
     "import mezzo; mezzo.Policy; mezzo.policy('bf16')",
     "import mezzo; mezzo.DynamicLossScale(); mezzo.StaticLossScale(8.0); mezzo.NoLossScale()",
     "import mezzo; mezzo.keras; mezzo.tensorflow",
-    "import mezzo.keras.run, mezzo.verify.request, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
+    "import mezzo.keras.run, mezzo.compare.request, mezzo.keras.plan; mezzo.keras.plan.plan('fp16,module.head=fp32')",
     "import mezzo.core.records, mezzo.core.errors",
     "import mezzo; mezzo.formats.round(0.1, 'bf16'); mezzo.formats.bits(0.1, 'fp16')",
     "import mezzo, numpy; mezzo.formats.round(numpy.ones(3, numpy.float32), 'fp16')",

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.finding import OUTSIDE
+from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import BINS, NAN, WHAT, ZERO, Histogram, RangeRow
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.monitor.counted import ratios

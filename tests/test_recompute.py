@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from alive import bytes_alive
+from mezzo.pytorch.autocast import recompute
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.region import recompute
 
 WIDTH, ROWS = 64, 256
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mezzo.core import records
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
@@ -56,7 +56,7 @@ tensor_facts = st.builds(
     TensorFacts, text, st.lists(count, max_size=3), text, any_float, any_float, count, count, count
 )
 finding = st.builds(
-    Finding,
+    OverflowReport,
     *(text,) * 4,
     inputs=st.lists(tensor_facts, max_size=2),
     outputs=st.lists(tensor_facts, max_size=2),

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import mezzo
 from mezzo.core.policy import policy
 from mezzo.pytorch.dtypes import dtype_of
-from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.hardware import native_formats
 
 STEPS, BATCH, IN, WIDTH = 9, 4, 5, 7
 LAYERS: dict[str, Callable[..., nn.RNNBase]] = {

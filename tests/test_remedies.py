@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mezzo
-from mezzo.core.finding import CAUSES, OUTSIDE, Finding, Maker, TensorFacts
+from mezzo.core.overflow import CAUSES, OUTSIDE, Maker, OverflowReport, TensorFacts
 from mezzo.core.remedies import of_constant_scale, remedies
 from mezzo.core.rules import RULES
 from mezzo.core.weak_ops import WEAK_OPS, mends_of
@@ -22,13 +22,13 @@ def fact(form: str = "fp16", largest: float = 12.0, name: str = "input 0", **cou
     return TensorFacts(name, [2, 3], form, largest, 0.5, **told)
 
 
-def finding(cause: str = "overflow", op: str = "mul", **more: Any) -> Finding:
+def finding(cause: str = "overflow", op: str = "mul", **more: Any) -> OverflowReport:
     given: dict[str, Any] = {
         "module": "blocks.1.mlp",
         "inputs": [fact(), fact(name="input 1")],
         "outputs": [fact(infinities=1, name="output")],
     }
-    return Finding(cause, op=op, **{**given, **more})
+    return OverflowReport(cause, op=op, **{**given, **more})
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -56,7 +56,7 @@ def first(cause: str, op: str, **more: Any) -> str:
 
 
 # what was found -> words that its remedies have -> words that they must not have
-TOLD: dict[str, tuple[Finding, list[str], list[str]]] = {
+TOLD: dict[str, tuple[OverflowReport, list[str], list[str]]] = {
     "a product that FP32 holds": (
         finding(inputs=[fact(largest=60000.0)] * 2),
         ["`fp16,op.mul=fp32`", "`fp16,module.blocks.1.mlp=fp32`", "`bf16`"],
@@ -220,25 +220,31 @@ def test_a_constant_scale_has_a_smaller_one_to_try(scale: float, smaller: float)
 BAD = fact("fp32", 1.5, nans=4)
 
 # finding -> what its sentence has to name
-SAID: dict[str, tuple[Finding, list[str]]] = {
+SAID: dict[str, tuple[OverflowReport, list[str]]] = {
     "an operation": (
-        Finding("overflow", "blocks.2", "exp", "forward", line="net.py:9: x.exp()"),
+        OverflowReport("overflow", "blocks.2", "exp", "forward", line="net.py:9: x.exp()"),
         ["forward of exp in blocks.2 (net.py:9: x.exp())", CAUSES["overflow"]],
     ),
-    "a slope": (Finding("invalid", "", "div", "backward"), ["backward of div in the model", "divisor is 0"]),
-    "outside": (Finding("invalid", OUTSIDE, "log"), ["forward of log outside the model", "only above 0"]),
-    "no known case": (Finding("invalid", "", "my_op"), ["my_op in the model", "no finite result"]),
-    "an input": (Finding("input", inputs=[BAD]), ["input 0", CAUSES["input"]]),
+    "a slope": (
+        OverflowReport("invalid", "", "div", "backward"),
+        ["backward of div in the model", "divisor is 0"],
+    ),
+    "outside": (
+        OverflowReport("invalid", OUTSIDE, "log"),
+        ["forward of log outside the model", "only above 0"],
+    ),
+    "no known case": (OverflowReport("invalid", "", "my_op"), ["my_op in the model", "no finite result"]),
+    "an input": (OverflowReport("input", inputs=[BAD]), ["input 0", CAUSES["input"]]),
     "a parameter": (
-        Finding("state", "head", "weight", inputs=[fact("fp32", 0.0, "weight", infinities=1)]),
+        OverflowReport("state", "head", "weight", inputs=[fact("fp32", 0.0, "weight", infinities=1)]),
         ["weight of head", CAUSES["state"]],
     ),
-    "nothing": (Finding("unknown", note="a call raised"), [CAUSES["unknown"], "a call raised"]),
+    "nothing": (OverflowReport("unknown", note="a call raised"), [CAUSES["unknown"], "a call raised"]),
     "not run again": (
-        Finding("unknown", note="no update", how="Concluded"),
+        OverflowReport("unknown", note="no update", how="Concluded"),
         ["can't be run again", "no update"],
     ),
-    "the loss": (Finding("loss", note="the loss was nan"), [CAUSES["loss"], "the loss was nan"]),
+    "the loss": (OverflowReport("loss", note="the loss was nan"), [CAUSES["loss"], "the loss was nan"]),
 }
 
 
@@ -251,8 +257,8 @@ def test_a_finding_s_sentence_names_place_and_cause(name: str) -> None:
 def test_what_is_told_of_a_tensor_and_which_findings_alarm_and_are_the_same() -> None:
     assert str(BAD) == "input 0 fp32 2x3, largest 1.5, 4 NaN"
     assert not BAD.finite
-    assert [cause for cause in CAUSES if not Finding(cause).alarms] == ["loss scale"]
-    nan, infinite = (Finding("loss", note=f"the loss was {number}") for number in ("nan", "inf"))
+    assert [cause for cause in CAUSES if not OverflowReport(cause).alarms] == ["loss scale"]
+    nan, infinite = (OverflowReport("loss", note=f"the loss was {number}") for number in ("nan", "inf"))
     assert nan.place != infinite.place
 
 
@@ -271,5 +277,7 @@ BEYOND: dict[str, tuple[list[TensorFacts], str, str]] = {
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_number_that_did_not_fit_before_is_told_from_a_result_that_does_not(name: str) -> None:
     inputs, form, what = BEYOND[name]
-    given = Finding("overflow", "head", "linear", inputs=inputs, outputs=[fact(form, 1.0, infinities=1)])
+    given = OverflowReport(
+        "overflow", "head", "linear", inputs=inputs, outputs=[fact(form, 1.0, infinities=1)]
+    )
     assert f"{what} does not fit fp16" in str(given) if what else CAUSES["overflow"] in str(given)

@@ -15,12 +15,12 @@ import pytest
 from markupsafe import escape
 
 import comparisons
+from mezzo.compare.comparison import schedule
+from mezzo.compare.request import Request
 from mezzo.core.errors import UsageError
 from mezzo.report import build
 from mezzo.report.comparison import command_line, read
 from mezzo.report.page import _environment
-from mezzo.verify.compare import schedule
-from mezzo.verify.request import Request
 
 VOID = {"meta", "link", "input"}
 

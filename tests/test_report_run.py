@@ -13,7 +13,7 @@ import pytest
 import comparisons
 import run_records
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding, TensorFacts
+from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.records import LossRecord, OverflowRecord, Record, RunEnded, RunStarted, UpdateRecord
 from mezzo.report import build, build_any, build_run
 from mezzo.report.figures import STROKES, loss_scale
@@ -200,7 +200,11 @@ def test_a_comparisons_page_gains_the_same_sections(tmp_path: Path) -> None:
 
 def test_any_finding_makes_a_row(tmp_path: Path) -> None:
     """The least a finding can hold, one without a line, and a cause that only a newer version knows."""
-    least = [Finding("unknown"), Finding("state", module="bn"), Finding("of tomorrow", "m", "op")]
+    least = [
+        OverflowReport("unknown"),
+        OverflowReport("state", module="bn"),
+        OverflowReport("of tomorrow", "m", "op"),
+    ]
     facts = [
         TensorFacts("x", [], "fp16", 0.0, 0.0, 0, 0, 4),
         TensorFacts("y", [0], "fp16", 0.0, 0.0, 0, 0, 0),
@@ -402,8 +406,8 @@ def test_what_is_said_of_a_scale_too_high_is_true_of_the_runs_own(name: str, tmp
 def test_the_row_says_what_was_found_and_not_what_the_word_means(tmp_path: Path) -> None:
     facts = TensorFacts("input 0", [4], "fp32", 1e6, 1.0, 0, 0, 0)
     out = TensorFacts("output", [4], "fp16", 0.0, 0.0, 0, 4, 0)
-    one = Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
-    log = Finding("invalid", "head", "log", inputs=[facts])
+    one = OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out])
+    log = OverflowReport("invalid", "head", "log", inputs=[facts])
     records: list[Record] = []
     for index, each in enumerate((one, log)):
         records += [
@@ -426,7 +430,11 @@ def test_one_place_is_told_once_though_its_numbers_are_others_each_time(tmp_path
         records += [
             UpdateRecord(index, 0, False, True, 8.0, 0.0, "inf"),
             OverflowRecord(
-                index, 0, 0.0, 8.0, Finding("overflow", "head", "linear", inputs=[facts], outputs=[out])
+                index,
+                0,
+                0.0,
+                8.0,
+                OverflowReport("overflow", "head", "linear", inputs=[facts], outputs=[out]),
             ),
         ]
     figure = drawn("chart", loss_scale([read_run(made(tmp_path / "r", records))], "s1", "fp16"))

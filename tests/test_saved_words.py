@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.verify.judgement import saved
-from mezzo.verify.measure import Speed
+from mezzo.compare.judgement import saved
+from mezzo.compare.measure import Speed
 
 FASTER, SLOWER, ALIKE = (
     Speed(1.5, (1.2, 1.8), 3, 100),

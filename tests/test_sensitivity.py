@@ -20,11 +20,11 @@ from mezzo.core.formats import Format, named
 from mezzo.core.policy import Policy
 from mezzo.core.records import SensitivityRecord, read
 from mezzo.core.sensitivity import rank
-from mezzo.pytorch.launch.runner import run
-from mezzo.pytorch.region.autocast import autocast
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.run.session import run
 from mezzo.pytorch.sensitivity import CALLS, STEPS, Sensitivities
 from mezzo.pytorch.training.observers import Observers
-from mezzo.scripts.runner import RunRequest
+from mezzo.runner.lifecycle import RunRequest
 
 
 class Offset(nn.Module):

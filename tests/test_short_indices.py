@@ -11,8 +11,8 @@ from torch import Tensor
 
 import mezzo
 from alive import bytes_alive
+from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.kernels.short_indices import _narrowest
-from mezzo.pytorch.region.plan import plan
 
 Pool = Callable[[Tensor], Tensor]
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-import mezzo.pytorch.region.modules
+import mezzo.pytorch.autocast.modules
 from alive import bytes_alive
 from mezzo.core import formats
 from mezzo.core.errors import UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import policy
+from mezzo.pytorch.autocast.plan import own_table, plan
 from mezzo.pytorch.kernels.tf32 import round_tf32
-from mezzo.pytorch.region.plan import own_table, plan
 
 
 def patterns() -> Tensor:
@@ -226,7 +226,7 @@ def test_in_a_bf16_policy_one_module_can_be_tf32() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     x = values(4, 16)
     with (
-        mezzo.pytorch.region.modules.apply_module_overrides(model, policy("bf16,module.1=tf32"), "cpu"),
+        mezzo.pytorch.autocast.modules.apply_module_overrides(model, policy("bf16,module.1=tf32"), "cpu"),
         mezzo.autocast("bf16,module.1=tf32", "cpu"),
     ):
         out = model(x)

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from bad_steps import is_finite, same
-from launching import Ran, launcher
 from moving_buffers import NORMS, OWN
+from run_scripts import Ran, launcher
 from training_steps import nobody_owns_anything, who_decides  # noqa: F401
 from two_networks import LAST, OF_A_SCRIPT, ORDERS, train
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from launching import Ran, launcher
+from run_scripts import Ran, launcher
 
 PARTS = """
 import json, torch

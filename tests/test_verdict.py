@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mezzo.compare.comparison import compare
+from mezzo.compare.request import Request
+from mezzo.compare.runs import read_run
 from mezzo.core import equivalence
 from mezzo.core.comparison import Parity
 from mezzo.core.curve import final_count, final_loss, start_loss, tail_loss, window_losses
@@ -20,9 +23,6 @@ from mezzo.core.equivalence import paired_interval, pairs_needed, tost, tost_pow
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import RecordWriter, UpdateRecord
 from mezzo.core.verdict import Margins, RunResult, Verdict, judge
-from mezzo.verify.compare import compare
-from mezzo.verify.request import Request
-from mezzo.verify.runs import read_run
 
 STEPS = 100
 CLEAN = 1.0 + 1.5 * np.exp(-np.arange(STEPS) / 8)  # falls from 2.5 to 1: it learns 1.3 or so

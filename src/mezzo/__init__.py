@@ -15,7 +15,7 @@ __version__ = VERSION
 
 # Public name -> (module, attribute); an empty attribute means the module itself.
 _PUBLIC = {
-    "autocast": ("mezzo.pytorch.region.autocast", "autocast"),
+    "autocast": ("mezzo.pytorch.autocast.context", "autocast"),
     "GradScaler": ("mezzo.pytorch.scaling.scaler", "GradScaler"),
     "MixedPrecision": ("mezzo.pytorch.training.mixed_precision", "MixedPrecision"),
     "Policy": ("mezzo.core.policy", "Policy"),
@@ -75,12 +75,12 @@ if TYPE_CHECKING:
     from mezzo.core.errors import LossScaleCollapseError
     from mezzo.core.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from mezzo.core.policy import Policy, policy
+    from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.batch_size import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
     from mezzo.pytorch.observe.explain import explain
-    from mezzo.pytorch.region.autocast import autocast
     from mezzo.pytorch.scaling.scaler import GradScaler
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
     from mezzo.pytorch.weights.lowering import lower_weights

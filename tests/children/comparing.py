@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mezzo.verify.compare import compare
-from mezzo.verify.request import Request
+from mezzo.compare.comparison import compare
+from mezzo.compare.request import Request
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_launch.py")))
 

@@ -1,4 +1,4 @@
-"""Stands in for `python -m mezzo.pytorch.launch` in a calibration: writes what its script, a JSON object, asks for.
+"""Stands in for `python -m mezzo.pytorch.run` in a calibration: writes what its script, a JSON object, asks for.
 
 All optional: ``largest`` 0.25 the largest gradient of the watched run; ``activation`` 1.0 what module "b" returns;
 ``native`` ["bf16"]; ``skips`` 0 how many steps of the run under the recommendation are skipped; ``fits`` 32768: it
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from mezzo.core import records
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import policy
 from mezzo.core.ranges import Histogram, RangeRow
 
@@ -55,7 +55,7 @@ def main() -> int:
                 if large
                 else ["mul in FP32: `fp16,op.mul=fp32`", f"this module in FP32: `fp16,module.{where}=fp32`"]
             )
-            finding = Finding(
+            finding = OverflowReport(
                 "loss scale" if large else asked.get("cause", "overflow"), where, "mul", remedies=remedies
             )
             writer.write(records.OverflowRecord(i, 0, float(i), scale, finding))

@@ -1,4 +1,4 @@
-"""Stands in for `python -m mezzo.pytorch.launch`: writes the records that its script, a JSON file, asks for.
+"""Stands in for `python -m mezzo.pytorch.run`: writes the records that its script, a JSON file, asks for.
 
 The script is a JSON object: run name (`bf16-1`), precision (`bf16`) or `*` -> behaviour, all optional::
 

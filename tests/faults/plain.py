@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from faults.models import Carried
 from faults.runs import Compute, plainly
-from mezzo.core.finding import OUTSIDE
+from mezzo.core.overflow import OUTSIDE
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

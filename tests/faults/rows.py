@@ -69,7 +69,7 @@ from faults.planting import (
     uncertain,
     weight,
 )
-from mezzo.core.finding import OUTSIDE
+from mezzo.core.overflow import OUTSIDE
 
 PLANTED = 2
 """The step in which a fault acts for the first time."""
@@ -82,7 +82,7 @@ class Expected:
     Args:
         module: path of the culprit.
         op: key of `score.FAMILIES`, or the operation's own name in small letters; "" where there is none.
-        cause: a key of `mezzo.core.finding.CAUSES`.
+        cause: a key of `mezzo.core.overflow.CAUSES`.
         direction: forward or backward.
         line: part of the code of the user's line; "" where the operation is inside of a module of torch.
         part: whose step, in a training of several.

@@ -23,10 +23,10 @@ from faults.models import Trainee
 from faults.rows import FAULTS, PLANTED, Fault
 from mezzo.core import records
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
-from mezzo.pytorch.launch.runner import run
-from mezzo.scripts.runner import RunRequest
+from mezzo.core.overflow import OverflowReport
+from mezzo.pytorch.run.session import run
+from mezzo.runner.lifecycle import RunRequest
 
 _FLOOR = DynamicLossScale().floor
 _QUOTED = re.compile(r"`([^`]+)`")
@@ -188,7 +188,7 @@ def of_clean(
             mp.close()
 
 
-def policies(finding: Finding) -> list[str]:
+def policies(finding: OverflowReport) -> list[str]:
     """The policies that a finding's remedies quote, in order."""
     named = []
     for sentence in finding.remedies:

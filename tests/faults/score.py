@@ -15,7 +15,7 @@ from typing import Any
 from faults.clean import CLEAN, Clean
 from faults.rows import FAULTS, Expected, Fault
 from faults.runs import acting, can_be_one, launched, mends, of_clean, of_fault, policies
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, UpdateRecord
 
 FAMILIES: dict[str, set[str]] = {
@@ -76,7 +76,7 @@ class FaultGrade:
     name: str
     family: str
     expected: Expected
-    found: Finding | None
+    found: OverflowReport | None
     skipped: bool
     module: bool
     direction: bool
@@ -105,7 +105,7 @@ class CleanGrade:
     name: str
     family: str
     skips: int
-    alarms: list[Finding] = field(default_factory=list)
+    alarms: list[OverflowReport] = field(default_factory=list)
     silent: int = 0
 
     @property
@@ -115,7 +115,7 @@ class CleanGrade:
 
 
 def grade(
-    row: Fault, expected: Expected, found: Finding | None, skipped: bool, first: str | None
+    row: Fault, expected: Expected, found: OverflowReport | None, skipped: bool, first: str | None
 ) -> FaultGrade:
     """Compare a finding with the row."""
     paths = {expected.module, expected.also} if expected.also else {expected.module}

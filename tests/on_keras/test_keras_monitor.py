@@ -17,8 +17,8 @@ import pytest
 from conftest import BACKEND
 from mezzo.core import records
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.finding import CAUSES
 from mezzo.core.loss_scale import StaticLossScale
+from mezzo.core.overflow import CAUSES
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram
 from mezzo.keras import LossScaleOptimizer, PrecisionMonitor
 from mezzo.keras.callback import NAMED, Skipped, histogram, ratios

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import pytest
 
-import launching
+import run_scripts
 from conftest import BACKEND
-from launching import Ran
 from mezzo.cli.main import main
 from mezzo.core import records
 from mezzo.core.errors import ScriptError, UnknownNameError, UsageError
 from mezzo.keras.run import run
+from run_scripts import Ran
 
 HEAD = """
 import keras
@@ -57,7 +57,7 @@ Launch = Callable[..., Ran]
 @pytest.fixture
 def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Launch:
     """Writes a script and runs it under a policy in this process."""
-    return launching.launcher(tmp_path, capsys, run)
+    return run_scripts.launcher(tmp_path, capsys, run)
 
 
 def naive_losses(steps: int) -> list[float]:

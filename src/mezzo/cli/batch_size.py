@@ -39,6 +39,10 @@ from rich.console import Console
 from rich.text import Text
 
 from mezzo.cli.arguments import add_target, target_of, whole
+from mezzo.compare.folder import check_ours, locked, writing
+from mezzo.compare.progress import Watcher, watcher
+from mezzo.compare.request import ScriptRequest, split_precisions
+from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core.byte_counts import parse_bytes
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import policy
@@ -56,11 +60,7 @@ from mezzo.pytorch.batch_size import (
     spendable_bytes,
     unchanging,
 )
-from mezzo.pytorch.launch.runner import check
-from mezzo.verify.folder import check_ours, locked, writing
-from mezzo.verify.progress import Watcher, watcher
-from mezzo.verify.request import ScriptRequest, split_precisions
-from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
+from mezzo.pytorch.run.session import check
 
 PASSES_ON = True
 """What follows `--` is the script's."""

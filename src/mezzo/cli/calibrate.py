@@ -40,21 +40,21 @@ from rich.text import Text
 import mezzo
 from mezzo.cli.arguments import add_target, folder_of, target_of, whole
 from mezzo.cli.report import page
+from mezzo.compare.folder import forget_run, locked, writing
+from mezzo.compare.progress import Watcher, watcher
+from mezzo.compare.request import ScriptRequest
+from mezzo.compare.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 from mezzo.core import records
 from mezzo.core.calibration import FORMATS, Recommendation, check_headroom, counted, recommend
 from mezzo.core.errors import ScriptError, UsageError, unknown_name
-from mezzo.core.finding import OUTSIDE
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import power_text
+from mezzo.core.overflow import OUTSIDE
 from mezzo.core.policy_text import is_pattern
 from mezzo.core.sensitivity import RANKED, rank
 from mezzo.core.whole_file import write_whole
 from mezzo.demos import PYTORCH as DEMOS
 from mezzo.report import build_run
-from mezzo.verify.folder import forget_run, locked, writing
-from mezzo.verify.progress import Watcher, watcher
-from mezzo.verify.request import ScriptRequest
-from mezzo.verify.runs import LAUNCH, FinishedRun, run_to_end, terminated_like_an_interrupt
 
 PASSES_ON = True
 """What follows `--` is the script's."""

@@ -45,13 +45,13 @@ from rich.text import Text
 
 from mezzo.cli.arguments import add_target, folder_of, number, share, target_of, whole
 from mezzo.cli.report import page
+from mezzo.compare.comparison import compare
+from mezzo.compare.progress import watcher
+from mezzo.compare.request import FRAMEWORKS, Request, candidates
 from mezzo.core.errors import UsageError
 from mezzo.demos import DEMOS
 from mezzo.report import build
 from mezzo.report.comparison import command_words
-from mezzo.verify.compare import compare
-from mezzo.verify.progress import watcher
-from mezzo.verify.request import FRAMEWORKS, Request, candidates
 
 PASSES_ON = True
 """What follows `--` is the script's."""

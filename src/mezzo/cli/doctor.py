@@ -81,13 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(quick: bool) -> tuple[dict[str, Any], list[Rate], Recommendation]:
     """What this machine is and measures, and what to use."""
+    from mezzo.compare.progress import watcher
     from mezzo.doctor import measure
-    from mezzo.pytorch import machine
-    from mezzo.verify.progress import watcher
+    from mezzo.pytorch import hardware
 
-    described = machine.describe()
+    described = hardware.describe()
     device = described["gpu"]["kind"] if described["gpu"] else "cpu"
-    native = machine.native_formats(device)
+    native = hardware.native_formats(device)
     with watcher(Console(stderr=True), quiet=True) as progress:
         progress.begin("measuring", 1, 1, 100)
         options: dict[str, Any] = {"tell": lambda done: progress.steps(round(100 * done))}

@@ -27,9 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.launch.runner import checked
-from mezzo.pytorch.launch.runner import run as run_request
-from mezzo.scripts.runner import RunRequest
+from mezzo.pytorch.run.session import checked
+from mezzo.pytorch.run.session import run as run_request
+from mezzo.runner.lifecycle import RunRequest
 
 _FOLDER = Path("mezzo-run")
 _RECORDS = Path("runs") / "run.jsonl"
@@ -203,7 +203,7 @@ def _prepared(folder: Path, rank: int, lock: ExitStack) -> Path:
     Raises:
         UsageError: the folder holds something else, is in use by another process, or can't be made.
     """
-    from mezzo.verify.folder import check_ours, locked, writing
+    from mezzo.compare.folder import check_ours, locked, writing
 
     with writing(folder):
         check_ours(folder, _OURS, str(_RECORDS))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.core.finding import Finding
+    from mezzo.core.overflow import OverflowReport
 
 
 class MezzoError(Exception):
@@ -55,7 +55,7 @@ class LossScaleCollapseError(MezzoError, RuntimeError):
         super().__init__(" ".join(filter(None, (what, always, unknown))))
         self._what, self._always, self._unknown = what, always, unknown
 
-    def named(self, culprit: Finding) -> LossScaleCollapseError:
+    def named(self, culprit: OverflowReport) -> LossScaleCollapseError:
         """The same, with what makes the steps fail; the remedies of what is found take the place of general advice."""
         why = f"What makes them fail: {culprit}."
         if culprit.cause in ("loss scale", "unknown"):  # nothing that is known to mend it

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding, Maker, TensorFacts
+from mezzo.core.overflow import Maker, OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
 
 SCHEMA = 1
@@ -174,7 +174,7 @@ class OverflowRecord:
     optimizer: int
     at: float
     loss_scale: float
-    finding: Finding
+    finding: OverflowReport
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,16 @@ Record = (
 )
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
 
-_CLASSES = (*_KINDS.values(), OpFormats, RangeRow, Histogram, ModuleRounding, Finding, TensorFacts, Maker)
+_CLASSES = (
+    *_KINDS.values(),
+    OpFormats,
+    RangeRow,
+    Histogram,
+    ModuleRounding,
+    OverflowReport,
+    TensorFacts,
+    Maker,
+)
 _NESTED: dict[str, type[Any]] = {cls.__name__: cls for cls in _CLASSES}
 
 # Annotation -> the type that JSON gives it. An int field holds no bool, and a bool field no int.

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
-from mezzo.core.finding import OUTSIDE, SUM, Finding, Maker
 from mezzo.core.formats import named
+from mezzo.core.overflow import OUTSIDE, SUM, Maker, OverflowReport
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
 from mezzo.core.weak_ops import mends_of, weakness_of
@@ -26,7 +26,7 @@ _CLIPPING = "clipping the gradients' norm helps where the gradients, not the wei
 _READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
 
 
-def remedies(finding: Finding, used: Policy | None = None) -> list[str]:
+def remedies(finding: OverflowReport, used: Policy | None = None) -> list[str]:
     """What to try, the likeliest first; empty where nothing is known.
 
     Args:
@@ -49,7 +49,7 @@ def of_constant_scale(scale: float) -> list[str]:
     ]
 
 
-def _of_loss_scale(finding: Finding, used: Policy | None) -> list[str]:
+def _of_loss_scale(finding: OverflowReport, used: Policy | None) -> list[str]:
     return [
         "nothing, if the loss scale is dynamic: the next step has a smaller one",
         "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one holds), "
@@ -58,7 +58,7 @@ def _of_loss_scale(finding: Finding, used: Policy | None) -> list[str]:
     ]
 
 
-def _of_overflow(finding: Finding, used: Policy | None) -> list[str]:
+def _of_overflow(finding: OverflowReport, used: Policy | None) -> list[str]:
     found: list[str] = []
     weight = max((one.largest for one in finding.inputs if one.name == "weight"), default=0.0)
     if weight > _GROWN:
@@ -81,7 +81,7 @@ def _of_overflow(finding: Finding, used: Policy | None) -> list[str]:
     return found or ["make what goes in smaller, or clamp it"]
 
 
-def _of_invalid(finding: Finding, used: Policy | None) -> list[str]:
+def _of_invalid(finding: OverflowReport, used: Policy | None) -> list[str]:
     found = list(mends_of(finding.op, finding.direction))
     low = _low_format(finding)
     if low == "fp16" and weakness_of(finding.op).takes_eps:
@@ -99,7 +99,7 @@ def _of_invalid(finding: Finding, used: Policy | None) -> list[str]:
     return found
 
 
-def _of_input(finding: Finding, used: Policy | None) -> list[str]:
+def _of_input(finding: OverflowReport, used: Policy | None) -> list[str]:
     what = "what the loss is given" if finding.module == OUTSIDE else "what the model is given"
     return [
         f"look at the data: {what} has {_bad(finding)}",
@@ -107,7 +107,7 @@ def _of_input(finding: Finding, used: Policy | None) -> list[str]:
     ]
 
 
-def _of_state(finding: Finding, used: Policy | None) -> list[str]:
+def _of_state(finding: OverflowReport, used: Policy | None) -> list[str]:
     name = f"{finding.module}.{finding.op}".strip(".")
     found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
     if "running_" in finding.op:
@@ -116,15 +116,15 @@ def _of_state(finding: Finding, used: Policy | None) -> list[str]:
     return found
 
 
-def _of_loss(finding: Finding, used: Policy | None) -> list[str]:
+def _of_loss(finding: OverflowReport, used: Policy | None) -> list[str]:
     return ["look at the batch of this update: NaN or infinity in it makes a loss like this in FP32 too"]
 
 
-def _of_unknown(finding: Finding, used: Policy | None) -> list[str]:
+def _of_unknown(finding: OverflowReport, used: Policy | None) -> list[str]:
     return []
 
 
-_BY_CAUSE: dict[str, Callable[[Finding, Policy | None], list[str]]] = {
+_BY_CAUSE: dict[str, Callable[[OverflowReport, Policy | None], list[str]]] = {
     "loss scale": _of_loss_scale,
     "overflow": _of_overflow,
     "invalid": _of_invalid,
@@ -135,7 +135,7 @@ _BY_CAUSE: dict[str, Callable[[Finding, Policy | None], list[str]]] = {
 }
 
 
-def _low_format(finding: Finding) -> str | None:
+def _low_format(finding: OverflowReport) -> str | None:
     """The 16-bit format that something was in; None if all was wider."""
     formats = [one.format for one in (*finding.outputs, *finding.inputs)]
     return next((form for form in formats if form in ("fp16", "bf16")), None)
@@ -150,7 +150,7 @@ def _at_its_maker(maker: Maker, direction: str) -> str:
     return f"scale, normalise or clamp what is made by {maker.where}"
 
 
-def _in_fp32(finding: Finding, low: str, used: Policy | None) -> list[str]:
+def _in_fp32(finding: OverflowReport, low: str, used: Policy | None) -> list[str]:
     """Policies under which the operation runs in FP32: in its module, in its neighbours as well, in the whole run."""
     if finding.module == OUTSIDE and finding.op == SUM:
         return []  # the model's output has its format whatever is done with it
@@ -196,13 +196,13 @@ def _kept(base: Policy, *paths: str) -> str | None:
         return None
 
 
-def _readers(finding: Finding) -> list[str]:
+def _readers(finding: OverflowReport) -> list[str]:
     """Paths of the modules that passed on what this one made, in order."""
     paths = [one.partition(": ")[0] for one in finding.propagators]
     return list(dict.fromkeys(path for path in paths if path not in (finding.module, OUTSIDE, "the model")))
 
 
-def _fits_fp32(finding: Finding) -> bool:
+def _fits_fp32(finding: OverflowReport) -> bool:
     """Whether the result would be finite in FP32, by the largest numbers that went in; True where it can't be told."""
     if any(one.format == "fp32" and not one.finite for one in finding.outputs):
         return False
@@ -215,13 +215,13 @@ def _fits_fp32(finding: Finding) -> bool:
     return (sum(logs) if len(logs) == 2 and finding.op == "mul" else 2 * max(logs)) < 128
 
 
-def _smaller(finding: Finding) -> str:
+def _smaller(finding: OverflowReport) -> str:
     if finding.op in _EXPONENTIALS:
         return "keep what goes into the exponential below 88: subtract the largest, or clamp; FP32 ends there too"
     return "make what goes in smaller, or clamp it: the result is beyond FP32's largest number too"
 
 
-def _bad(finding: Finding) -> str:
+def _bad(finding: OverflowReport) -> str:
     infinities = sum(one.infinities for one in finding.inputs)
     nans = sum(one.nans for one in finding.inputs)
     told = [f"{count} {word}" for count, word in ((nans, "NaN"), (infinities, "infinite")) if count]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mezzo.core.errors import LossScaleCollapseError, MezzoError, UsageError
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy_text import print_loss_scale
 from mezzo.core.ranges import BINS, NAN, ZERO, Histogram, RangeRow
 from mezzo.core.records import OverflowRecord, RangesRecord, RunStarted
@@ -30,7 +30,7 @@ from mezzo.keras.hardware import describe
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.keras.plan import NAMES, POLICIES, plan
 from mezzo.keras.steps import Step, StepReader, Update, around, keep_losses, steps_per_call
-from mezzo.scripts.journal import Journal, now_text
+from mezzo.runner.journal import Journal, now_text
 
 DEFAULT_WATCH = 100
 """Updates from one that is watched to the next."""
@@ -386,13 +386,13 @@ class Skipped:
             named.append(f"and {len(backward) - NAMED} more")
         if self.loss is not None and not math.isfinite(self.loss):
             cause, module, note = "loss", "", f"the loss was {self.loss}"
-            remedies = [*remedies_of(Finding(cause)), *_OF_LOSS]
+            remedies = [*remedies_of(OverflowReport(cause)), *_OF_LOSS]
         elif kept_at is None:
             cause, note, remedies = "unknown", "no update after it was kept", list(_OF_UNKNOWN)
         else:
             note = f"the loss was finite, and the next update that was kept had loss scale {kept_at:.6g}"
             cause, remedies = "loss scale", list(_OF_SCALE)
-        finding = Finding(
+        finding = OverflowReport(
             cause=cause,
             module=module,
             direction="forward" if cause == "loss" else "backward",

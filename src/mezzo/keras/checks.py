@@ -22,7 +22,7 @@ from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.formats import named
 from mezzo.keras.layers import check_is_layer, paths_under, walk
 from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, plan_behind
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 
 class PolicyWarning(UserWarning):

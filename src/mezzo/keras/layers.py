@@ -22,7 +22,7 @@ from keras.src.backend.common.name_scope import current_path  # Keras has no pub
 
 from mezzo.core.errors import UsageError
 from mezzo.keras.plan import KerasPlan, PlannedName, plan_behind
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 # Layer -> its path, of layers that have their plan's policy.
 _PATHS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()

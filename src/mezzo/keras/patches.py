@@ -33,7 +33,7 @@ from mezzo.keras.steps import StepReader, around, keep_losses
 
 if TYPE_CHECKING:
     from mezzo.keras.run import Session
-    from mezzo.scripts.patches import Patches
+    from mezzo.runner.patches import Patches
 
 _MARK = "_mezzo_records"
 _SEED = 0x6E75646765  # of the coins that decide where each weight is moved

@@ -27,7 +27,7 @@ from mezzo.core.policy_text import print_loss_scale
 from mezzo.keras import checks, layers
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.keras.plan import SIXTEEN_BITS, KerasPlan, PlannedName, plan, plan_behind
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 _PATCHES = Patches()
 # Compiled models that were not called since -> their plan, or None where it is checked.

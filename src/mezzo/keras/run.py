@@ -19,11 +19,11 @@ from mezzo.core.loss_scale import NoLossScale
 from mezzo.core.records import MemoryRecord, RunStarted
 from mezzo.keras.hardware import describe, peak_memory, resident, switch_off_tf32
 from mezzo.keras.plan import KerasPlan, plan
-from mezzo.scripts import runner, script
-from mezzo.scripts.journal import Journal
-from mezzo.scripts.patches import ImportWatch, Patches
-from mezzo.scripts.runner import RunRequest
-from mezzo.scripts.seeds import FrameworkSeeds
+from mezzo.runner import lifecycle, script
+from mezzo.runner.journal import Journal
+from mezzo.runner.lifecycle import RunRequest
+from mezzo.runner.patches import ImportWatch, Patches
+from mezzo.runner.seeds import FrameworkSeeds
 
 # What a PyTorch run can be asked for and this one cannot.
 _NOT_HERE = ("watch", "watch_all", "sensitivity", "tensorboard")
@@ -65,11 +65,11 @@ def run(request: RunRequest) -> int:
     journal = Journal(request.records, lambda: session.started())
     session = Session(request, kept, journal)
     imports = ImportWatch()
-    parts: list[runner.Part] = [imports]
+    parts: list[lifecycle.Part] = [imports]
     if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
         parts.append(FrameworkSeeds(request.seed_offset, imports))
     parts.append(Instrument(session, imports))
-    return runner.run(
+    return lifecycle.run(
         session,
         target,
         parts,
@@ -108,7 +108,7 @@ class Session:
     def started(self) -> RunStarted:
         """The record that begins the run."""
         used = self.used or bool(self.journal.losses or self.journal.updates)
-        return runner.started(self.request, self.plan.precision, describe(self.backend, used=used))
+        return lifecycle.started(self.request, self.plan.precision, describe(self.backend, used=used))
 
     def stop(self, error: MezzoError) -> NoReturn:
         """End the run for a mistake that is the user's."""
@@ -201,7 +201,7 @@ class Instrument:
 
 def main(words: list[str]) -> int:
     """Read the request, run it, return its status; 2 for a request that can't be run."""
-    return runner.main(words, run, "mezzo.keras.run")
+    return lifecycle.main(words, run, "mezzo.keras.run")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from mezzo.core.policy import Policy
 from mezzo.core.trial import PrecisionTrial, TrialDecision
-from mezzo.pytorch import machine
+from mezzo.pytorch import hardware
 
 # bf16 first: it has FP32's range, and so needs no loss scale and skips no step.
 PREFERENCE = ("bf16", "fp16")
@@ -21,7 +21,7 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
     Naive code::
 
         for name in ("bf16", "fp16"):
-            if name in machine.native_formats(device_type):
+            if name in hardware.native_formats(device_type):
                 return replace(policy, compute=name)
         return replace(policy, compute="fp32")
 
@@ -34,7 +34,7 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
     """
     if policy.compute != "auto":
         return policy, f"{policy.compute}: as asked"
-    native = machine.native_formats(device_type)
+    native = hardware.native_formats(device_type)
     for name in PREFERENCE:
         if name in native:
             return policy.resolved(name), f"{name}: this {device_type} device multiplies {name} in hardware"

@@ -18,7 +18,7 @@ from mezzo.core.ranges import WHAT
 from mezzo.core.records import RangesRecord, Record, SensitivityRecord
 from mezzo.core.sensitivity import RANKED, rank
 from mezzo.pytorch.dtypes import name_of
-from mezzo.pytorch.machine import native_formats
+from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.monitor.observer import StepObserver
 from mezzo.pytorch.monitor.ranges import RangeWatch
 from mezzo.pytorch.sensitivity import STEPS, Sensitivities

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.core.rules import Rule
+from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
+from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels import backend, cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
-from mezzo.pytorch.machine import native_formats
-from mezzo.pytorch.region import identity
 
 REDUCTIONS = ("mean", "none", "sum")
 
@@ -268,7 +268,7 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
     device, low = weight.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
-        policy = identity.current_policy(device)
+        policy = active_policy.current_policy(device)
         decision = None if policy is None else policy.rule_for("linear")
         is_wide = decision is not None and decision.rule in (Rule.FP32, Rule.INTERNAL_FP32)
         low = torch.float32 if is_wide else torch.get_autocast_dtype(device)

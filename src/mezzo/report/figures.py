@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mezzo.core.curve import final_count
-from mezzo.core.finding import CAUSES, Finding
+from mezzo.core.overflow import CAUSES, OverflowReport
 from mezzo.core.records import UpdateRecord
 from mezzo.report import numbers
 from mezzo.report.charts import Axis, Bars, Chart, Key, Row, axis_over, bars, dots
@@ -222,10 +222,10 @@ class Track(NamedTuple):
     who: str
     updates: tuple[UpdateRecord, ...]
     places: list[int]
-    found: Mapping[int, Finding]
+    found: Mapping[int, OverflowReport]
 
     @property
-    def skipped(self) -> list[tuple[int, UpdateRecord, Finding | None]]:
+    def skipped(self) -> list[tuple[int, UpdateRecord, OverflowReport | None]]:
         """The skipped updates: place, record, and what was found out."""
         return [(p, u, self.found.get(u.index)) for p, u in zip(self.places, self.updates) if u.skipped]
 
@@ -270,7 +270,7 @@ def loss_scale(runs: Sequence[Run], series: str, name: str) -> Chart | None:
     return chart
 
 
-def told_of(finding: Finding) -> str:
+def told_of(finding: OverflowReport) -> str:
     """A finding in a sentence, also one whose cause only a newer version knows."""
     if finding.cause in CAUSES:
         return str(finding)
@@ -358,11 +358,11 @@ def _corners(track: Track) -> tuple[Array, Array]:
     return x, y
 
 
-def _strokes(track: Track) -> list[tuple[int, UpdateRecord, Finding | None]]:
+def _strokes(track: Track) -> list[tuple[int, UpdateRecord, OverflowReport | None]]:
     """The skipped updates to draw, of each bucket one: an alarm before any other."""
     if len(track.skipped) <= STROKES:
         return track.skipped
-    kept: dict[int, tuple[int, UpdateRecord, Finding | None]] = {}
+    kept: dict[int, tuple[int, UpdateRecord, OverflowReport | None]] = {}
     for one in sorted(track.skipped, key=lambda one: not (one[2] and one[2].alarms)):
         kept.setdefault(int(one[0] * STROKES / (track.places[-1] + 1)), one)
     return sorted(kept.values(), key=lambda one: one[0])

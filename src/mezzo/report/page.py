@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
@@ -177,7 +177,7 @@ class Group:
     runs: dict[str, None] = field(default_factory=dict)
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> OverflowReport:
         """The first of them: what followed may be its consequence."""
         return self.records[0].finding
 

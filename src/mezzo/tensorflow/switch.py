@@ -25,7 +25,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.training.experimental import mixed_precision_global_state as global_state
 
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 _ON, _OFF = rewriter_config_pb2.RewriterConfig.ON, rewriter_config_pb2.RewriterConfig.OFF
 

@@ -14,7 +14,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from mezzo.scripts.patches import ImportWatch, Patches
+from mezzo.runner.patches import ImportWatch, Patches
 
 _REWRITE = ("enable_mixed_precision_graph_rewrite", "disable_mixed_precision_graph_rewrite")
 _LOSS_SCALES = ("FixedLossScale", "DynamicLossScale", "LossScale")

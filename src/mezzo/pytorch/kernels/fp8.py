@@ -43,10 +43,10 @@ from torch import Tensor
 from mezzo.core.compute import COMPUTE
 from mezzo.core.errors import UsageError, unknown_name
 from mezzo.pytorch.dtypes import dtype_of
+from mezzo.pytorch.hardware import native_formats
 from mezzo.pytorch.kernels.emulated import EMULATED
 from mezzo.pytorch.kernels.plain import is_plain
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.machine import native_formats
 
 __all__ = [
     "Quantized",

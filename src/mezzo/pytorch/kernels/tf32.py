@@ -5,7 +5,7 @@
 
 A tensor core does the same with FP32 operands: it reads 19 bits of each, multiplies them exactly and sums in FP32.
 Rounding is to nearest, ties to even. (GPUs differ in how they drop the 13 bits; the error is at most one unit in the
-last of the 10 places either way.) Where a device has TF32, PyTorch's own switch is used (`mezzo.pytorch.machine`).
+last of the 10 places either way.) Where a device has TF32, PyTorch's own switch is used (`mezzo.pytorch.hardware`).
 
 Rounded factors are not kept for backward: their sources are, and are rounded again there.
 """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import SUM, Finding, Maker, TensorFacts
+from mezzo.core.overflow import SUM, Maker, OverflowReport, TensorFacts
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation, beyond, finding_of
 from mezzo.pytorch.monitor.operations import COMPOSED, HOOK, POLES, facts, finite, line_text, op_of_node, over
 from mezzo.pytorch.monitor.replay import OF_CALL
@@ -110,10 +110,12 @@ def _cause_of_slope(node: Any, op: str, kept: list[TensorFacts], outputs: list[T
     return "invalid" if op not in COMPOSED and any(one.nans for one in outputs) else "overflow"
 
 
-def at(place: Operation, cause: str, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()) -> Finding:
+def at(
+    place: Operation, cause: str, inputs: Sequence[Any] = (), outputs: Sequence[Any] = ()
+) -> OverflowReport:
     """A finding in backward; inputs and outputs are facts."""
     line = line_text(place.line)
-    return Finding(cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line)
+    return OverflowReport(cause, place.module, place.op, "backward", [*inputs], [*outputs], line=line)
 
 
 # ------------------------------------------------------------------------------------------- the trace
@@ -129,7 +131,7 @@ class Found:
         start: the loss's node, from which that graph goes down.
     """
 
-    finding: Finding
+    finding: OverflowReport
     node: Any = None
     start: Any = None
 
@@ -276,7 +278,7 @@ def _is_finite_without(scale: float, node: Any, coming: Gradients) -> bool:
 
 def replay_backward(
     trace: ForwardTrace, outputs: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Finding | None:
+) -> OverflowReport | None:
     """Backward from the outputs of a traced call to its leaves, whose `.grad` does not change.
 
     Returns the first operation that made a gradient that isn't finite of ones that are; None where every leaf's is.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.optim import Optimizer
 
-from mezzo.core.finding import OUTSIDE
+from mezzo.core.overflow import OUTSIDE
 from mezzo.core.ranges import INFINITE, NAN, ZERO, Histogram, RangeRow
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import name_of

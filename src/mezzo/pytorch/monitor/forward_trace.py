@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from mezzo.core.finding import OUTSIDE, Finding, Maker, TensorFacts, rounded_to_infinity
+from mezzo.core.overflow import OUTSIDE, Maker, OverflowReport, TensorFacts, rounded_to_infinity
 from mezzo.pytorch.monitor.module_paths import walk
 from mezzo.pytorch.monitor.operations import (
     HOOK,
@@ -51,7 +51,7 @@ from mezzo.pytorch.monitor.operations import (
     version_of,
     writes,
 )
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 
 @dataclass(eq=False)
@@ -115,9 +115,9 @@ class Operation:
         return (first, passed) if first is not self or first.kind != "invalid" else None
 
 
-def finding_of(first: Operation, passed: Sequence[Operation]) -> Finding:
+def finding_of(first: Operation, passed: Sequence[Operation]) -> OverflowReport:
     """As a finding, what `Operation.root` gives."""
-    return Finding(
+    return OverflowReport(
         "overflow" if first.kind == "passed" else first.kind,
         first.module,
         first.op,

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.core.finding import OUTSIDE, SUM, Finding
+from mezzo.core.overflow import OUTSIDE, SUM, OverflowReport
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.remedies import remedies
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import apply_module_overrides, fitting
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, Found, at, replay_backward
 from mezzo.pytorch.monitor.forward_trace import ForwardTrace, Operation, finding_of
 from mezzo.pytorch.monitor.module_paths import path_of
 from mezzo.pytorch.monitor.operations import facts, finite, only_minus_infinity, over, tensors
 from mezzo.pytorch.monitor.replay import SavedCall, nothing_left
-from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.modules import apply_module_overrides, fitting
 
 _PASSED = 8  # propagators that are reported
 
@@ -33,7 +33,7 @@ def investigate(
     scales: Mapping[int, float],
     in_loss: Found | None,
     outside: Mapping[int, BackwardTrace],
-) -> tuple[Finding, SavedCall | None]:
+) -> tuple[OverflowReport, SavedCall | None]:
     """Where the first value that isn't finite came from, and the call in which it was, if in one.
 
     In this order, because each explains the later ones: a value that reached a call's output; the loss; a gradient
@@ -46,7 +46,7 @@ def investigate(
         outside: number of a backward -> what was seen of it outside of the calls.
     """
     notes: list[str] = []
-    backwards: list[tuple[Finding, SavedCall | None]] = []
+    backwards: list[tuple[OverflowReport, SavedCall | None]] = []
     missed = False
     for call in calls:
         why_not = _cannot(call)
@@ -66,16 +66,21 @@ def investigate(
             missed = True
             notes.append(why_not)
     if in_loss is not None and missed and in_loss.finding.cause == "loss":
-        return Finding("unknown", note="; ".join(notes)), None
+        return OverflowReport("unknown", note="; ".join(notes)), None
     if in_loss is not None:
         return _noted(replace(in_loss.finding, how="live"), notes), None
     # Alarms come first: a loss scale that is too large does not explain them.
     live = [replace(one.found.finding, how="live") for one in outside.values() if one.found is not None]
-    candidates: list[tuple[Finding, SavedCall | None]] = [*((one, None) for one in live), *backwards[::-1]]
+    candidates: list[tuple[OverflowReport, SavedCall | None]] = [
+        *((one, None) for one in live),
+        *backwards[::-1],
+    ]
     if candidates:
         finding, place = next((pair for pair in candidates if pair[0].alarms), candidates[0])
         return _noted(finding, notes), place
-    return Finding("unknown", note="; ".join(notes) or "run again, every call of the step was finite"), None
+    return OverflowReport(
+        "unknown", note="; ".join(notes) or "run again, every call of the step was finite"
+    ), None
 
 
 def told(error: Exception) -> str:
@@ -83,7 +88,7 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def _noted(finding: Finding, notes: Sequence[str]) -> Finding:
+def _noted(finding: OverflowReport, notes: Sequence[str]) -> OverflowReport:
     note = "; ".join(dict.fromkeys((*notes, *filter(None, [finding.note]))))
     return replace(finding, note=note, propagators=list(dict.fromkeys(finding.propagators))[:_PASSED])
 
@@ -98,7 +103,7 @@ def _cannot(call: SavedCall) -> str:
 
 def _replayed(
     call: SavedCall, scales: Mapping[int, float], outside: Mapping[int, BackwardTrace]
-) -> tuple[Finding | None, bool]:
+) -> tuple[OverflowReport | None, bool]:
     """What its forward produced, or else what its backward did; and whether it was forward that showed it."""
     with nothing_left(call.inner), torch.enable_grad():
         call.state.put_back()
@@ -135,7 +140,7 @@ def _forward(call: SavedCall, trace: ForwardTrace, args: tuple[Any, ...], kwargs
 _Pairs = Sequence[tuple[Tensor, Tensor]]  # outputs on the graph, each with its gradient
 
 
-def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> Finding | None:
+def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> OverflowReport | None:
     if not pairs:
         return None
     outputs = [output for output, _ in pairs]
@@ -148,7 +153,7 @@ def _backward(trace: ForwardTrace, pairs: _Pairs, scale: float) -> Finding | Non
 
 def _came_so(
     trace: ForwardTrace, pairs: _Pairs, scale: float, outside: BackwardTrace | None, call: SavedCall
-) -> Finding | None:
+) -> OverflowReport | None:
     """Of gradients at a call's outputs that aren't finite.
 
     If an operation outside made them so, its watch reports it. A replay with small gradients shows whether the model
@@ -176,7 +181,7 @@ _NAMES_MODULES = re.compile(r"`[^`]*\bmodule\.[^`]*`")
 
 
 def remedies_for(
-    finding: Finding, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
+    finding: OverflowReport, call: SavedCall | None, scales: Mapping[int, float], model: nn.Module | None
 ) -> list[str]:
     """What to try, without policies that were tried and do not help, or ask for more than one that does.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, Found, result, saved
 from mezzo.pytorch.monitor.forward_trace import Operation, finding_of
 from mezzo.pytorch.monitor.operations import POLES, Line, facts, finite, op_of_node
@@ -96,14 +96,14 @@ def found_in_loss(loss: Tensor) -> Found:
         cause = "state" if any(leaf is not None and not finite(leaf) for leaf in leaves) else ""
     if not given or not cause:
         return _unnamed(loss)
-    return Found(Finding(cause, OUTSIDE, op, inputs=kept, outputs=[facts(value, "output")]), node)
+    return Found(OverflowReport(cause, OUTSIDE, op, inputs=kept, outputs=[facts(value, "output")]), node)
 
 
 def _unnamed(loss: Tensor) -> Found:
     note = (
         "its graph does not tell which operation made it so; the next steps are watched for that, if possible"
     )
-    return Found(Finding("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note))
+    return Found(OverflowReport("loss", OUTSIDE, outputs=[facts(loss, "output")], note=note))
 
 
 class KnownLines:

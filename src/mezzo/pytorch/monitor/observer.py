@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import Record
 
 
@@ -70,7 +70,7 @@ class StepObserver:
         """Backward raised: what was begun will not end."""
 
     @property
-    def finding(self) -> Finding | None:
+    def finding(self) -> OverflowReport | None:
         """Why the update that ended last was skipped; None where it was not, or is not known."""
         return None
 

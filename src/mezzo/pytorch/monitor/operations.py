@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.core.finding import TensorFacts
+from mezzo.core.overflow import TensorFacts
 from mezzo.core.rules import RULES
 from mezzo.pytorch.dtypes import name_of
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.core.finding import OUTSIDE, Finding
+from mezzo.core.overflow import OUTSIDE, OverflowReport
 from mezzo.core.records import OverflowRecord, Record
 from mezzo.pytorch.distributed import is_distributed
 from mezzo.pytorch.monitor.backward_trace import BackwardTrace, Found
@@ -112,14 +112,14 @@ class OverflowTracer(StepObserver):
         self._to_watch = 0
         self._trouble: list[str] = []
         self._group: Any = None
-        self._finding: Finding | None = None
-        self._last: Finding | None = None
+        self._finding: OverflowReport | None = None
+        self._last: OverflowReport | None = None
         self._records: list[Record] = []
         self._known = KnownLines()
         _ALL.add(self)
 
     @property
-    def finding(self) -> Finding | None:
+    def finding(self) -> OverflowReport | None:
         """Of the update that ended last; None where it was not skipped."""
         return self._finding
 
@@ -304,7 +304,7 @@ class OverflowTracer(StepObserver):
 
     # ------------------------------------------------------------------------------------------ looking
 
-    def _looked_into(self) -> Finding:
+    def _looked_into(self) -> OverflowReport:
         began, kept = time.perf_counter(), 0
         try:
             calls = [call for call in _all_calls() if call.grads.keys() & self._scales.keys()]
@@ -327,7 +327,7 @@ class OverflowTracer(StepObserver):
                 whose = f"it is in an earlier call of {type(place.inner).__name__}, which gave a later one its input"
                 finding = replace(finding, note="; ".join(filter(None, (finding.note, whose))))
         except Exception as error:
-            finding = Finding("unknown", note=f"looking into it failed: {told(error)}")
+            finding = OverflowReport("unknown", note=f"looking into it failed: {told(error)}")
         if finding.cause == "unknown" and self._group is None and is_distributed():
             self._trouble.append("it may have been another rank's")
         elif finding.cause == "unknown" and not self._scales:
@@ -337,7 +337,7 @@ class OverflowTracer(StepObserver):
         note = "; ".join(filter(None, (finding.note, *dict.fromkeys(self._trouble))))
         return replace(finding, note=note, seconds=time.perf_counter() - began, kept_bytes=kept)
 
-    def _agreed(self, finding: Finding) -> Finding:
+    def _agreed(self, finding: OverflowReport) -> OverflowReport:
         """What the ranks of data parallelism found, each in its own part of the batch: the first that alarms."""
         if self._group is None or not is_distributed(self._group):
             return finding
@@ -347,5 +347,5 @@ class OverflowTracer(StepObserver):
         rank = min(range(len(found)), key=lambda one: order.get(found[one].cause, 0))
         if rank == dist.get_rank(self._group):
             return finding
-        chosen: Finding = found[rank]
+        chosen: OverflowReport = found[rank]
         return replace(chosen, note="; ".join(filter(None, (chosen.note, f"found by rank {rank}"))))

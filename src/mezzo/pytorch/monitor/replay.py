@@ -29,7 +29,7 @@ from mezzo.pytorch.monitor.module_paths import unwrapped
 from mezzo.pytorch.monitor.operations import Line, finite, mapped, tensors, version_of
 from mezzo.pytorch.snapshot import RandomState
 from mezzo.pytorch.unseen import unseen
-from mezzo.scripts.patches import Patches
+from mezzo.runner.patches import Patches
 
 # ---------------------------------------------------------------------------------- what a call changes
 

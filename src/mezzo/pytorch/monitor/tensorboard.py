@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mezzo.core.errors import UsageError
-from mezzo.core.finding import Finding
 from mezzo.core.formats import FORMATS
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import GRADIENTS, Histogram, RangeRow, shift_of
 from mezzo.core.records import (
     LossRecord,
@@ -191,7 +191,7 @@ def _lost(row: RangeRow, label: str, shift: int) -> list[tuple[str, float]]:
     return [(f"lost {row.what}/{label}", found.underflow + found.overflow)] if found else []
 
 
-def _told(finding: Finding) -> list[str]:
+def _told(finding: OverflowReport) -> list[str]:
     lines = [
         f"{finding.direction} of {finding.op or '?'} in {finding.module or 'the model'}",
         f"cause: {finding.cause}: {finding.why}",

@@ -20,10 +20,10 @@ from mezzo.core.errors import UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
+from mezzo.pytorch.autocast.plan import plan
 from mezzo.pytorch.observe.formats import MODULE_MARK, OpObserver
-from mezzo.pytorch.region.autocast import autocast
-from mezzo.pytorch.region.modules import apply_module_overrides, described, with_heads
-from mezzo.pytorch.region.plan import plan
 from mezzo.pytorch.unseen import unseen
 from mezzo.pytorch.weights.lowering import stored
 

@@ -15,8 +15,8 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
 from mezzo.pytorch.auto import resolve
+from mezzo.pytorch.autocast.plan import FIRST, WIDEST, OpPlan, plan
 from mezzo.pytorch.observe.execution_trace import Call, ExecutionTrace
-from mezzo.pytorch.region.plan import FIRST, WIDEST, OpPlan, plan
 
 # What marks the module in which calls ran; `explain` sets such marks.
 MODULE_MARK = "mezzo::module "

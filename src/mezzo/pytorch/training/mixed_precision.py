@@ -25,17 +25,17 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
-from mezzo.core.finding import Finding
 from mezzo.core.loss_scale import LossScale
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
 from mezzo.core.trial import TrialDecision
+from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.region.autocast import Region
 from mezzo.pytorch.step import FusedStep, InPlaceStep, StepOutcome, host_knows, parameters
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
@@ -176,7 +176,7 @@ class MixedPrecision:
         low = asked.params != "fp32" or cast_parameters.has_16_bit(optimizer)
         self._average = checks.averager(ema, low=low)
         self._journal = Journal(records)
-        self._findings: deque[Finding] = deque(maxlen=100)
+        self._findings: deque[OverflowReport] = deque(maxlen=100)
         self._window = Accumulation(accumulate)
         self._buffers = _NETWORKS.of(model)
         self._losses: list[Tensor] = []  # of the window, where other networks are trained as well
@@ -254,7 +254,7 @@ class MixedPrecision:
         return self._resolved.decision
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[OverflowReport]:
         """What was found out about the steps that were skipped, where `trace` looked into them: the last hundred."""
         return list(self._findings)
 
@@ -287,7 +287,7 @@ class MixedPrecision:
             )
         scaler.reset()
 
-    def autocast(self) -> AbstractContextManager[Region]:
+    def autocast(self) -> AbstractContextManager[Context]:
         """The region of this training's policy, for forward and loss. Enter it as often in a step as you
         like.
         """
@@ -305,7 +305,7 @@ class MixedPrecision:
         return any(mp._buffers.watches for mp in _ALIVE)
 
     @contextmanager
-    def _watched_region(self) -> Iterator[Region]:
+    def _watched_region(self) -> Iterator[Context]:
         """The region; entering it begins a trial's clock, and copies running statistics."""
         training = self.model.training and torch.is_grad_enabled()
         if training and self._resolved.trial is not None:

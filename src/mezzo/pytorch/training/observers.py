@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.optim import Optimizer
 
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import Record
 from mezzo.pytorch.monitor.observer import StepObserver
@@ -124,9 +124,9 @@ class Observers:
 
     def update_ended(
         self, optimizer: Optimizer, *, index: int, skipped: Tensor | bool, loss_scale: Tensor | float
-    ) -> Finding | None:
+    ) -> OverflowReport | None:
         """The optimizer's turn is over; what was found out about it, if it was skipped."""
-        finding: Finding | None = None
+        finding: OverflowReport | None = None
         for observer in self._observers:
             observer.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=loss_scale)
             finding = finding or observer.finding

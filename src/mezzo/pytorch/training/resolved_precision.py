@@ -16,9 +16,9 @@ from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import PRESETS, Policy
 from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto
+from mezzo.pytorch.autocast.context import Context, autocast
+from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, with_heads
 from mezzo.pytorch.loss_scaler import LossScaler
-from mezzo.pytorch.region.autocast import Region, autocast
-from mezzo.pytorch.region.modules import ModuleOverrides, apply_module_overrides, with_heads
 
 
 class ResolvedPrecision:
@@ -89,7 +89,7 @@ class ResolvedPrecision:
         """
         return None if self.trial is not None and self.trial.precision == "fp32" else self.scaler
 
-    def region(self) -> AbstractContextManager[Region]:
+    def region(self) -> AbstractContextManager[Context]:
         """The region of the next step."""
         if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
             return autocast(self.policy, self._device_type)

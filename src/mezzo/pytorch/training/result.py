@@ -11,7 +11,7 @@ from weakref import finalize
 
 from torch import Tensor
 
-from mezzo.core.finding import Finding
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import LossRecord, Record, RecordWriter, UpdateRecord
 
 EVERY = 16
@@ -47,7 +47,7 @@ class StepResult:
     scale_tensor: Tensor | None = None
     note: str = ""
     weight_overflow_tensor: Tensor | None = None
-    finding: Finding | None = None
+    finding: OverflowReport | None = None
 
     @property
     def skipped(self) -> bool:

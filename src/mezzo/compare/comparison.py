@@ -1,0 +1,228 @@
+"""The comparison: pairs of runs one at a time, in alternating order, and the verdict that they give.
+
+Every run is a child process that runs the unmodified script under one precision with one seed offset. Runs
+never overlap, so that each has the machine to itself; the order turns round from one seed to the next, so
+that a machine that grows slower or faster over the hour favours nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
+from mezzo.compare.judgement import Runs, verdict
+from mezzo.compare.progress import Watcher
+from mezzo.compare.request import BASELINE, TWIN, Request, framework, source_of
+from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
+from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
+from mezzo.core.records import file_name
+from mezzo.core.whole_file import write_whole
+
+KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+NO_SPACE = "No space left on device"
+LEAST_SPACE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that is to be done: its name, its precision, its seed's number, and whether it is a one-ulp
+    twin.
+    """
+
+    name: str
+    precision: str
+    seed: int
+    nudge: bool = False
+
+
+def schedule(request: Request) -> list[Planned]:
+    """Every run, in order. FP32 is first, since without it there is nothing to compare with; then the order
+    alternates.
+
+    >>> request = Request("-m", is_module=True, precisions=("bf16", "fp16"), seeds=2)
+    >>> [run.name for run in schedule(request)]
+    ['fp32-0', 'bf16-0', 'fp16-0', 'fp32-ulp-0', 'fp16-1', 'bf16-1', 'fp32-1']
+    """
+    runs = []
+    for k in range(request.seeds):
+        names = [(BASELINE, BASELINE), *((file_name(name), name) for name in request.precisions)]
+        runs += [Planned(f"{file}-{k}", name, k) for file, name in (names if k % 2 == 0 else reversed(names))]
+        if k == 0:
+            runs.append(Planned(f"{TWIN}-0", BASELINE, 0, nudge=True))
+    return runs
+
+
+def compare(
+    request: Request,
+    folder: Path,
+    *,
+    fresh: bool = False,
+    watcher: Watcher | None = None,
+    command: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Run what has not run yet, judge, and write `verdict.json`; the verdict as it was written.
+
+    Finished runs in the folder are kept, so after an interrupt the same call goes on where it stopped.
+
+    Args:
+        request: what is compared.
+        folder: where everything is written; made if need be.
+        fresh: delete a comparison that is there and start over.
+        watcher: told of every run; by default nothing is said.
+        command: what runs a request's file, in place of the framework's own command (for tests).
+
+    Raises:
+        ScriptError: the script fails in FP32, never trains, trains with another framework, or has a loss that is not
+            finite.
+        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the
+        metric's
+            pattern matches nothing.
+        UnsupportedPrecisionError: a candidate that this machine can't run.
+        KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
+    """
+    with writing(folder), terminated_like_an_interrupt():
+        check_ours(folder)
+        with locked(folder):
+            resumed = prepare(folder, request, fresh=fresh)
+            with watcher or Watcher() as told:
+                if resumed:
+                    told.say(f"{folder}: finished runs are kept")
+                runs = _run_all(request, folder, told, tuple(command or framework(request.framework).launch))
+                found = verdict(request, runs)
+                write_whole(folder / "verdict.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return found
+
+
+def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, ...]) -> Runs:
+    planned = schedule(request)
+    runs: Runs = {}
+    failed: set[str] = set()
+    steps: int | None = None
+    for index, plan in enumerate(planned, start=1):
+        if plan.precision in failed:
+            continue  # it failed under an earlier seed: more of the same proves nothing
+        run = _kept(folder, plan.name, told)
+        if not run.succeeded:
+            told.begin(plan.name, index, len(planned), steps)
+            forget_run(folder, plan.name)
+            child = request.child(
+                folder,
+                plan.name,
+                plan.precision,
+                seed_offset=plan.seed,
+                nudge=plan.nudge,
+                observe=not plan.nudge,
+            )
+            try:
+                run, status = run_to_end(command, child, told)
+            except BaseException:
+                forget_run(folder, plan.name)
+                raise
+            _check(request, folder, plan, run, status)
+        if not run.succeeded:
+            failed.add(plan.precision)
+        elif plan.precision == BASELINE:
+            _check_baseline(request, plan, run)
+        steps = steps or run.steps
+        runs.setdefault(TWIN if plan.nudge else plan.precision, {})[plan.seed] = run
+    return runs
+
+
+def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
+    """What an earlier call left of a run. Damaged records are deleted, so that the run is made again."""
+    try:
+        return read_run(folder / "runs", name)
+    except UsageError as error:
+        told.say(f"{error}: run {name} is made again")
+        forget_run(folder, name)
+        return read_run(folder / "runs", name)
+
+
+def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
+    """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
+    refused = _refused(run, status)
+    if refused or not run.succeeded:
+        try:
+            if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
+                raise full(folder)
+            if -status in KILLED_FROM_OUTSIDE:
+                raise MezzoError(
+                    f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
+                    "Finished runs are kept: the same command goes on from here."
+                )
+            if refused:
+                raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
+            if plan.precision == BASELINE:
+                if other := _other_framework(request, run):
+                    raise ScriptError(f"{request.target} {other}. Its output ended:\n{run.failure()}")
+                how = f"ended with exit status {status}" if status else "ended before its records did"
+                raise ScriptError(
+                    f"{request.target} {how} in FP32, without mixed precision, so there is nothing to "
+                    f"compare with. Mend the script first. Its output ended:\n{run.failure()}"
+                )
+        except MezzoError:
+            # No later call may take this for a candidate's result; the log stays for the user.
+            (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
+            raise
+
+
+def _refused(run: FinishedRun, status: int) -> str:
+    """What Mezzo said when it refused the run; empty where it did not.
+
+    A status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
+    """
+    lines = run.said
+    own = run.ended is None or run.ended.status != status or not run.losses
+    if status != 2 or not own or not lines or not lines[-1].startswith("mezzo: "):
+        return ""
+    return lines[-1].removeprefix("mezzo: ")
+
+
+def _other_framework(request: Request, run: FinishedRun) -> str | None:
+    """What a failed run says for another framework: it may have failed for being run as this one's."""
+    its = framework(request.framework)
+    if run.started is not None:
+        return its.mistaken(run) if "keras" in run.machine else None
+    return its.guessed(source_of(request.target)) if not request.is_module else None
+
+
+def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
+    its = framework(request.framework)
+    if mistaken := its.mistaken(run):
+        raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
+    losses = np.array([record.loss for record in run.losses])
+    if not losses.size:
+        said = ("never called", "no step was observed")
+        notes = [
+            note for note in (run.ended.notes if run.ended else []) if not any(word in note for word in said)
+        ]
+        told = f"{request.target} {its.untrained} {' '.join(notes)}".rstrip()
+        raise ScriptError(told + _ending(run, _USAGE))
+    if not np.isfinite(losses).all():
+        step = int(np.flatnonzero(~np.isfinite(losses))[0])
+        raise ScriptError(
+            f"{request.target}: the loss of {plan.name} is {losses[step]} at step {step} in FP32, "
+            "without mixed precision, so there is nothing sound to compare with. Lower the learning rate, or "
+            "mend the script."
+        )
+    if request.how_metric is not None and run.metric(request.how_metric) is None:
+        raise UsageError(
+            f"--metric {request.metric!r} matches nothing that the script printed."
+            + (_ending(run, 5) or " It printed nothing.")
+        )
+
+
+_USAGE = 40  # lines: a script that was asked for its --help trains nothing
+
+
+def _ending(run: FinishedRun, lines: int) -> str:
+    """The last lines that a script printed, as an error goes on with them; empty where it printed nothing."""
+    return "\n".join([" Its output ended:", *run.said[-lines:]]) if run.said else ""

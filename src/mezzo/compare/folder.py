@@ -1,0 +1,176 @@
+"""A comparison's folder: locked, checked and resumed; every file in it appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from mezzo.compare.request import BASELINE, FILE, Request, differences, read_request
+from mezzo.compare.runs import ATTEMPT
+from mezzo.core.errors import UsageError
+from mezzo.core.whole_file import write_whole
+
+OURS = (FILE, "verdict.json", "report.html", "runs")
+LOCK = ".lock"
+
+
+def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
+    """Make the folder ready for the request's runs; whether it holds runs that are kept.
+
+    A folder that holds another comparison is left as it is, unless none of its candidates has run yet.
+
+    Raises:
+        UsageError: the folder holds something else, or a comparison that was declared otherwise.
+        OSError: the folder can't be written.
+    """
+    declared = request.declared()
+    path = folder / FILE
+    if fresh:
+        _clear(folder)
+    resumed = path.exists()
+    if resumed:
+        changed = differences(declared, read_request(path))
+        if changed and _candidates_seen(folder):
+            raise UsageError(
+                f"{folder}: holds a comparison that was declared otherwise: {'; '.join(changed)}. "
+                "Start over with --fresh (its runs are deleted), or choose another --out."
+            )
+        if any(
+            not change.startswith(("seeds", "margin", "metric", "precisions", "policies"))
+            for change in changed
+        ):
+            _clear(folder)  # FP32 runs of another script or version are of no use
+            resumed = False
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(declared, indent=2) + "\n")
+    return resumed and any((folder / "runs").glob("*.jsonl"))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder and let no other process of Mezzo write into it.
+
+    The operating system releases the lock when the process ends, also by SIGKILL; what a killed process left half done
+    is deleted. On Windows, and on a file system without flock, nothing is locked.
+
+    Raises:
+        UsageError: another process holds the lock.
+        OSError: the folder can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path = folder / LOCK
+    while True:
+        file = path.open("a+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                holder = file.read() or "another process of Mezzo"
+            raise UsageError(
+                f"{folder}: in use by {holder}. Wait until it has ended, or choose another folder with --out."
+            ) from None
+        except OSError:  # a file system without flock
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()  # its last holder has just deleted it
+    with file:
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} ({shlex.join(sys.argv)})")
+            file.flush()
+            for abandoned in (folder / "runs").glob(f"{ATTEMPT}*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked worker may still have the file open
+
+
+def forget_run(folder: Path, name: str) -> None:
+    """Delete what an unfinished run left."""
+    for suffix in (".jsonl", ".log"):
+        (folder / "runs" / f"{name}{suffix}").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn the errors of a folder that can't be written into one line.
+
+    Raises:
+        UsageError: an OSError was raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise full(folder) from error
+        raise UsageError(
+            f"{folder}: {error.strerror or error}. Name a folder that can be written with --out."
+        ) from error
+
+
+def full(folder: Path) -> UsageError:
+    """The error for a disk that has no space left."""
+    return UsageError(
+        f"{folder}: no space left on the disk. Free some and give the same command again (mezzo compare keeps finished "
+        "runs). Or name a folder elsewhere with --out."
+    )
+
+
+def check_ours(folder: Path, ours: Collection[str] = OURS, mark: str = FILE) -> None:
+    """Check that the folder is new, empty, or ours: it holds nothing but `ours`, or holds `mark`.
+
+    Raises:
+        UsageError: it holds something else, or is a file.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"--out {folder}: is a file. Name a folder.")
+    strangers = sorted(p.name for p in folder.iterdir() if p.name not in ours and not p.name.startswith("."))
+    if strangers and not (folder / mark).exists():
+        raise UsageError(
+            f"--out {folder}: holds other files ({', '.join(strangers[:5])}). Name an empty or a new folder."
+        )
+
+
+def _clear(folder: Path) -> None:
+    for name in OURS:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _candidates_seen(folder: Path) -> bool:
+    return any(not path.name.startswith(f"{BASELINE}-") for path in (folder / "runs").glob("*.jsonl"))
+
+
+def strict(value: Any) -> Any:
+    """The value with every number that JSON lacks (NaN, infinities) as None."""
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return value

@@ -1,0 +1,285 @@
+"""One training run in a process of its own: started, watched, never left behind; and read back from what it left.
+
+A child writes into a folder that no other attempt shares. Its files get their final names after it has ended, so a
+process that outlives its parent cannot write into the files of a later run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mezzo.compare.measure import Floats, Metric, step_times
+from mezzo.compare.progress import Watcher
+from mezzo.core import records
+from mezzo.core.verdict import RunResult
+from mezzo.runner.lifecycle import PARENT, RunRequest
+
+LAUNCH = (sys.executable, "-m", "mezzo.pytorch.run")
+"""What runs a request; the request's file is its one argument."""
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 5.0
+
+ATTEMPT = ".attempt-"
+"""Prefix of the folder in `runs/` that one attempt writes into; `folder.locked` deletes abandoned ones."""
+
+# Standard input ends when the parent does, also by SIGKILL. One byte before that says that the child has ended.
+_GUARD = "import os, sys\nif not sys.stdin.buffer.read(1): os.killpg(int(sys.argv[1]), 9)"
+
+
+@contextlib.contextmanager
+def attempt(request: RunRequest) -> Iterator[RunRequest]:
+    """The request with its records in a new folder. On exit records and log move to where they were asked for."""
+    assert request.records is not None
+    final = request.records
+    place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
+    records = place / final.name
+    try:
+        yield replace(request, records=records)
+    finally:
+        for suffix in (".log", ".jsonl"):  # records with an end make a finished run, so they come last
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(records.with_suffix(suffix), final.with_suffix(suffix))
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def run_child(
+    command: Sequence[str], request: RunRequest, on_steps: Callable[[int], None] = lambda _: None
+) -> int:
+    """Run ``command REQUEST.json`` to its end and return its exit status (negative: killed by that signal).
+
+    The request's file and the log, which holds both output streams, are next to the request's records.
+
+    The child has a session of its own, so that on an interrupt it goes with every worker it started: it is
+    asked to end, and after five seconds made to. If this process is killed, a guard process kills the session. While
+    the child runs, `on_steps` receives the number of steps in the records.
+
+    Raises:
+        OSError: a file can't be written, or the command can't be started.
+    """
+    assert request.records is not None
+    asked = request.records.with_suffix(".request.json")
+    asked.write_text(request.to_json(), encoding="utf-8")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    counter = _StepCounter(request.records)
+    with request.records.with_suffix(".log").open("wb") as output:
+        child = subprocess.Popen(
+            [*command, str(asked)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        guard = None
+        try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = child.wait(POLL_SECONDS)
+                    on_steps(counter.count())
+                    return status
+                on_steps(counter.count())
+        finally:
+            _end(child)
+            if guard is not None:
+                guard.communicate(b"x")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child and its whole session, if it still runs."""
+    if child.poll() is not None:
+        return
+    for number, patience in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+            return
+
+
+class _StepCounter:
+    """Counts the steps in a file of records that grows, reading each byte once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._updates = 0
+        self._losses = 0
+
+    def count(self) -> int:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return 0
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        self._losses += whole.count(b'{"kind": "loss"')
+        self._updates += sum(
+            line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
+            for line in whole.splitlines()
+        )
+        return self._updates or self._losses
+
+
+@contextlib.contextmanager
+def terminated_like_an_interrupt() -> Iterator[None]:
+    """SIGTERM ends what is done here as Ctrl-C does, so that no child is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+TRACEBACK = "Traceback (most recent call last):"
+MOST_LINES = 60
+# What TensorFlow's libraries log while they start: `I0000 00:00:1795329464.717600   21560 port.cc:153] oneDNN ...`.
+CHATTER = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+:\d+\] "
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] (?:tensorflow|external)/"
+    r"|To enable the following instructions: .* rebuild TensorFlow"
+)
+RERUNS = re.compile(r"closure run again (\d+) times")  # a reason of mezzo.pytorch.run.optimizers
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What `runs/NAME.jsonl` and `runs/NAME.log` hold. `ended` is None for a run that was killed or never
+    began.
+    """
+
+    name: str
+    started: records.RunStarted | None
+    losses: tuple[records.LossRecord, ...]
+    updates: tuple[records.UpdateRecord, ...]
+    memory: records.MemoryRecord | None
+    ended: records.RunEnded | None
+    log: Path
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the script ran to its end with exit status 0."""
+        return self.ended is not None and self.ended.status == 0
+
+    @cached_property
+    def output(self) -> str:
+        """What the script printed, both streams in order; empty where there is no log."""
+        try:
+            return self.log.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    @property
+    def said(self) -> list[str]:
+        """The lines of what the script printed, without those that TensorFlow's libraries log by themselves."""
+        return [line for line in self.output.rstrip().splitlines() if not CHATTER.match(line)]
+
+    def metric(self, metric: Metric | None) -> tuple[float, bool] | None:
+        """The final metric, and whether it is in percent; None without a pattern or a match."""
+        return metric.read(self.output) if metric else None
+
+    def result(self, metric: Metric | None = None) -> RunResult:
+        """What a verdict is made from."""
+        found = self.metric(metric)
+        moved = sum(update.moved for update in self.updates)
+        return RunResult(
+            losses=np.array([record.loss for record in self.losses], dtype=np.float64),
+            metric=found[0] if found else None,
+            moved=moved if self.updates else None,
+            skipped=sum(update.skipped for update in self.updates),
+            reruns=sum(int(again[1]) for update in self.updates if (again := RERUNS.match(update.reason))),
+        )
+
+    def times(self) -> Floats:
+        """Seconds of each step that may be timed."""
+        return step_times(self.updates, self.losses)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What the run said of the machine it ran on."""
+        return self.started.machine if self.started else {}
+
+    @property
+    def steps(self) -> int:
+        """Updates of the first optimizer; losses, where no optimizer's step was seen."""
+        return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
+
+    def failure(self) -> str:
+        """The end of the log: from its last traceback on, or its last lines; words for an empty one."""
+        lines = self.said
+        start = max((i for i, line in enumerate(lines) if line.startswith(TRACEBACK)), default=None)
+        kept = lines[start:] if start is not None else lines[-20:]
+        if len(kept) > MOST_LINES:
+            kept = [*kept[: MOST_LINES // 2], "  ...", *kept[-MOST_LINES // 2 :]]
+        return "\n".join(kept) or "(it printed nothing)"
+
+
+def read_run(runs: Path, name: str) -> FinishedRun:
+    """Read a run's records; a run that left none has neither a start nor an end."""
+    once: dict[str, Any] = {}
+    losses: list[records.LossRecord] = []
+    updates: list[records.UpdateRecord] = []
+    path = runs / f"{name}.jsonl"
+    if path.exists():
+        for record in records.read(path):
+            if isinstance(record, records.LossRecord):
+                losses.append(record)
+            elif isinstance(record, records.UpdateRecord):
+                updates.append(record)
+            else:
+                once[record.kind] = record
+    return FinishedRun(
+        name,
+        once.get("run"),
+        tuple(losses),
+        tuple(updates),
+        once.get("memory"),
+        once.get("end"),
+        runs / f"{name}.log",
+    )
+
+
+def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
+    """Run a request in a child process, of whose beginning `told` has been told: what it left, its exit status."""
+    assert request.records is not None
+    try:
+        with attempt(request) as here:
+            status = run_child(command, here, told.steps)
+    except BaseException:
+        told.end("stopped")
+        raise
+    run = read_run(request.records.parent, request.records.stem)
+    failed = f"killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    told.end(f"{run.steps} steps" if run.succeeded else failed)
+    return run, status

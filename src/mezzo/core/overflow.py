@@ -1,0 +1,198 @@
+"""OverflowReport: where a value that is not finite was made, from what, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mezzo.core.formats import named
+from mezzo.core.weak_ops import weakness_of
+
+OUTSIDE = "(outside the model)"
+"""The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
+
+SUM = "sum of gradients"
+"""The op of a finding that is no operation: several gradients of one tensor added up."""
+
+CAUSES = {
+    "loss scale": "the gradients overflow at this loss scale and not at a smaller one: a dynamic scale probes for "
+    "that, a constant one is too large",
+    "overflow": "finite numbers went in, and the result lies beyond the largest number of its format",
+    "invalid": "the operation has no finite result for what went in: log(0), 0 / 0, the root of 0 in backward",
+    "input": "the model was given NaN or infinity",
+    "state": "a parameter or a buffer held NaN or infinity before the step",
+    "loss": "the loss itself was not finite, which no loss scale mends: the batch or the model makes it so",
+    "unknown": "the step could not be repeated, and has not happened again yet",
+}
+"""What can be behind a step whose gradients are not finite."""
+
+_NOT_RUN_AGAIN = "what made it is not known, and the step can't be run again"
+_RUN = ("replay", "live")
+
+_SIXTEEN = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Facts of a tensor.
+
+    Args:
+        name: what it is to the operation: ``input 0``, ``weight``, ``output``, ``gradient of output``.
+        shape: its sizes.
+        format: the name of its number format.
+        largest: largest finite magnitude; 0 where there is none.
+        smallest: smallest magnitude that is not 0; 0 where there is none.
+        zeros, infinities, nans: how many elements are.
+    """
+
+    name: str
+    shape: list[int]
+    format: str
+    largest: float
+    smallest: float
+    zeros: int
+    infinities: int
+    nans: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element is."""
+        return not self.infinities and not self.nans
+
+    def __str__(self) -> str:
+        bad = [
+            f"{count} {word}" for count, word in ((self.infinities, "infinite"), (self.nans, "NaN")) if count
+        ]
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return (
+            f"{self.name} {self.format} {shape}, largest {self.largest:.4g}{''.join(', ' + b for b in bad)}"
+        )
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Where a number was made that is finite there, and beyond the format in which a later operation took it.
+
+    Args:
+        module: as in `OverflowReport`.
+        op: the operation that made it; ``""`` where none did: a parameter, or what the model was given.
+        line: as in `OverflowReport`.
+        result: what it made, in which format and how large; of a parameter or what was given, that.
+    """
+
+    module: str
+    op: str
+    line: str
+    result: TensorFacts
+
+    @property
+    def where(self) -> str:
+        """Which operation it is, or whose tensor."""
+        if not self.op:
+            return f"{self.result.name} of {self.module or 'the model'}"
+        where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
+        return f"{self.op} {where}{f' ({self.line})' if self.line else ''}"
+
+    def __str__(self) -> str:
+        return f"{self.where}, in {self.result.format}" if self.op else self.where
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """Where a value that is not finite was produced, as against those places that only passed it on.
+
+    Args:
+        cause: a key of `CAUSES`.
+        module: path of the module in its model, ``""`` for the model itself, or `OUTSIDE`.
+        op: the operation that produced it: ``exp``, ``linear``, ``DivBackward0``.
+        direction: ``forward`` or ``backward``.
+        inputs: what went in.
+        outputs: what came out.
+        propagators: those that passed it on, in order, as ``module: op``; the first few.
+        line: the user's own line that called the operation, as ``file.py:12: code``; ``""`` where none is known.
+        how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
+            step that was not run again.
+        remedies: what to try, the likeliest first.
+        seconds: what finding it took.
+        kept_bytes: bytes that were kept until the step's end for it, besides what the script itself kept.
+        note: why it is less than it should be, where it is.
+        maker: of an overflow, who made the finite number that did not fit, where that was before this operation.
+    """
+
+    cause: str
+    module: str = ""
+    op: str = ""
+    direction: str = "forward"
+    inputs: list[TensorFacts] = field(default_factory=list)
+    outputs: list[TensorFacts] = field(default_factory=list)
+    propagators: list[str] = field(default_factory=list)
+    line: str = ""
+    how: str = "replay"
+    remedies: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    note: str = ""
+    maker: Maker | None = None
+
+    @property
+    def alarms(self) -> bool:
+        """Whether it is a fault, and not the normal search of a dynamic loss scale."""
+        return self.cause != "loss scale"
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What is the same of findings that say the same of different numbers."""
+        names = [one.name for one in self.inputs] if self.cause in ("input", "state") else []
+        why_not = self.note if self.cause in ("unknown", "loss") else ""
+        made = "" if self.maker is None else self.maker.where
+        return (self.cause, self.module, self.op, self.direction, self.line, made, why_not, *names)
+
+    def __str__(self) -> str:
+        if self.cause == "unknown":
+            return f"{self.why}{': ' + self.note if self.note else ''}"
+        if self.cause == "loss":
+            return f"{self.why}{f' ({self.note})' if self.note else ''}"
+        line = f" ({self.line})" if self.line else ""
+        if self.cause in ("input", "state"):  # a tensor that was there
+            names = ", ".join(facts.name for facts in self.inputs)
+            return f"{names or 'a tensor'}{f' of {self.module}' if self.module else ''}{line}: {CAUSES[self.cause]}"
+        where = "outside the model" if self.module == OUTSIDE else f"in {self.module or 'the model'}"
+        return f"{self.direction} of {self.op or 'an operation'} {where}{line}: {self.why}"
+
+    @property
+    def why(self) -> str:
+        """The cause in words, of this operation and these numbers where they are known; empty for none of `CAUSES`."""
+        if self.cause == "overflow":
+            return self._not_fitting() or CAUSES["overflow"]
+        if self.cause == "unknown" and self.how not in _RUN:
+            return _NOT_RUN_AGAIN
+        if self.cause != "invalid":
+            return CAUSES.get(self.cause, "")
+        weak = weakness_of(self.op)
+        what, case = ("slope", weak.slope) if self.direction == "backward" else ("result", weak.result)
+        return f"the operation has no finite {what} for what went in{f': {case}' if case else ''}"
+
+    def _not_fitting(self) -> str:
+        """That a number which went in lies itself beyond the format of what came out; empty where none does."""
+        # What is kept for backward went into the operation, not into its slope.
+        backward = self.direction == "backward"
+        went_in = [one for one in self.inputs if not backward or one.name.startswith("gradient")]
+        made = next((one.format for one in self.outputs if not one.finite and one.format in _SIXTEEN), None)
+        most = max(went_in, key=lambda one: one.largest, default=None)
+        if made is None or most is None or most.largest < rounded_to_infinity(made):
+            return ""
+        what = most.name.partition(" ")[0] or "input"
+        told = (
+            f"{'an' if what[0] in 'aeiou' else 'a'} {what} of {most.largest:.4g} does not fit {made}, whose largest "
+            f"number is {float(named(made).max):.6g}"
+        )
+        if what not in ("input", "gradient"):  # a parameter by its name: nothing of this step made it
+            return told
+        if self.maker is None:
+            return f"{told}: the place that made it is before this one"
+        return f"{told}; {'it was made by' if self.maker.op else 'it comes of'} {self.maker}"
+
+
+def rounded_to_infinity(name: str) -> float:
+    """The smallest number that a format rounds to infinity: half a unit beyond its largest."""
+    form = named(name)
+    return float(form.max) + 2.0 ** (form.maxexp - form.nmant - 2)

@@ -1,0 +1,79 @@
+"""What a context sets in PyTorch's compiler while it compiles: two settings, and the names that `patches` replaces.
+
+**The tag of its caches** says which policy each label stands for in this process. A graph's cache key holds the label
+(AOTAutograd's holds every device's autocast dtype). The key lacks what the labels mean, which depends on the order in
+which they were made. So the tag holds a hash of all of them in order. Two processes share compiled code only if each
+label that either knows means the same policy, under the same table of operations.
+
+**The backward pass of a compiled function** is made as an eager one runs: outside of every region. `torch.compile`
+makes both passes while the function is called, and by default makes the backward pass under the autocast state of that
+call. The two differ where an op's backward pass calls other ops: the products of an FP32 `linear` inside a 16-bit
+region would be computed as products of the region, and numbers beyond fp16 overflow. (`torch.amp` has this bug.)
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from mezzo.pytorch.autocast import active_policy, patches
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.runner.patches import ImportWatch
+
+__all__ = ["begin", "end", "set_up"]
+
+_DEFAULT, _OFF = "same_as_forward", "off"
+_imports: ImportWatch | None = None
+handler: Any = None  # of Dynamo's callbacks, once Dynamo is imported
+_before: tuple[str, Any] | None = None  # the user's settings, during a compilation
+
+
+def set_up() -> None:
+    """Have each compilation from now on call `begin` and `end`. `torch._dynamo.reset` forgets this."""
+    global _imports
+    if handler is not None:
+        if begin not in handler.start_callbacks:
+            handler.register_start_callback(begin)
+            handler.register_end_callback(end)
+    elif _imports is None:
+        _imports = ImportWatch()
+        _imports.install()
+        _imports.when("torch._dynamo.callback", _dynamo_imported)
+
+
+def _dynamo_imported(module: ModuleType | Any) -> None:
+    global handler
+    handler = module.callback_handler
+    set_up()
+    if _imports is not None:
+        _imports.remove()
+
+
+@unseen  # Dynamo holds a lock while it calls this: compiling what runs here would wait for it for ever
+def begin(*_: object) -> None:
+    """A compilation begins, or a label is made in one."""
+    global _before
+    import torch.compiler.config as config
+    from torch._functorch import config as functorch_config
+
+    if _before is None:
+        patches.suspend()
+        _before = config.cache_key_tag, getattr(functorch_config, "backward_pass_autocast", None)
+    config.cache_key_tag = _before[0] + active_policy.fingerprint()
+    if _before[1] == _DEFAULT:  # a setting that the user has changed stays, as does an older PyTorch's
+        functorch_config.backward_pass_autocast = _OFF
+
+
+@unseen
+def end(*_: object) -> None:
+    """The compilation is over: both settings are the user's again."""
+    global _before
+    import torch.compiler.config as config
+    from torch._functorch import config as functorch_config
+
+    if _before is not None:
+        config.cache_key_tag = _before[0]
+        if _before[1] == _DEFAULT:
+            functorch_config.backward_pass_autocast = _DEFAULT
+        _before = None
+        patches.resume()

@@ -1,0 +1,209 @@
+"""What an autocast context replaces in PyTorch while it is open, in any thread, and restores when the last one ends.
+
+| replaced                                                              | for                                  |
+|-----------------------------------------------------------------------|--------------------------------------|
+| `torch._C._set_grad_enabled`, `torch._C._InferenceMode`               | clearing the cache of 16-bit weights |
+| `torch.utils.checkpoint._CheckpointFrame` and its `CheckpointFunction`| recomputing under the same policy    |
+
+These are four names in two modules, not attributes of classes: to assign those costs microseconds, since CPython then
+forgets what it knows of the class.
+
+Weights: `torch.autocast` keeps the 16-bit copy of an FP32 leaf until the outermost context ends, and finds it by the
+tensor's address alone. A weight that is written in between would be used at its old value, and a copy made under
+`no_grad` would be used later without a gradient. Weights are written while gradients are not recorded: by an
+optimizer's step, or in a block under `no_grad`. So each switch of the recording clears the copies. A write through
+``p.data`` or ``p.detach()`` switches nothing and is not noticed, as by `torch.autocast`.
+
+Checkpoints: `torch.utils.checkpoint` restores autocast's switch and dtype for the device and the CPU before it
+recomputes, and not those of the backends that carry the label. So the function to recompute is wrapped when the
+forward pass is checkpointed, with the label of that moment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from mezzo.core.errors import UnsupportedPrecisionError
+from mezzo.pytorch.autocast import active_policy
+from mezzo.pytorch.hardware import leaves_autocast_off
+
+__all__ = ["hold", "release", "resume", "suspend"]
+
+_open: list[None] = []  # an entry for each outermost context; `append` and `pop` are atomic
+_clear, _is_enabled, _DEVICE = (
+    torch.clear_autocast_cache,
+    torch.is_autocast_enabled,
+    active_policy.LABEL_DEVICE,
+)
+_CORE, _CHECKPOINT = vars(torch._C), vars(torch_checkpoint)
+
+
+def hold() -> None:
+    """An outermost context begins in some thread."""
+    _open.append(None)
+    core, names = _CORE, _CHECKPOINT
+    switch, mode, frame, function = _theirs
+    if (
+        core["_set_grad_enabled"] is switch
+        and core["_InferenceMode"] is mode
+        and names["_CheckpointFrame"] is frame
+        and names["CheckpointFunction"] is function
+    ):
+        core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _ours
+        names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
+    elif names["CheckpointFunction"] is not _ours[-1]:  # else another thread or `mezzo run` has replaced them
+        _replace()
+
+
+def release() -> None:
+    """End what one `hold` began. What someone else has replaced since is theirs, and stays."""
+    _open.pop()
+    if not _open:
+        switch, mode, frame, function = _ours
+        if (
+            _CORE["_set_grad_enabled"] is switch
+            and _CORE["_InferenceMode"] is mode
+            and _CHECKPOINT["_CheckpointFrame"] is frame
+            and _CHECKPOINT["CheckpointFunction"] is function
+        ):
+            _CORE["_set_grad_enabled"], _CORE["_InferenceMode"], frame, function = _theirs
+            _CHECKPOINT["_CheckpointFrame"], _CHECKPOINT["CheckpointFunction"] = frame, function
+        else:
+            for (name, names), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
+                if names[name] is ours:
+                    names[name] = theirs
+        if _open:  # another thread has begun a context meanwhile
+            hold()
+            release()
+
+
+def suspend() -> None:
+    """A compilation begins: Dynamo writes `torch._C._set_grad_enabled` into its graphs as it finds it there."""
+    for name, theirs, ours in zip(_WHERE, _theirs, _ours):
+        if _WHERE[name] is _CORE and _CORE[name] is ours:
+            _CORE[name] = theirs
+
+
+def resume() -> None:
+    """The compilation is over."""
+    if _open:
+        _replace()
+
+
+def _replace() -> None:
+    """Replace what is not yet replaced, also what someone else has put there since the last time."""
+    global _theirs, _ours
+    found = [names[name] for name, names in _WHERE.items()]
+    pairs = [
+        (t, o) if f is t or f is o else (f, wrap(f))
+        for f, t, o, wrap in zip(found, _theirs, _ours, _WRAPPERS)
+    ]
+    _theirs, _ours = tuple(theirs for theirs, _ in pairs), tuple(ours for _, ours in pairs)
+    for (name, names), ours in zip(_WHERE.items(), _ours):
+        names[name] = ours
+
+
+def _clearing_switch(original: Callable[[bool], None]) -> Callable[[bool], None]:
+    """`torch._C._set_grad_enabled`, through which all of torch's Python switches the recording of gradients."""
+
+    @functools.wraps(original)
+    def _set_grad_enabled(mode: bool) -> None:
+        original(mode)
+        if _is_enabled(_DEVICE):
+            _clear()
+
+    return _set_grad_enabled
+
+
+def _clearing_mode(original: Callable[[bool], Any]) -> type:
+    """`torch._C._InferenceMode`, on which `torch.inference_mode` is built."""
+
+    class _InferenceMode:
+        def __init__(self, mode: bool) -> None:
+            self._mode = original(mode)
+
+        def __enter__(self) -> None:
+            self._mode.__enter__()
+
+        def __exit__(self, *exc_info: object) -> None:
+            self._mode.__exit__(*exc_info)
+            if _is_enabled(_DEVICE):
+                _clear()
+
+    return _InferenceMode
+
+
+def _labelled_frame(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Non-reentrant checkpoints, also those of FSDP and `torch.distributed`."""
+
+    def frame(recompute_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_under_this_label(recompute_fn), *args, **kwargs)
+
+    return frame
+
+
+def _labelled_function(original: type[torch.autograd.Function]) -> type:
+    """Reentrant checkpoints."""
+
+    class CheckpointFunction(original):  # type: ignore[misc,valid-type]
+        @classmethod
+        def apply(cls, run_function: Any, *args: Any) -> Any:
+            return original.apply(_under_this_label(run_function), *args)
+
+    return CheckpointFunction
+
+
+_WHERE = {
+    "_set_grad_enabled": _CORE,
+    "_InferenceMode": _CORE,
+    "_CheckpointFrame": _CHECKPOINT,
+    "CheckpointFunction": _CHECKPOINT,
+}
+_WRAPPERS: tuple[Callable[[Any], Any], ...] = (
+    _clearing_switch,
+    _clearing_mode,
+    _labelled_frame,
+    _labelled_function,
+)
+_theirs: tuple[Any, ...] = tuple(names[name] for name, names in _WHERE.items())
+_ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _theirs))
+
+
+def _under_this_label(function: Any) -> Any:
+    """The function, with a region of the label in force now around each call.
+
+    Raises:
+        UnsupportedPrecisionError: a policy in force can't be put back there: `torch.utils.checkpoint` recomputes inside
+            `torch.autocast` objects, which refuse the dtype of emulated TF32 and would leave it out.
+    """
+    code = active_policy.label()
+    for device_type, policy in active_policy.binding_of(code):
+        if policy.compute == "tf32" and not leaves_autocast_off(policy, device_type):
+            raise UnsupportedPrecisionError(
+                f"activation checkpointing under policy '{policy}': {device_type} has no TF32, so its products are "
+                "rounded by Mezzo, and torch.utils.checkpoint would recompute them without. Train without "
+                "checkpointing, or in bf16, fp16 or fp8, which it carries."
+            )
+
+    @functools.wraps(function)
+    def under_label(*args: Any, **kwargs: Any) -> Any:
+        with _rebound(code):
+            return function(*args, **kwargs)
+
+    return under_label
+
+
+@contextmanager
+def _rebound(code: int) -> Iterator[None]:
+    hold()  # a checkpoint within it is recomputed, too
+    try:
+        with active_policy.rebound(code):
+            yield
+    finally:
+        release()

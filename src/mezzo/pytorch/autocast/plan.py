@@ -1,0 +1,424 @@
+"""The plan: for each op, what a policy does on this kind of device, decided before anything runs.
+
+`plan(policy, device_type)` is a value that can be printed. It compares, op by op, the policy's rule and the row of the
+table (`mezzo.core.rules`) with PyTorch's own autocast lists and with what the device has natively. A kernel is
+registered (`dispatch.py`) only where PyTorch does not do the same already; everything else keeps its
+C++ path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from mezzo.core.compute import FP8_OPS
+from mezzo.core.errors import UsageError
+from mezzo.core.policy import Decision, Policy
+from mezzo.core.rules import IN_PLACE, RULES, Kernel, OpRule, Rule
+from mezzo.pytorch.hardware import leaves_autocast_off, native_formats
+from mezzo.pytorch.kernels import backend
+
+# PyTorch's own autocast lists, from ATen/autocast_mode.h and autocast_mode.cpp of torch 2.13. A test compares them with
+# the dispatcher. Where another release lacks one of these kernels the dispatcher has the last word (`own_table`).
+# Categories: ``lower`` (inputs to autocast's dtype), ``fp32`` (inputs to FP32), ``fp32_dtype`` (output dtype set to
+# FP32, input left as it is), ``promote`` (widest input), ``banned``.
+_CPU = {
+    "lower": """conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm
+    addmm
+        _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention
+        _native_multi_head_attention""",
+    "fp32": """avg_pool3d binary_cross_entropy grid_sampler polar prod prod.dim_int quantile
+        quantile.scalar nanquantile nanquantile.scalar stft stft.center cdist grid_sampler_2d
+        _grid_sampler_2d_cpu_fallback grid_sampler_3d trace view_as_complex cholesky cholesky_inverse
+        cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d
+        adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+        replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+        poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss
+        soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss.IntList ctc_loss.Tensor kl_div
+        multilabel_margin_loss binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn
+        fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond
+        linalg_cond.p_str linalg_matrix_rank linalg_matrix_rank.tol_tensor linalg_matrix_rank.atol_rtol_tensor
+        linalg_matrix_rank.atol_rtol_float linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals
+        linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv linalg_tensorsolve
+        fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
+        fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex
+        linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex""",
+    "promote": "stack cat index_copy",
+}
+
+_CUDA = {
+    "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
+        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution
+        cudnn_convolution_transpose""",
+    "fp32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
+        frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+        cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar
+        norm.ScalarOpt_dim""",
+    "fp32_dtype": """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+        linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    "banned": "binary_cross_entropy",
+}
+
+
+def _by_op(lists: Mapping[str, str]) -> dict[str, str]:
+    return {op: category for category, ops in lists.items() for op in ops.split()}
+
+
+TORCH_TABLE: Mapping[str, Mapping[str, str]] = {"cpu": _by_op(_CPU), "cuda": _by_op(_CUDA)}
+
+# The dispatcher's key for a device type, as `torch.library` spells it.
+AUTOCAST_KEYS: Mapping[str, str] = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+    "hpu": "AutocastHPU",
+    "mtia": "AutocastMTIA",
+}
+
+
+# Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
+# the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
+# nll_loss).
+_BY_PARTS: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"nll_loss_nd"}),
+    "cuda": frozenset(
+        {"lstm", "gru", "rnn_tanh", "rnn_relu", "cross_entropy_loss", "nll_loss_nd"}
+        | {"conv1d.padding", "conv2d.padding", "conv3d.padding"}
+    ),
+}
+
+# Ops that belong to another device, whatever this build of PyTorch has kernels for.
+_FOREIGN: Mapping[str, frozenset[str]] = {
+    "cpu": frozenset({"_cudnn_rnn", "_mps_convolution"}),
+    "cuda": frozenset(
+        {
+            "mkldnn_rnn_layer",
+            "_mps_convolution",
+            "_grid_sampler_2d_cpu_fallback",
+            "_native_multi_head_attention",
+        }
+    ),
+}
+
+# `float_power` computes in FP64 by its definition, whatever comes in.
+_ALWAYS_FP64 = frozenset({"float_power"})
+
+# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the
+# other way round. (embedding and rsub have one floating tensor where it matters.)
+_PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
+_DO_NOT_PROMOTE = frozenset({"heaviside", "heaviside_", "lerp", "lerp_"})
+
+WIDEST = "widest input"
+FIRST = "first input's"
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """What one op does under a policy on a kind of device.
+
+    Args:
+        op: the op's name as in the table.
+        rule: the policy's rule.
+        formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
+            ``first input's`` (as they come).
+        format_out: format of the floating outputs, in the same words.
+        how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
+            registered kernel casts, the device's own computes), ``kernel`` (Mezzo's own, see `kernel`), ``emulated``
+            (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel between casts: 16 bits in and
+            out), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
+        reason: the rule's reason, then why it is done so here.
+        overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
+        remedy: for a banned op, what to use in its place.
+        kernel: the kernel of the table's row, or that for the factors of fp8 or TF32.
+    """
+
+    op: str
+    rule: str
+    formats_in: str
+    format_out: str
+    how: str
+    reason: str
+    overloads: tuple[str, ...] = ()
+    remedy: str = ""
+    kernel: Kernel | None = None
+
+    def output(self, inputs: Sequence[str]) -> str:
+        """The planned output format when the floating inputs arrive in these formats (names, in order).
+
+        Empty where nothing floating came in; FP64 among the inputs is left alone, and stays.
+        """
+        if not inputs or "fp64" in inputs:
+            return "fp64" if inputs else ""
+        if self.format_out == FIRST:
+            return inputs[0]
+        if self.format_out == WIDEST:
+            return inputs[0] if len(set(inputs)) == 1 else "fp32"
+        return self.format_out
+
+    def __str__(self) -> str:
+        formats = f"{self.formats_in} -> {self.format_out}"
+        return f"{self.op:<36} {self.rule:<14} {formats:<32} {self.how:<9} {self.reason}"
+
+
+def plan(policy: Policy, device_type: str = "cpu") -> Mapping[str, OpPlan]:
+    """The plan of every op that the table or the policy names, keyed by op.
+
+    Raises:
+        UsageError: the policy's compute format is still ``auto``, autocast does not know the device type, or the
+            policy gives a rule to another library's op that is not loaded.
+    """
+    if policy.compute == "auto":
+        raise UsageError("plan: compute=auto has no plan. Resolve it first: policy.resolved('bf16').")
+    if device_type not in AUTOCAST_KEYS:
+        raise UsageError(
+            f"plan: unknown device type {device_type!r}. Use one of {', '.join(sorted(AUTOCAST_KEYS))}."
+        )
+    return _plan(policy, device_type, native_formats(device_type))
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(policy: Policy, device_type: str, native: frozenset[str]) -> Mapping[str, OpPlan]:
+    plans = {}
+    for op in [*RULES, *(name for name, _ in policy.ops if name not in RULES)]:
+        decision = policy.rule_for(op)
+        if decision is not None:
+            plans[op] = _plan_op(op, decision, policy, device_type, policy.activations in native)
+    for op in policy.recomputed:
+        if plans[op].format_out in (FIRST, policy.activations):
+            plans[op] = replace(
+                plans[op],
+                overloads=overloads_of(op, device_type),
+                reason=f"{plans[op].reason}; backward makes the output again",
+            )
+    return MappingProxyType(plans)
+
+
+_FP8 = Kernel(
+    "fp8",
+    "factors of 8 bits with a scale (e4m3fn, gradients e5m2); products are exact in FP32 and summed there",
+    "fp8:fp8_linear",
+)
+_TF32 = Kernel(
+    "tf32",
+    "its factors are rounded to TF32's 10 bits of mantissa; the products are summed in FP32",
+    "tf32:product",
+)
+
+
+def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, native: bool) -> OpPlan:
+    rule, compute, row = decision.rule, policy.activations, RULES.get(op)
+
+    def planned(
+        how: str, formats: tuple[str, str], why: str, names: Sequence[str] = (), kernel: Kernel | None = None
+    ) -> OpPlan:
+        reason = f"{decision.reason}; {why}" if why else decision.reason
+        return OpPlan(op, rule.value, *formats, how, reason, tuple(names), decision.remedy, kernel)
+
+    def by_kernel(kernel: Kernel, formats: tuple[str, str], why: str = "") -> OpPlan:
+        if kernel.kind == "number":
+            return planned("kernel", formats, "", [n for n in names if n.endswith(".Scalar")], kernel)
+        return planned("kernel", formats, why + kernel.why, names, kernel)
+
+    def unlike_torch(
+        how: str, formats: tuple[str, str], wanted: Sequence[str], why: str = "", same: str = ""
+    ) -> OpPlan:
+        """``pytorch`` where its own table treats every overload in a wanted way, or its parts do; else `how`."""
+        rest = [n for n in names if theirs.get(n, "") not in wanted and n not in by_parts]
+        if decision.source == "table" and op in by_parts:
+            rest = []
+        if rule is Rule.PROMOTE:
+            rest = [n for n in rest if n in theirs or not _promotes_by_itself(op, n)]
+        return planned(how, formats, why, rest) if rest else planned("pytorch", formats, same or why)
+
+    foreign = _FOREIGN.get(device_type, frozenset())
+    names = () if op in foreign else overloads_of(op, device_type)
+    theirs, by_parts = own_table(device_type), _BY_PARTS.get(device_type, frozenset())
+    wide = "fp64" if op in _ALWAYS_FP64 else "fp32"
+    if not names:
+        return planned("absent", ("", ""), "this build of PyTorch has no such op on this device")
+    if policy.compute == "fp32":
+        return planned("pytorch", ("fp32", "fp32"), "the policy computes in FP32: autocast is off")
+    if leaves_autocast_off(policy, device_type):
+        why = "the device's own TF32: autocast is off, PyTorch's switch is on"
+        return planned("pytorch", ("fp32", "fp32"), why)
+    if policy.compute == "tf32":
+        if rule is Rule.LOWER:
+            return OpPlan(op, rule.value, "fp32", "fp32", "kernel", _TF32.why, names, kernel=_TF32)
+        why = "FP32: only the factors of products are shorter"
+        out = wide if op in _ALWAYS_FP64 else FIRST
+        return OpPlan(op, rule.value, FIRST, out, "pytorch", why, remedy=decision.remedy)
+
+    if op in IN_PLACE and rule is not Rule.BANNED:
+        rule = Rule.PROMOTE  # no rule may cast the tensor that is written
+    kernel = _kernel_on(row, device_type, policy)
+    kind = kernel.kind if kernel else ""
+    evidence = row.evidence(device_type) if row else ""
+    if rule is Rule.BANNED:
+        return planned("banned", ("fp32", "fp32"), "FP32 inputs pass", names)
+    if rule is Rule.PROMOTE:
+        formats = (FIRST, FIRST) if op in IN_PLACE or kind == "number" else (WIDEST, WIDEST)
+        if kernel and kind in ("gradient", "indices", "number"):
+            return by_kernel(kernel, formats)
+        return unlike_torch("promote", formats, (), same="it does so by itself")
+    if rule is Rule.LOWER:
+        if policy.compute == "fp8" and op in FP8_OPS:
+            return OpPlan(op, rule.value, FIRST, compute, "kernel", _FP8.why, names, kernel=_FP8)
+        if kernel and kind in ("layer", "cell"):
+            return by_kernel(kernel, (FIRST, "fp32" if kind == "cell" else f"{compute}+fp32"))
+        if kernel and kind == "inside":
+            return by_kernel(kernel, (FIRST, compute), f"its first input goes to {compute}; ")
+        if not native:
+            why = "computed in FP32 between casts on this device"
+            return planned("emulated", (compute, compute), why, names)
+        why = "not on PyTorch's list for this device"
+        return unlike_torch(
+            "native", (compute, compute), ("lower",), why, same="as PyTorch's own table has it"
+        )
+    if kernel and kind == "result":
+        return by_kernel(kernel, (FIRST, "fp32"))
+    gives_fp32 = op in _ALWAYS_FP64 or (row and row.kernel and row.kernel.kind == "result")
+    if rule is Rule.INTERNAL_FP32 and not gives_fp32:
+        if kernel and kind == "inside":
+            return by_kernel(kernel, (FIRST, FIRST))
+        if evidence:
+            return unlike_torch("native", (FIRST, FIRST), ("",), evidence)
+        why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
+        return planned("rounded", (FIRST, FIRST), why, names)
+    return unlike_torch("fp32", ("fp32", wide), ("fp32", "fp32_dtype"))
+
+
+def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel | None:
+    """The kernel of a row where it serves this kind of device, and the policy has a use for it."""
+    kernel = row.kernel_on(device_type) if row else None
+    if kernel is None or (kernel.kind in ("layer", "cell") and policy.hidden != "fp32"):
+        return None
+    if kernel.kind in ("inside", "result") and not backend.serves_custom_kernels(device_type):
+        return None
+    return kernel
+
+
+def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
+    """Whether a planned kernel leaves a call as the caller made it, so that none is needed where no other rules."""
+    if op_plan.how == "native":
+        return op_plan.rule == Rule.INTERNAL_FP32.value
+    return op_plan.how == "promote" and _promotes_by_itself(op_plan.op, name)
+
+
+def _promotes_by_itself(op: str, name: str) -> bool:
+    if op in _PROMOTE_BY_THEMSELVES or op in _DO_NOT_PROMOTE:
+        return op in _PROMOTE_BY_THEMSELVES
+    overload = overload_named(name)
+    tensors = [argument for argument in overload._schema.arguments if "Tensor" in str(argument.type)]
+    alone = len(tensors) == 1 and "[]" not in str(tensors[0].type) and "List" not in str(tensors[0].type)
+    return alone or torch.Tag.pointwise in overload.tags
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload` on this kind of device.
+
+    Once Mezzo has registered one this is True whatever PyTorch does: `mezzo.pytorch.autocast.dispatch` asks before.
+    """
+    name = op if "::" in op else f"aten::{op}"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, AUTOCAST_KEYS[device_type]))
+
+
+@functools.cache
+def own_table(device_type: str) -> Mapping[str, str]:
+    """PyTorch's own autocast table on a kind of device, as before any registration: overload -> category.
+
+    XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op for
+    which it has no kernel is not on the list, and a kernel that the lists do not name has the category
+    ``unknown``.
+    """
+    lists = TORCH_TABLE.get(device_type, TORCH_TABLE["cuda"])
+    table = {}
+    for op in RULES:
+        for name in overloads_of(op, device_type):
+            if has_kernel(name, device_type):
+                table[name] = lists.get(name, "unknown")
+    return MappingProxyType(table)
+
+
+@functools.cache
+def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
+    """The overloads that a rule can serve: functional ones (no `out=`; in place only `IN_PLACE`) that take tensors.
+
+    Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return;
+    those called `vec` only reckon sizes and call the op's own; quantised ones take scaled integers or FP8.
+
+    Raises:
+        UsageError: an op of another library that is not loaded.
+    """
+    namespace, _, name = op.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), name, None)
+    if packet is None:
+        if namespace:
+            raise UsageError(
+                f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before "
+                "the region is entered."
+            )
+        return ()
+    return tuple(_served_overloads(packet, device_type, name in IN_PLACE))
+
+
+def _served_overloads(packet: torch._ops.OpOverloadPacket, device_type: str, in_place: bool) -> Iterator[str]:
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        schema = overload._schema
+        types = [str(argument.type) for argument in schema.arguments]
+        returns = [str(value.type) for value in schema.returns]
+        dtypes = [a for a in schema.arguments if a.name in ("dtype", "out_dtype")]
+        if (
+            schema.is_mutable is not in_place
+            or any("Optional" not in str(argument.type) for argument in dtypes)
+            or schema.overload_name in ("vec", "quantized")
+            or not any("Tensor" in kind for kind in types)
+            or not any("Tensor" in kind for kind in returns)
+            or any("Dimname" in kind for kind in types)
+            or not _implemented(overload.name(), device_type)
+        ):
+            continue
+        full = overload.name().removeprefix("aten::")
+        yield full.removesuffix(".default")
+
+
+def _implemented(name: str, device_type: str) -> bool:
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    if device_type != "cpu":
+        return True  # a build without this device has no kernels for it to be asked about
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for key in (
+            *("CPU", "SparseCPU", "SparseCsrCPU"),
+            "CompositeImplicitAutograd",
+            "CompositeExplicitAutograd",
+            "CompositeExplicitAutogradNonFunctional",
+        )
+    )
+
+
+def overload_named(name: str) -> torch._ops.OpOverload:
+    """The overload by the name that `overloads_of` gives it: ``softmax.int``, ``exp``, ``mylib::fused``."""
+    namespace, _, rest = name.rpartition("::")
+    op, _, overload = rest.partition(".")
+    found: torch._ops.OpOverload = getattr(
+        getattr(getattr(torch.ops, namespace or "aten"), op), overload or "default"
+    )
+    return found

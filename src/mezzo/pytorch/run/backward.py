@@ -1,0 +1,408 @@
+"""`backward()` and `autograd.grad` of a run: the loss is noted, and in fp16 scaled without the script's knowing.
+
+fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves the graph is
+divided by S in FP32 on its way out: a hook that lives for one backward pass sits on *every* leaf that the graph
+reaches, before the script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what
+hooks on leaves see are true gradients. What hooks on tensors inside the graph see is scaled.
+
+Each hook also notes, on the device, whether its gradient was finite; `Overflows` asks before a step. A gradient that no
+optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped. A graph with such a leaf
+is run again at S/2 until its gradients are finite or S is 1, and only then are they added to `.grad`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.step import numbers_of
+from mezzo.pytorch.training import backward as walks
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.run.optimizers import Overflows
+    from mezzo.pytorch.run.session import Session
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+_Key = torch._C._TorchDispatchModeKey
+_modes = torch._C._len_torch_dispatch_stack
+_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
+_CHECKED = (torch.float32, torch.float64)
+
+Backward = Callable[..., Any]
+_Hook = Callable[[Tensor | None], Tensor | None]
+leaves_of = unseen(walks.leaves_of)
+
+
+class Found:
+    """One number for each leaf of one backward pass, on the leaf's own device: was its gradient not finite?
+
+    Args:
+        devices: of each leaf, in order.
+
+    Attributes:
+        slots: where each leaf notes what it saw: 0-dim FP32, a view of its device's flags.
+        spent: ids of the optimizers that have asked for it at a step.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.spent: set[int] = set()
+        self.devices: dict[torch.device, list[int]] = {}
+        for index, device in enumerate(devices):
+            self.devices.setdefault(device, []).append(index)
+        self._flags = {device: torch.zeros(len(its), device=device) for device, its in self.devices.items()}
+        self.slots: dict[int, Tensor] = {}
+        for device, indices in self.devices.items():
+            self.slots.update(zip(indices, self._flags[device].unbind()))
+
+    def read(self) -> list[bool]:
+        """What each leaf saw; waits for the devices. Ask anew after more of the backward pass has run."""
+        result = [False] * len(self.slots)
+        for device, indices in self.devices.items():
+            for index, flag in zip(indices, self._flags[device].tolist()):
+                result[index] = flag != 0
+        return result
+
+
+Flags = list[tuple[Found, int]]
+"""Of one leaf's gradient: of each backward pass that added to it, the leaf's place in what it found."""
+
+
+class Attempts:
+    """One backward that is run until its gradients are finite: what each attempt starts from, and what it found.
+
+    Args:
+        overflows: knows the flags of the leaves.
+        scale: of the first attempt.
+
+    Attributes:
+        scale: of the attempt that runs.
+        before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
+        found: of the attempt that runs, by each graph in it: a backward inside the backward has one of its own.
+    """
+
+    def __init__(self, overflows: Overflows, scale: float) -> None:
+        self._overflows = overflows
+        self.scale = scale
+        self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
+        self.found: list[Found] = []
+
+    def reach(self, leaves: Iterable[Tensor]) -> None:
+        """These leaves are about to receive gradients."""
+        for leaf in leaves:
+            if id(leaf) not in self.before:
+                self.before[id(leaf)] = (leaf, leaf.grad, list(self._overflows.flags(leaf)))
+                self._reset(leaf)
+
+    def begin(self) -> None:
+        """An attempt begins: no leaf has received anything."""
+        self.found.clear()
+        for leaf, _, _ in self.before.values():
+            self._reset(leaf)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the attempt found a gradient that is not finite; waits for the devices."""
+        return any(any(found.read()) for found in self.found)
+
+    def _reset(self, leaf: Tensor) -> None:
+        _, old, flags = self.before[id(leaf)]
+        leaf.grad = None if old is None else old.clone()
+        self._overflows.flags(leaf)[:] = flags
+
+    @torch.no_grad()
+    def into_the_old(self) -> None:
+        """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
+        for leaf, old, _ in self.before.values():
+            if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
+                leaf.grad = old.copy_(leaf.grad)
+
+
+def make_backward(session: Session, overflows: Overflows, original: Backward) -> Backward:
+    """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
+
+    observers = session.observers
+
+    def telling(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
+        """A backward, of which those who look at the steps are told, and of its failure."""
+        if observers.listening:
+            observers.backward_begins(roots, scale)
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            observers.step_dropped()
+            raise
+
+    @unseen
+    def note_loss(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> None:
+        session.journal.loss(_value(roots, seeds) if session.journal.writes else None)
+
+    @functools.wraps(original)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> Any:
+        rest = (retain_graph, create_graph, grad_variables)
+        if session.left_alone is not None or observers.busy or _tracing():
+            return original(tensors, grad_tensors, *rest, inputs=inputs)
+        roots = _as_tuple(tensors)
+        if _graph_task() != -1:
+            if not session.scaling:
+                return original(tensors, grad_tensors, *rest, inputs=inputs)
+            return _inside(
+                session, overflows, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
+            )
+        seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
+        note_loss(roots, seeds)
+        if not session.scaling or len(seeds) != len(roots):
+            if not observers.listening:
+                return original(tensors, grad_tensors, *rest, inputs=inputs)
+            return telling(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
+
+        def run(scale: float, retain: bool | None) -> None:
+            scaled = _scaled(roots, seeds, scale)
+            telling(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
+
+        leaves = leaves_of(roots)
+        session.networks.backward(leaves)
+        owned = overflows.owned()
+        if all(id(leaf) in owned for leaf in leaves):
+            scale = session.scale.scale
+            with unscaling(leaves, scale) as found:
+                overflows.remember(leaves, found)
+                run(scale, retain_graph)
+        else:
+            _carefully(session, overflows, leaves, run, create_graph, retain_graph)
+        return None
+
+    return _unseen_by_dynamo(backward)
+
+
+def make_grad(session: Session, original: Backward) -> Backward:
+    """The `torch.autograd.grad` of a run that scales."""
+
+    observers = session.observers
+    inside = threading.local()
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        looks_away = observers.busy or getattr(inside, "now", False)
+        if not session.scaling or looks_away or _graph_task() != -1 or _tracing():
+            return original(outputs, inputs, grad_outputs, *args, **kwargs)
+        roots = _as_tuple(outputs)
+        seeds = _as_tuple(grad_outputs, len(roots))
+        wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
+        hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
+        by_hook = {id(leaf) for leaf in hooked}
+
+        def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            inside.now = True  # PyTorch shows this function to a function mode, and calls it once more
+            try:
+                with unscaling(hooked, scale):
+                    found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
+            finally:
+                inside.now = False
+            return tuple(
+                g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
+            )
+
+        results = _until_finite(session, run, args, kwargs)
+        return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
+
+    return _unseen_by_dynamo(grad)
+
+
+def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so."""
+    if _in_functorch():  # values can't be looked at
+        return tuple(run(session.scale.scale, *args, **kwargs))
+    retain = args[0] if args else kwargs.get("retain_graph")
+    rest, kwargs = args[1:], {key: value for key, value in kwargs.items() if key != "retain_graph"}
+    before, scale = session.scale, session.scale.scale
+    while True:
+        results: tuple[Any, ...] = run(scale, True if scale > 1.0 else retain, *rest, **kwargs)
+        if not any(g is not None and bool(_not_finite(g.detach())) for g in results):
+            return results
+        if scale <= 1.0:
+            session.scale = before  # no scale helps: the skipped step with these gradients tells it
+            return results
+        scale = session.overflowed(scale)
+
+
+def _carefully(
+    session: Session,
+    overflows: Overflows,
+    leaves: list[Tensor],
+    run: Callable[[float, bool | None], None],
+    create_graph: bool,
+    retain_graph: bool | None,
+) -> None:
+    """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
+    before = session.scale
+    attempts = overflows.attempts = Attempts(overflows, before.scale)
+    attempts.reach(leaves)
+    try:
+        while True:
+            scale = attempts.scale
+            attempts.begin()
+            with unscaling(leaves, scale) as found:
+                attempts.found.append(found)
+                overflows.remember(leaves, found)
+                run(scale, True if scale > 1.0 else retain_graph)
+            if not attempts.overflowed:
+                break
+            if scale <= 1.0:
+                session.scale = before  # no scale helps
+                break
+            attempts.scale = session.overflowed(scale)
+            session.observers.backward_again()
+    finally:
+        overflows.attempts = None
+        if not create_graph:
+            attempts.into_the_old()
+    if not session.optimizers:
+        session.observe(found_inf=attempts.overflowed)
+
+
+def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], None]) -> None:
+    """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
+
+    Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
+    tensors of the outer graph, and their gradients flow on into it: those stay scaled.
+    """
+    owned = overflows.owned()
+    leaves = [t for t in leaves_of(roots) if isinstance(t, torch.nn.Parameter) or id(t) in owned]
+    attempts = overflows.attempts
+    if attempts is not None:
+        attempts.reach(leaves)
+    with unscaling(leaves, session.scale.scale if attempts is None else attempts.scale) as found:
+        if attempts is not None:
+            attempts.found.append(found)
+        overflows.remember(leaves, found)
+        run()
+
+
+class unscaling:  # noqa: N801, a context manager is named like a function
+    """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
+
+    Entering it gives the `Found` of the leaves. (A class: Dynamo would look into `contextlib`'s generators.)
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
+        self._leaves, self._scale = leaves, scale
+
+    @unseen
+    def __enter__(self) -> Found:
+        found, inverse = Found([leaf.device for leaf in self._leaves]), 1.0 / self._scale
+        on = {device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices}
+        for index, leaf in enumerate(self._leaves):
+            _register_first(leaf, self, _unscale_hook(inverse, on[leaf.device], found.slots[index]))
+        return found
+
+    def __exit__(self, *exc_info: object) -> None:
+        for leaf in self._leaves:
+            if leaf._backward_hooks is not None:
+                leaf._backward_hooks.pop(self, None)  # type: ignore[call-overload]
+
+
+def _unscale_hook(inverse: float, inverse_on_device: Tensor, slot: Tensor) -> _Hook:
+    def unscale(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # a custom function's backward has returned None for this leaf
+            return None
+        if torch.is_grad_enabled():  # create_graph: the division is part of the graph
+            true = grad * inverse
+            slot.logical_or_(_not_finite(true.detach()))
+            return true
+        if grad.layout is torch.strided and grad.dtype in _CHECKED and type(grad) is Tensor:
+            true = grad.clone()  # another consumer may hold the same tensor
+            torch._amp_foreach_non_finite_check_and_unscale_([true], slot, inverse_on_device)
+            return true
+        true = grad * inverse
+        slot.logical_or_(_not_finite(true))
+        return true
+
+    return unscale
+
+
+def _not_finite(grad: Tensor) -> Tensor:
+    return numbers_of(grad).isfinite().all().logical_not()
+
+
+def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
+    """Register a hook that runs before the leaf's other hooks. (`register_hook` puts it last, and is slower.)"""
+    hooks: Any = leaf._backward_hooks
+    if hooks is None:
+        leaf._backward_hooks = hooks = OrderedDict()
+    others = list(hooks.items())
+    hooks.clear()
+    hooks[key] = hook
+    hooks.update(others)
+
+
+def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
+    """The gradients to start from, times S; where there is none to start from, None, and PyTorch says so."""
+    return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
+
+
+def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
+    if isinstance(seed, Tensor):
+        return seed * scale
+    if isinstance(root, GradientEdge):
+        meta = root.node._input_metadata[root.output_nr]
+        if all(size == 1 for size in meta.shape):
+            return torch.full(torch.Size(meta.shape), scale, dtype=meta.dtype, device=meta.device)
+        return None
+    if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
+        return seed
+    if not root.is_floating_point():
+        return seed
+    return torch.full_like(root, scale, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def _value(roots: tuple[Any, ...], seeds: tuple[Any, ...]) -> Any:
+    """The number whose gradient this backward computes: the loss itself where it is one scalar without a seed."""
+    total: Any = None
+    for root, seed in zip(roots, seeds):
+        if not isinstance(root, Tensor):
+            return float("nan")
+        part = root.detach()
+        if seed is not None:
+            part = (part * seed.detach()).sum()
+        if part.numel() != 1:
+            return float("nan")
+        total = part.reshape(()).clone() if total is None else total + part.reshape(())
+    return float("nan") if total is None else total
+
+
+def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
+    if value is None:
+        return (None,) * length
+    if isinstance(value, (Tensor, GradientEdge)):
+        return (value,)
+    return tuple(value)
+
+
+def _tracing() -> bool:
+    """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by `autograd.grad`."""
+    return bool(_modes()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+def _in_functorch() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _unseen_by_dynamo(function: Backward) -> Backward:
+    """Dynamo breaks its graph at `backward()` anyway, and must not trace into what we put in its place."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,312 @@
+"""Those who look at a run's training steps, told of them at the moments at which `MixedPrecision` tells.
+
+| moment              | told from                                                                             |
+|---------------------|---------------------------------------------------------------------------------------|
+| `call_*`            | an outermost call of a module in training mode, with gradients                        |
+| `backward_begins`   | an outermost `backward`; its scale is the run's                                       |
+| `update_*`          | an optimizer's step. `.grad` is unscaled by then, so its scale is 1                   |
+| `step_dropped`      | a call, a backward or a step raised; the script turned out to have its own precision  |
+
+Not told: calls inside a compiled function; a step with a closure, which calls and runs backward as often as it likes;
+the step whose memory and formats are observed; other threads than the first that was met; a script without optimizer.
+
+An overflow that running the calls again did not explain is watched for live: every operation from a step's first call
+until its backward, the loss among them. Watched compiled functions would run as they were written, with other
+roundings, so a script that has compiled anything is not watched.
+
+An observer may call the model and run backward itself. That is none of the script's doing: `busy` says so to the
+functions that are patched.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.pytorch.kernels.unseen import unseen
+
+if TYPE_CHECKING:
+    from mezzo.core.records import Record
+    from mezzo.pytorch.monitor.observer import StepObserver
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+    from mezzo.pytorch.run.session import Session
+
+CALLS = 4
+"""Calls of one model between two backward passes that are watched live: the watch holds their graphs."""
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
+
+
+def watchers_for(session: Session) -> list[StepObserver]:
+    """Those whom the request asks for, but for the tracer, in the order in which they are told."""
+    request = session.request
+    found: list[StepObserver] = []
+    if request.watch:
+        from mezzo.pytorch.monitor.ranges import DEFAULT_EVERY, RangeWatch
+
+        class Quiet(RangeWatch):
+            """Its notes are the run's, and no warnings of the script's."""
+
+            def _note(self, text: str) -> None:
+                session.journal.note(text)
+
+        every = DEFAULT_EVERY if request.watch < 0 else request.watch
+        clock = session.journal.now
+        found.append(Quiet(None, None, every=every, clock=clock, all_modules=request.watch_all))
+    if request.sensitivity:
+        from mezzo.pytorch.sensitivity import STEPS, Sensitivities
+
+        found.append(Sensitivities(every=(request.stop_after or STEPS) // STEPS))
+    return found
+
+
+def tracer_for(session: Session) -> OverflowTracer:
+    """Who looks into skipped steps. The host learns of each at once, so looking waits for nothing more."""
+    from mezzo.pytorch.autocast.context import autocast
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+
+    return OverflowTracer(
+        enter=lambda: autocast(session.policy_now, session.device_type),
+        clock=session.journal.now,
+        waits=True,
+    )
+
+
+def observed_step(session: Session) -> Callable[[bool], None]:
+    """Begin to measure a step's peak memory and the formats of its ops; ends with whether to keep them."""
+    from mezzo.pytorch.memory import PeakTensorBytes
+    from mezzo.pytorch.observe.formats import OpObserver
+
+    device = session.device_type or "cpu"
+    session.observers.pause()  # what they compute is none of the step's
+    formats, memory = OpObserver(session.policy, device), PeakTensorBytes(device)
+    formats.enter()
+    memory.start()
+
+    def stop(keep: bool) -> None:
+        peak = memory.stop()
+        formats.exit()
+        session.observers.resume()
+        if keep:
+            if formats.note:
+                session.journal.note(formats.note)
+            session.journal.observed(peak, formats.table())
+
+    return stop
+
+
+class Observers:
+    """The observers of a run. They are made at the first call that they are to see, when the device is known.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        request = session.request
+        self._session = session
+        self._traces = request.trace
+        self._wanted = bool(request.watch) or request.sensitivity
+        self._watchers: list[StepObserver] = []
+        self._tracer: OverflowTracer | None = None
+        self._thread = 0
+        self._pauses = 0
+        self._calls = 0
+        self._watch: ExitStack | None = None
+        self._watched: Counter[int] = Counter()  # id of a module -> its calls since the last backward
+        self._frames = _compiled_frames()
+        self._trains = False  # whether one of these calls is to be trained
+        self._too_many = False
+        self.busy = False
+
+    @property
+    def listening(self) -> bool:
+        """Whether anybody is to be told of what happens now, in this thread."""
+        session = self._session
+        if not (self._wanted or (session.scaling and self._traces)):
+            return False
+        if self._pauses or session.left_alone is not None:
+            return False
+        return self._thread in (0, threading.get_ident())
+
+    # ------------------------------------------------------------------------------------------ watching live
+
+    def watch_begins(self, model: nn.Module) -> None:
+        """An outermost call is about to begin, its autocast not yet: what runs from here on may be watched live.
+
+        Calls in evaluation are, too (a teacher's), but not a second one in a row: that is no part of a step.
+        """
+        if self._tracer is not None and (self._watch is not None or self._tracer.watches_live):
+            self._watch_begins(self._tracer, model)
+
+    def _watch_begins(self, tracer: OverflowTracer, model: nn.Module) -> None:
+        if self.busy or not self.listening or _graph_task() != -1 or not self._session.optimizers:
+            return
+        if self._session.compiled or _compiled_frames() != self._frames:
+            self._watch_ends()
+            self._session.journal.note(
+                "what the script computes itself is not watched live, for it has compiled functions"
+            )
+            return
+        if not self._trains and model.training and torch.is_grad_enabled():
+            self._trains = True
+            self._watched.clear()  # evaluation is over
+        self._watched[id(model)] += 1
+        if self._watched[id(model)] > (CALLS if self._trains else 1):
+            self._too_many |= self._trains
+            self._watch_ends()
+            tracer.forget_live()
+        elif self._watch is None and not self._too_many and tracer.watches_live:
+            self._watch = watch = ExitStack()
+            self._guarded(lambda: watch.enter_context(tracer.live()))
+
+    def _watch_ends(self, *, anywhere: bool = False) -> None:
+        """The operations that follow are not watched. Only in the thread in which they were, unless `anywhere`."""
+        watch = self._watch
+        if watch is not None and (anywhere or self._thread == threading.get_ident()):
+            self._watch = None
+            self._guarded(watch.close)
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._session.journal.note(f"watching failed: {type(error).__name__}: {error}")
+
+    def _forward_ends(self) -> None:
+        """A backward begins, or an update; or the step is dropped."""
+        self._watch_ends()
+        self._watched.clear()
+        self._trains = self._too_many = False
+
+    # ------------------------------------------------------------------------------------------ telling
+
+    @unseen
+    def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """An outermost call begins; whether its end is to be told as well."""
+        if not (self.listening and model.training and torch.is_grad_enabled() and self._session.optimizers):
+            return False
+        if _graph_task() != -1:  # a checkpoint's recomputation
+            return False
+        if not self._thread:
+            self._thread = threading.get_ident()
+            self._watchers = watchers_for(self._session)
+        if self._traces and self._tracer is None and self._session.scaling:
+            self._tracer = tracer_for(self._session)
+        self._calls += 1
+        self._tell("call_begins", model, args, kwargs)
+        return True
+
+    @unseen
+    def call_ended(self, model: nn.Module, output: Any) -> None:
+        """A call that they were told of has returned, in the formats of the policy."""
+        self._tell("call_ended", model, output)
+
+    @unseen
+    def backward_begins(self, losses: Sequence[Any], scale: float) -> None:
+        """Backward is about to run from these. Called, as for an update, only while `listening`."""
+        self._forward_ends()
+        for loss in losses:
+            if isinstance(loss, Tensor):
+                self._tell("backward_begins", loss, scale)
+
+    @unseen
+    def backward_again(self) -> None:
+        """The backward that has just run overflowed and is run again at a smaller scale, with the same hooks."""
+        if self.listening:
+            for one in list(self._watchers):  # who would count its gradients twice
+                self._tell_one(one, "step_dropped")
+
+    @unseen
+    def update_begins(self, optimizer: Any) -> None:
+        """An optimizer's step begins; its gradients are unscaled."""
+        self._forward_ends()
+        self._tell("update_begins", optimizer, 1.0)
+
+    @unseen
+    def update_ended(self, optimizer: Any, **how: Any) -> list[Record]:
+        """The step is over, or was not taken (`StepObserver.update_ended`); what they have to write down about it."""
+        self._tell("update_ended", optimizer, **how)
+        return self._drained()
+
+    @unseen
+    def step_dropped(self) -> None:
+        """What was begun will not end."""
+        self._forward_ends()
+        self._tell("step_dropped")
+
+    @unseen
+    def closure_begins(self) -> None:
+        """A step with a closure begins: nobody is told of what it does."""
+        if self.listening and self._thread:
+            self._session.journal.note("steps with a closure are not watched, and not looked into")
+        self.pause()
+
+    @unseen
+    def pause(self) -> None:
+        """From here on nobody is told of anything, and what was begun is dropped."""
+        if not self._pauses:
+            self.step_dropped()
+        self._pauses += 1
+
+    def resume(self) -> None:
+        """As it was before `pause`."""
+        self._pauses -= 1
+
+    def finish(self) -> list[Record]:
+        """The script is over: what is left to write down."""
+        session = self._session
+        self._watch_ends(anywhere=True)
+        if session.compiled and not self._calls and self.listening:
+            session.journal.note(
+                "the model is called inside a compiled function: nobody could watch it, or look into a skipped step"
+            )
+        records = self._drained()
+        self._tell("step_dropped")
+        for one in self._all():
+            if hasattr(one, "finish"):
+                self._tell_one(one, "finish")
+            for note in getattr(one, "notes", ()):
+                session.journal.note(note)
+        return records
+
+    def _all(self) -> list[StepObserver]:
+        tracer = self._tracer if self._session.scaling else None  # `auto` may have decided for FP32 since
+        return [*self._watchers, *(() if tracer is None else (tracer,))]
+
+    def _tell(self, what: str, *args: Any, **kwargs: Any) -> None:
+        if not self.busy:
+            for one in self._all():
+                self._tell_one(one, what, *args, **kwargs)
+
+    def _tell_one(self, one: StepObserver, what: str, *args: Any, **kwargs: Any) -> Any:
+        """Whatever becomes of an observer, the script goes on."""
+        self.busy = True
+        try:
+            return getattr(one, what)(*args, **kwargs)
+        except Exception as error:
+            self._session.journal.note(f"{type(one).__name__} gave up: {type(error).__name__}: {error}")
+            self._watchers = [other for other in self._watchers if other is not one]
+            if one is self._tracer:
+                self._watch_ends()
+                self._tracer, self._traces = None, False
+            with suppress(Exception):
+                one.step_dropped()
+            return []
+        finally:
+            self.busy = False
+
+    def _drained(self) -> list[Record]:
+        return [record for one in self._all() for record in self._tell_one(one, "drain")]
+
+
+def _compiled_frames() -> int:
+    """How many frames Dynamo has met in this process."""
+    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))

@@ -1,0 +1,347 @@
+"""Optimizers of a run: each step is written down, and in fp16 one whose gradients are not finite is skipped.
+
+A step is skipped by not calling it. Gradients are never hidden for that: optimizers that read `p.grad.data` would
+crash. What is wrapped is each optimizer class's `step`, at the place where PyTorch itself wraps it for its profiler
+(`Optimizer._patch_step_function`, when the first instance is made), so a subclass with its own `step`, and a
+learning-rate scheduler that wraps the instance's, find what they expect.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from mezzo.core.errors import LossScaleCollapseError
+from mezzo.pytorch.distributed import agreed_largest
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.run.backward import Attempts, Flags, Found
+from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
+
+if TYPE_CHECKING:
+    from mezzo.core.records import Record
+    from mezzo.pytorch.run.session import Session
+    from mezzo.runner.lifecycle import StepWatch
+
+Step = Callable[..., Any]
+
+
+class Overflows:
+    """Whether an optimizer must skip: one of its gradients is not finite, or was not when it was computed.
+
+    The first check reads `.grad` as it is at the step, written by backward, an `all_reduce`, or the script, with
+    gradients that it had saved or got from `autograd.grad`. The second reads flags that backward leaves, since
+    `clip_grad_value_` makes finite numbers of an overflow. A flag lives as long as the gradient that it speaks of: it
+    falls when a backward finds `.grad` empty, when `zero_grad` clears it, and at the first backward after a step.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._flags: dict[int, Flags] = {}
+        self.attempts: Attempts | None = None  # of the backward that runs
+
+    @unseen
+    def owned(self) -> set[int]:
+        """The ids of all parameters of all optimizers alive."""
+        return {id(p) for optimizer in self._session.optimizers for p in parameters(optimizer)}
+
+    @unseen
+    def remember(self, leaves: Iterable[Tensor], found: Found) -> None:
+        """These leaves are about to receive gradients, of which `found` will tell."""
+        for index, leaf in enumerate(leaves):
+            key = id(leaf)
+            earlier = () if leaf.grad is None else self._flags.get(key, ())
+            self._flags[key] = [*(flag for flag in earlier if not flag[0].spent), (found, index)]
+
+    def flags(self, leaf: Tensor) -> Flags:
+        """The flags of one leaf's gradient."""
+        return self._flags.setdefault(id(leaf), [])
+
+    @unseen
+    def forget(self, optimizer: Any) -> None:
+        """The optimizer's gradients were cleared."""
+        for parameter in parameters(optimizer):
+            self._flags.pop(id(parameter), None)
+
+    @unseen
+    def forbid(self, optimizer: Any) -> bool:
+        """Whether the optimizer must skip its step; waits for the device. All ranks agree: each has looked at its own
+        gradients before they were added.
+        """
+        params = list(parameters(optimizer))
+        bad = self._flagged(optimizer, params) or not check_finite(optimizer)
+        wrappers = self._session.wrappers
+        for wrapper in dict.fromkeys(wrappers[id(p)] for p in params if id(p) in wrappers):
+            module = wrapper()
+            if module is not None:
+                found = torch.full((), float(bad), device=params[0].device)
+                bad = bool(agreed_largest(found, module.process_group))
+        return bad
+
+    def _flagged(self, optimizer: Any, params: list[Tensor]) -> bool:
+        """Whether backward found a gradient of these that was not finite, and this optimizer has not skipped for it."""
+        flags = [flag for parameter in params for flag in self._flags.get(id(parameter), ())]
+        founds = {id(found): found for found, _ in flags if id(optimizer) not in found.spent}
+        read = {key: found.read() for key, found in founds.items()}
+        for found in founds.values():
+            found.spent.add(id(optimizer))
+        return any(id(found) in read and read[id(found)][index] for found, index in flags)
+
+
+class Steps:
+    """Stands between the script and its optimizers.
+
+    Args:
+        session: the run.
+        watch: observes one early step.
+    """
+
+    def __init__(self, session: Session, watch: StepWatch) -> None:
+        self._session = session
+        self.overflows = Overflows(session)
+        self._watch = watch
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()  # the dictionary forgets those that are gone
+        self._inside: set[int] = set()
+        self._wrapped: list[tuple[Any, Any]] = []
+        # Modules whose calls are part of a compiled function: nothing of ours runs before their forward pass, so
+        # what it starts from is remembered at the end of the step before.
+        self.traced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def make_patch_step_function(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The `Optimizer._patch_step_function` of a run."""
+
+        @functools.wraps(original)
+        def _patch_step_function(optimizer: Any) -> None:
+            own = [base for base in type(optimizer).__mro__ if "step" in vars(base) and base is not Optimizer]
+            for base in own[1:]:
+                self._look_within(base)
+            original(optimizer)
+            self._session.networks.optimizer_made(self.overflows.owned())
+            self._session.optimizers.add(optimizer)
+            self._session.optimizers_made += 1
+            kind: Any = type(optimizer)
+            if not hasattr(kind.step, "_mezzo_steps"):
+                before = kind.__dict__.get("step")
+                self._wrapped.append((kind, before))
+                kind.step = self._wrap(kind.step)
+
+        return _patch_step_function
+
+    def make_zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The `Optimizer.zero_grad` of a run that scales."""
+
+        @functools.wraps(original)
+        def zero_grad(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self.overflows.forget(optimizer)
+
+        return zero_grad
+
+    def undo(self) -> None:
+        """Give every optimizer class its own `step` back."""
+        for kind, before in reversed(self._wrapped):
+            if before is None:
+                del kind.step
+            else:
+                kind.step = before
+        self._wrapped.clear()
+
+    def _wrap(self, step: Step) -> Step:
+        @functools.wraps(step)
+        def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._session.left_alone is not None or id(optimizer) in self._inside:
+                return step(optimizer, *args, **kwargs)
+            if self._session.stand_ins and _was_adopted(optimizer):
+                # The script has kept `optimizer.step` (in `torch.compile(optimizer.step)`) from before its work was
+                # taken over: torch's own step would move 16-bit weights without their masters.
+                return optimizer.step(*args, **kwargs)
+            self._inside.add(id(optimizer))
+            try:
+                return self._step(step, optimizer, args, kwargs)
+            finally:
+                self._inside.discard(id(optimizer))
+
+        stepping._mezzo_steps = self  # type: ignore[attr-defined]
+        stepping._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return stepping
+
+    def _look_within(self, kind: Any) -> None:
+        """Look again where a subclass calls this class's `step`: it may have changed gradients, by `all_reduce`."""
+        step = vars(kind)["step"]
+        if hasattr(step, "_mezzo_within"):
+            return
+
+        @functools.wraps(step)
+        def within(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")  # which computes the gradients later
+            if closure is None and type(optimizer) is not kind and id(optimizer) in self._inside:
+                self._abandon_unless_finite(optimizer)
+            return step(optimizer, *args, **kwargs)
+
+        within._mezzo_within = within._torchdynamo_disable = True  # type: ignore[attr-defined]
+        self._wrapped.append((kind, step))
+        kind.step = within
+
+    @unseen
+    def _abandon_unless_finite(self, optimizer: Any, *_: Any) -> None:
+        if self._session.scaling and not check_finite(optimizer):
+            raise AbandonedStepError
+
+    def _step(self, step: Step, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session
+        closure = args[0] if args and callable(args[0]) else kwargs.get("closure")
+        if closure is not None:
+            session.observers.closure_begins()
+            try:
+                return self._step_with_closure(step, optimizer, closure, args, kwargs)
+            finally:
+                session.observers.resume()
+        if session.observers.listening:
+            session.observers.update_begins(self._of_the_script(optimizer))
+        scale = session.scale.scale
+        last: Any = None
+        try:
+            if session.scaling:
+                if self.overflows.forbid(optimizer):
+                    raise AbandonedStepError
+                hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+                if hooks:  # which may change gradients: look after them
+                    last = optimizer.register_step_pre_hook(self._abandon_unless_finite)
+            result = step(optimizer, *args, **kwargs)
+        except AbandonedStepError:
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient was not finite")
+            return None
+        except BaseException:
+            session.observers.step_dropped()
+            raise
+        finally:
+            if last is not None:
+                last.remove()
+        self._done(optimizer, moved=True, scale=scale)
+        return result
+
+    def _step_with_closure(
+        self, step: Step, optimizer: Any, closure: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A closure whose gradients are not finite is run again at S/2, within the step, until they are.
+
+        Where no scale helps the step is undone; it returns the closure's loss, as scripts expect of a closure.
+        """
+        session = self._session
+        if not session.scaling:
+            result = step(optimizer, *args, **kwargs)
+            self._done(optimizer, moved=True, scale=1.0)
+            return result
+        again = 0
+
+        def evaluate(*inner_args: Any, **inner_kwargs: Any) -> tuple[Any, bool]:
+            return closure(*inner_args, **inner_kwargs), not self.overflows.forbid(optimizer)
+
+        def back_off() -> bool:
+            nonlocal again
+            if session.scale.scale <= getattr(session.scale, "floor", session.scale.scale):
+                return False
+            again += 1
+            session.reruns += 1
+            self._observe(optimizer, found_inf=True)
+            return True
+
+        def with_closure(closure: Any) -> Any:
+            if args:
+                return step(optimizer, closure, *args[1:], **kwargs)
+            return step(optimizer, **{**kwargs, "closure": closure})
+
+        scale = session.scale.scale
+        run = ClosureStep(optimizer, evaluate, back_off, copies=_evaluates_again(optimizer))
+        result, skipped = run.take(with_closure)
+        if skipped:
+            self._done(optimizer, moved=False, scale=scale, reason="a gradient of the closure was not finite")
+            return run.loss
+        reason = f"closure run again {again} times at a smaller loss scale" if again else ""
+        self._done(optimizer, moved=True, scale=session.scale.scale, reason=reason)
+        return result
+
+    @unseen
+    def _observe(self, optimizer: Any, *, found_inf: bool) -> None:
+        number = self._number(optimizer)
+        try:
+            self._session.observe(found_inf=found_inf, optimizer=number)
+        except LossScaleCollapseError as collapse:
+            its = [record.finding for record in self._session.journal.findings if record.optimizer == number]
+            culprit = next((finding for finding in reversed(its) if finding.alarms), its[-1] if its else None)
+            told = collapse if culprit is None else collapse.named(culprit)
+            if len(self._numbers) > 1:
+                kind = type(self._of_the_script(optimizer)).__name__
+                which = f"optimizer {number} ({kind}; counted from 0, in the order of their first steps)"
+                told = LossScaleCollapseError(f"{which} does not move: {told}")
+            raise told from None
+
+    def _number(self, optimizer: Any) -> int:
+        """The optimizer's place in the order of their first steps."""
+        whose = self._of_the_script(optimizer)
+        number = self._numbers.get(whose)
+        if number is None:
+            number = self._numbers[whose] = next(self._next)
+        return number
+
+    @unseen
+    def _done(self, optimizer: Any, *, moved: bool, scale: float, reason: str = "") -> None:
+        """A step was taken, or not: all is written down before the scale may collapse, or the script be ended."""
+        session, scaled = self._session, self._session.scaling
+        if session.trial is not None:
+            session.trial.finish(counts=moved)
+        number = self._number(optimizer)
+        seen: list[Record] = []
+        if session.observers.listening:
+            seen = session.observers.update_ended(
+                self._of_the_script(optimizer),
+                index=session.journal.updates,
+                number=number,
+                skipped=not moved,
+                loss_scale=scale,
+            )
+        if session.networks:
+            session.networks.step_ended(
+                parameters(optimizer),
+                not moved,
+                self.overflows.owned,
+                alone=len(session.optimizers) == 1,
+            )
+        if session.scaling:
+            for module in self.traced:
+                session.networks.call(module)
+        # Looking costs time as well: no timing may use such a step.
+        observed = self._watch.running or bool(seen)
+        session.journal.update(number, moved=moved, loss_scale=scale, reason=reason, observed=observed)
+        if seen:
+            session.journal.seen(seen)
+        self._watch.after_update(number, moved=moved)
+        if scaled:
+            self._observe(optimizer, found_inf=not moved)
+        if session.trial is not None and session.trial.decision is not None:
+            session.decide(session.trial.decision)
+        if number == 0:
+            session.journal.stop_after(session.request.stop_after)
+
+    def _of_the_script(self, optimizer: Any) -> Any:
+        stand_ins = self._session.stand_ins
+        return stand_ins.get(optimizer, optimizer) if stand_ins else optimizer
+
+
+def _was_adopted(optimizer: Any) -> bool:
+    from mezzo.pytorch.optim.adopt import Adopted
+
+    return isinstance(optimizer, Adopted)
+
+
+def _evaluates_again(optimizer: Any) -> bool:
+    """Whether a step may call its closure once more after it has moved weights: torch's do not, but for LBFGS."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith(("torch.", "mezzo."))

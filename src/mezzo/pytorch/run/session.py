@@ -1,0 +1,359 @@
+"""One unmodified PyTorch script under one policy: the state of the run, what it patches, and how it ends.
+
+| patched                                   | for                                                     |
+|-------------------------------------------|---------------------------------------------------------|
+| `nn.Module.__call__`                      | autocast, outputs as FP32, the nudge (`calls`)          |
+| `torch.autograd.backward`, `grad` (1)     | the loss; scaling (`backward`)                          |
+| `Optimizer._patch_step_function`          | each optimizer class's `step`: records, skips           |
+| `Optimizer.zero_grad` (1)                 | what was not finite and is cleared (`optimizers`)       |
+| `torch.autocast`, `GradScaler`, Mezzo ... | to notice a script that does all this itself            |
+
+(1) only where the policy has a loss scale, or is `auto`, which is decided at the first model call.
+
+This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`,
+and were torch imported for it beforehand, those lines would come too late.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mezzo.core.errors import MezzoError, UsageError
+from mezzo.core.loss_scale import LossScale, NoLossScale, Observation, StaticLossScale
+from mezzo.core.policy import Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.records import RecordWriter, RunStarted
+from mezzo.pytorch.run.summary import summary
+from mezzo.runner import lifecycle, script
+from mezzo.runner.journal import Journal, Widen, check_events
+from mezzo.runner.lifecycle import RunRequest
+from mezzo.runner.patches import ImportWatch, Patches
+from mezzo.runner.seeds import Seeds
+
+if TYPE_CHECKING:
+    from mezzo.core.trial import TrialDecision
+    from mezzo.pytorch.auto import TimedTrial
+    from mezzo.pytorch.run.observers import Observers
+    from mezzo.pytorch.training.networks import Networks
+
+
+def run(request: RunRequest) -> int:
+    """Run a script as `python SCRIPT ARGS...` would, under a policy; its exit status.
+
+    A script that raises has its traceback printed, with the script's code alone in it, and gives status 1; after an
+    interrupt the status is 130. All patches are undone at the end. Under the policy ``fp32`` nothing is lowered and
+    TF32 is off, so on a CPU the script computes what it computes without Mezzo, to the last bit.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, records or TensorBoard's events can't be written;
+            nothing has run.
+        MezzoError: likewise, from the policy.
+    """
+    policy, target = checked(request)
+    imports = ImportWatch()
+    journal = Journal(request.records, lambda: _started(session), _events(request.tensorboard))
+    session = Session(request, policy, journal, imports)
+    parts: list[lifecycle.Part] = [imports, session]
+    if request.seed_offset is not None:
+        parts.append(Seeds(request.seed_offset, imports))
+    return lifecycle.run(
+        session,
+        target,
+        parts,
+        finish=session.finish,
+        summary=lambda failed: summary(session, failed=failed),
+    )
+
+
+def checked(request: RunRequest) -> tuple[Policy, script.Target]:
+    """A request's policy, and its script's place.
+
+    Raises:
+        UsageError: the script is missing, the policy is wrong, or TensorBoard's events can't be written.
+        MezzoError: likewise, from the policy.
+    """
+    policy = policy_of(request.policy)
+    check(policy)
+    target = script.locate(request.target, is_module=request.is_module)
+    if request.tensorboard is not None:
+        check_events(request.tensorboard)
+    return policy, target
+
+
+def check(policy: Policy) -> None:
+    """Whether an unmodified script can be run with weights stored as this policy says.
+
+    Raises:
+        UsageError: it can't; what can.
+    """
+    if policy.params == "fp16":
+        raise UsageError(
+            f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
+            "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
+            "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
+        )
+    if policy.params not in ("fp32", policy.activations):
+        raise UsageError(
+            f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
+            f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."
+        )
+
+
+@dataclass
+class Session:
+    """The state of a run. Every patched function holds the same one.
+
+    Attributes:
+        policy: the policy as asked for; `auto` until the first model call shows the device.
+        scale: the loss scale. `NoLossScale` switches all scaling off.
+        lowers: whether anything runs in fewer than 32 bits. A plain attribute, for Dynamo guards on it.
+        left_alone: why Mezzo stands back for the rest of the run; None while it does its work.
+        fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
+        model_calls, lowered_calls: outermost calls of modules with parameters, and those of them in 16 bits.
+        modules: class names of the modules called outermost, in order of their first call.
+        compiled: whether a module's call was traced into a compiled function of the script's.
+        reruns: backward passes that overflowed and were run again before anyone saw their gradients.
+        optimizers, optimizers_made: those alive (weak), and how many have been made so far.
+        lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
+        stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
+        wrappers: id of a parameter -> (weakly) the data parallelism that adds its gradients over a process group.
+        observers: who looks at the training steps; from `import torch` on, as `networks`.
+        networks: the running statistics of the models called, and what a skipped step puts back.
+    """
+
+    request: RunRequest
+    policy: Policy
+    journal: Journal
+    imports: ImportWatch
+    scale: LossScale = field(default_factory=NoLossScale)
+    device_type: str = ""
+    lowers: bool = False
+    left_alone: str | None = None
+    fatal: MezzoError | None = None
+    model_calls: int = 0
+    lowered_calls: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+    compiled: bool = False
+    reruns: int = 0
+    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    optimizers_made: int = 0
+    lowered_weights: int = 0
+    stand_ins: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
+    wrappers: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    trial: TimedTrial | None = None
+    precision_reason: str = ""
+    observers: Observers = field(init=False)
+    networks: Networks = field(init=False)
+    _patches: Patches = field(default_factory=Patches)
+    _undo: list[Any] = field(default_factory=list)  # what else is called at the end, the latest first
+    _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
+    _whose: int | None = None  # the optimizer whose steps the scale counts "in a row" now
+    _in_a_row: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
+
+    def __post_init__(self) -> None:
+        if self.policy.compute != "auto":
+            self._settle()
+
+    def _settle(self) -> None:
+        self.lowers = not self.policy.is_fp32
+        self.scale = self.policy.make_loss_scale()
+
+    # ------------------------------------------------------------------------------------------ a part of the run
+
+    def install(self) -> None:
+        """Wait for the imports that matter."""
+        from mezzo.pytorch.run.foreign import watch_initialize
+
+        self.imports.when("torch", self._torch_imported)
+        for name, what in (("deepspeed", "DeepSpeed"), ("apex.amp", "apex.amp")):
+            self.imports.when(name, watch_initialize(self, self._patches, what))
+
+    def remove(self) -> None:
+        """Undo all patches."""
+        while self._undo:
+            self._undo.pop()()
+        self._patches.undo()
+
+    def _torch_imported(self, torch: ModuleType | Any) -> None:
+        from mezzo.pytorch.autocast import fallback
+        from mezzo.pytorch.autocast import patches as region_patches
+        from mezzo.pytorch.hardware import switch_off_tf32
+        from mezzo.pytorch.run import backward, calls, foreign
+        from mezzo.pytorch.run.observers import Observers, observed_step
+        from mezzo.pytorch.run.optimizers import Steps
+        from mezzo.pytorch.run.prepare import Preparation
+        from mezzo.pytorch.training.networks import Networks
+
+        patches = self._patches
+        self.observers, self.networks = Observers(self), Networks()
+        watch = lifecycle.StepWatch(self.request.observe, lambda: observed_step(self))
+        steps = Steps(self, watch)
+        preparation = Preparation(self, steps)
+        self._endings += [
+            lambda status: watch.finish(self.journal, told=self.left_alone is None),
+            preparation.finish,
+            lambda status: self.journal.seen(self.observers.finish()),
+        ]
+        module, optimizer, autograd = torch.nn.Module, torch.optim.Optimizer, torch.autograd
+        calls.hide_from_dynamo(self.imports, patches, module.__call__)
+        patches.set(module, "__call__", calls.make_call(self, preparation, module.__call__))
+        patches.set(autograd, "backward", backward.make_backward(self, steps.overflows, autograd.backward))
+        patch_step = steps.make_patch_step_function(optimizer._patch_step_function)
+        patches.set(optimizer, "_patch_step_function", patch_step)
+        self._undo.append(steps.undo)
+        if self.policy.compute == "auto" or not isinstance(self.scale, NoLossScale):
+            patches.set(autograd, "grad", backward.make_grad(self, autograd.grad))
+            patches.set(optimizer, "zero_grad", steps.make_zero_grad(optimizer.zero_grad))
+        foreign.watch(self, patches, self.imports)
+        if self.policy.compute != "fp32":
+            self._undo.append(fallback.lend_kernels())
+            region_patches.hold()  # once, not at each call of a model
+            self._undo.append(region_patches.release)
+        if self.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
+            switch_off_tf32()
+
+    def finish(self, status: int) -> None:
+        """What is left to measure, to finish and to note when the script is over."""
+        for ending in self._endings:
+            ending(status)
+        if not self.journal.losses and self.left_alone is None:
+            self.journal.note("the script never called backward()")
+
+    # ------------------------------------------------------------------------------------------ while it runs
+
+    @property
+    def scaling(self) -> bool:
+        """Whether backward passes are scaled."""
+        return self.left_alone is None and not isinstance(self.scale, NoLossScale)
+
+    def stand_back(self, why: str, fix: str) -> None:
+        """Leave the script alone from here on; the first reason is noted, with what the user may do about it.
+
+        Once weights are in 16 bits, a call outside autocast would fail for its FP32 inputs. So calls stay under the
+        policy then, and the script's own autocast rules only inside itself.
+        """
+        if self.device_type:
+            from mezzo.pytorch.autocast import dispatch
+
+            dispatch.end_rule(self.device_type)
+        if self.lowered_weights:
+            self.journal.note(f"not left alone, though {why}: inside that its own choice rules")
+        elif self.left_alone is None:
+            self.left_alone = why
+            self.observers.step_dropped()
+            self.journal.note(f"left alone: {why}")
+            self.journal.note(fix)
+
+    def resolve(self, device_type: str) -> None:
+        """The device is known: replace `auto`, and begin the trial that decides whether 16 bits pay here."""
+        if self.device_type:
+            return
+        self.device_type = device_type
+        if self.policy.compute == "auto":
+            from mezzo.core.trial import PrecisionTrial
+            from mezzo.pytorch.auto import TimedTrial, resolve
+
+            self.policy, self.precision_reason = resolve(self.policy, device_type)
+            self._settle()
+            if self.policy.compute != "fp32":
+                self.trial = TimedTrial(PrecisionTrial(self.policy.compute), device_type)
+
+    def enter(self) -> Policy:
+        """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""
+        self.model_calls += 1
+        policy = self.policy
+        if self.trial is not None:
+            self.trial.start()
+            policy = self.policy_now
+        self.lowered_calls += self.lowers and policy is not _FP32
+        return policy
+
+    @property
+    def policy_now(self) -> Policy:
+        """The policy of the step that runs."""
+        return _FP32 if self.trial is not None and self.trial.precision == "fp32" else self.policy
+
+    def observe(self, *, found_inf: bool, optimizer: int | None = None) -> None:
+        """One step is over: the scale for the next.
+
+        All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
+        else a good step of one would hide for ever that another never moves.
+
+        Args:
+            found_inf: whether a gradient was not finite.
+            optimizer: the number of the one whose step it was; None: of whoever stepped last.
+
+        Raises:
+            LossScaleCollapseError: the scale is at its floor and the patience with this optimizer ran out.
+        """
+        if optimizer is not None and optimizer != self._whose:
+            if self._whose is not None:
+                counted = {name: getattr(self.scale, name) for name in _COUNTED if hasattr(self.scale, name)}
+                self._in_a_row[self._whose] = counted
+                its_own = self._in_a_row.get(optimizer, dict.fromkeys(counted, 0))
+                self.scale = replace(self.scale, **its_own)  # type: ignore[arg-type]
+            self._whose = optimizer
+        self.scale = self.scale.next(Observation(found_inf))
+
+    def overflowed(self, scale: float) -> float:
+        """A backward at `scale`, whose gradients nobody has seen yet, overflowed: the scale at which to run it again.
+
+        It halves until 1, whatever the scale's own factor; a dynamic scale learns of it.
+        """
+        self.reruns += 1
+        if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
+            self.observe(found_inf=True)
+        return max(1.0, scale * 0.5)
+
+    def decide(self, decision: TrialDecision) -> None:
+        """The trial of `auto` is over."""
+        self.trial = None
+        self.precision_reason = decision.reason
+        if decision.precision == "fp32":
+            self.policy = Policy("fp32", state=self.policy.state)
+            self._settle()
+
+
+_FP32 = Policy("fp32")
+_COUNTED = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
+
+
+def _events(folder: Path | None) -> Widen | None:
+    """What writes the records as TensorBoard's events too; nothing where the script never imported PyTorch."""
+    if folder is None:
+        return None
+
+    def widen(also: RecordWriter | None) -> RecordWriter | None:
+        if "torch" not in sys.modules:
+            return also
+        from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
+
+        return TensorBoardWriter(folder, also=also)
+
+    return widen
+
+
+def _started(session: Session) -> RunStarted:
+    machine: dict[str, Any] = {}
+    # Beside TensorFlow, what describes PyTorch's machine would load Triton, whose LLVM aborts where another is loaded.
+    idle = "keras" in sys.modules and not session.journal.losses and not session.model_calls
+    if "torch" in sys.modules and not idle:
+        import torch
+
+        from mezzo.pytorch.hardware import describe, has_tf32, native_formats
+        from mezzo.pytorch.kernels.fp8 import is_native
+
+        machine = describe()
+        if device := session.device_type:
+            native = set(native_formats(device))
+            native |= {"tf32"} if has_tf32(device) else set()
+            native |= {"fp8"} if is_native(torch.device(device)) else set()
+            machine |= {"device_type": device, "native_formats": sorted(native)}
+    if "keras" in sys.modules:  # who reads the records can tell that it was Keras that trained
+        machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
+    return lifecycle.started(session.request, str(session.policy), machine)

@@ -1,0 +1,145 @@
+"""The few lines that end a run: what ran in which precision, what was skipped, what was left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mezzo.core.loss_scale import NoLossScale, StaticLossScale, power_text
+from mezzo.core.remedies import of_constant_scale
+
+if TYPE_CHECKING:
+    from mezzo.core.records import OverflowRecord
+    from mezzo.pytorch.run.session import Session
+
+_PLACES = 5  # where values that are not finite were made, told one by one
+_REMEDIES = 3
+_LOOKED_INTO = 20  # after so many findings that alarm the tracer looks into no more skipped steps of a run
+
+
+def summary(session: Session, *, failed: bool = False) -> str:
+    """The account of a run, a line each, ready to print; empty where the script failed before it did anything."""
+    journal, policy, scale = session.journal, session.policy, session.scale
+    if failed and not (session.device_type or journal.losses or journal.notes):
+        return ""
+    if session.left_alone is not None:
+        lines = [_left_alone(session)]
+    elif not session.device_type:
+        lines = ["no model was called, so there was nothing to run in another precision"]
+    else:
+        why = f" ({session.precision_reason})" if session.precision_reason else ""
+        lines = [f"policy {policy}{why}", _calls(session), *_fallbacks()]
+    if session.left_alone is None:
+        if journal.updates or journal.losses:
+            steps, passes = (
+                _count(journal.updates, "optimizer step"),
+                _count(journal.losses, "backward pass", "es"),
+            )
+            lines.append(f"{steps}, {journal.skipped} skipped; {passes}")
+        if not isinstance(scale, NoLossScale):
+            passes = _count(session.reruns, "backward pass", "es")
+            again = f"; {passes} run again at a smaller one" if session.reruns else ""
+            lines.append(f"loss scale {power_text(scale.scale)} at the end{again}")
+        lines += findings(
+            journal.findings,
+            skipped=journal.skipped if session.request.trace and session.scaling else 0,
+            constant=scale.scale if isinstance(scale, StaticLossScale) else None,
+            recorded=session.request.records is not None,
+        )
+        if journal.ops:
+            by_format: dict[str, int] = {}
+            for op in journal.ops:
+                name = op.observed.split(" -> ")[0] or "no floats"
+                by_format[name] = by_format.get(name, 0) + 1
+            formats = "; ".join(f"{name}: {ops} ops" for name, ops in sorted(by_format.items()))
+            lines.append(f"formats seen in one step: {formats}")
+        lines += policy.notes
+    return "\n".join(f"mezzo: {line}" for line in [*lines, *journal.notes])
+
+
+def _left_alone(session: Session) -> str:
+    if before := session.lowered_calls:
+        calls = _count(before, "call")
+        return f"this script ran as it is from there on; {calls} before that ran in {session.policy.compute}"
+    asked = session.request.policy
+    ignored = "" if asked == "auto" else f": {asked} was not applied"
+    return f"this script ran as it is; Mezzo changed nothing{ignored}"
+
+
+def _calls(session: Session) -> str:
+    of = f"of {', '.join(session.modules)}"
+    calls = _count(session.model_calls, "call")
+    if session.compiled:
+        calls = "compiled calls" if not session.model_calls else f"{calls}, and compiled ones,"
+    if 0 < session.lowered_calls < session.model_calls:
+        return f"{calls} {of}, {session.lowered_calls} of them in 16 bits (first steps are timed in both)"
+    if session.policy.is_fp32:
+        return f"{calls} {of}, all in FP32"
+    stored = "; weights stay FP32" if session.policy.params == "fp32" else ""  # else a note says how
+    return f"{calls} {of} in {session.policy.compute} on {session.device_type}{stored}"
+
+
+def _fallbacks() -> list[str]:
+    from mezzo.pytorch.autocast.fallback import CALLS
+
+    ops = ", ".join(f"{op} ({_count(calls, 'call')})" for op, calls in CALLS.most_common())
+    return [f"in FP32, because PyTorch has no 16-bit kernel for their inputs: {ops}"] if ops else []
+
+
+def findings(
+    records: Sequence[OverflowRecord],
+    *,
+    skipped: int = 0,
+    constant: float | None = None,
+    recorded: bool = False,
+) -> list[str]:
+    """What was found out about the skipped steps: what is to be fixed, each place once, with what to try first.
+
+    Args:
+        records: one for each skipped step that was looked into.
+        skipped: skipped steps of the run, looked into or not; with 0 those that were not are not counted.
+        constant: the loss scale, if it is one that never changes; None: it adjusts by itself.
+        recorded: whether `records` are in a file as well.
+    """
+    alarms = [record for record in records if record.finding.alarms]
+    lines = _scale_lines(len(records) - len(alarms), constant)
+    places: dict[tuple[str, ...], list[OverflowRecord]] = {}
+    for record in alarms:
+        places.setdefault(record.finding.place, []).append(record)
+    for first, *later in list(places.values())[:_PLACES]:
+        times = f", and {_count(len(later), 'later one')}" if later else ""
+        lines.append(f"update {first.update} skipped{times}: {first.finding}")
+        lines += _tries(first.finding.remedies, recorded)
+    if len(places) > _PLACES:
+        where = "in the records" if recorded else "which --out DIR writes down"
+        lines.append(f"and {_count(len(places) - _PLACES, 'other place')}, {where}")
+    if (left := skipped - len(records)) > 0:
+        begins, step = ("and ", "more skipped step") if records else ("", "skipped step")
+        limit = f": Mezzo stops looking after {_LOOKED_INTO} findings" if len(alarms) >= _LOOKED_INTO else ""
+        was = "was" if left == 1 else "were"
+        lines.append(f"{begins}{_count(left, step)} that {was} not looked into{limit}")
+    return lines
+
+
+def _scale_lines(steps: int, constant: float | None) -> list[str]:
+    if not steps:
+        return []
+    skipped = f"{_count(steps, 'step')} {'was' if steps == 1 else 'were'} skipped"
+    if constant is None:
+        return [f"{skipped} while the loss scale adjusted (normal)"]
+    why = f"because the constant loss scale {power_text(constant)} is too large for the gradients"
+    return [f"{skipped} {why}", *_tries(of_constant_scale(constant), recorded=True)]
+
+
+def _tries(remedies: Sequence[str], recorded: bool) -> list[str]:
+    lines = [f"  {'try:' if n == 0 else ' or:'} {text}" for n, text in enumerate(remedies[:_REMEDIES])]
+    if (left := len(remedies) - _REMEDIES) > 0:
+        where = (
+            "in the records and the report that is made of them" if recorded else "in the report of --out DIR"
+        )
+        lines.append(f"  and {left} more {where}")
+    return lines
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

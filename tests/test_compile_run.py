@@ -1,0 +1,168 @@
+"""`mezzo run` on scripts that compile: eager numbers, the plain script's graphs, statistics of skipped steps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from run_scripts import Ran
+
+# PyTorch's own: while it imports Inductor; of what a broken step hands on.
+pytestmark = [
+    pytest.mark.heavy,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+SCRIPT = """
+import json, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+place, huge = sys.argv[1], [int(word) for word in sys.argv[2:]]
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.batch, self.layer, self.two = (
+            nn.Linear(12, 24), nn.BatchNorm1d(24), nn.LayerNorm(24), nn.Linear(24, 5))
+
+    def forward(self, x):
+        return self.two(F.gelu(self.layer(self.batch(self.one(x)))))
+
+
+model, x, y = Net(), torch.randn(8, 12), torch.randint(5, (8,))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+wrap = torch.compile(backend="aot_eager")
+net = wrap(model) if place == "model" else model
+if place == "model in place":
+    model.compile(backend="aot_eager")
+
+
+def loss_of(x, y):
+    return F.cross_entropy(net(x), y)
+
+
+if place == "loss":
+    loss_of = wrap(loss_of)
+
+
+def update():
+    optimizer.step()
+
+
+if place == "optimizer":
+    update = wrap(optimizer.step)
+if place == "kept step":
+    update = optimizer.step
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    loss = loss_of(x, y)
+    loss.backward()
+    update()
+    return loss
+
+
+if place == "step":
+    step = wrap(step)
+losses, means = [], []
+for index in range(6):
+    losses.append(step(x * 1e6 if index in huge else x, y).item())
+    means.append(model.batch.running_mean.tolist())
+    if index == 2:
+        graphs = counters["stats"]["unique_graphs"]
+total = counters["stats"]["unique_graphs"]
+print(json.dumps({"losses": losses, "graphs": total, "late": total - graphs, "means": means,
+    "breaks": sum(counters["graph_break"].values()), "weights": model.two.weight.tolist()}))
+"""
+PLACES = ("model", "model in place", "loss", "step", "optimizer")
+Launch = Callable[..., Ran]
+
+
+@pytest.fixture(name="launch")
+def _launch(launch: Launch) -> Iterator[Launch]:
+
+    def afresh(*words: Any, policy: str) -> Ran:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        ran = launch(SCRIPT, *map(str, words), policy=policy)
+        assert ran.status == 0, ran.err
+        return ran
+
+    yield afresh
+    torch._dynamo.reset()
+
+
+def printed(ran: Ran) -> dict[str, Any]:
+    return json.loads(ran.lines[-1])
+
+
+def plainly(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the script prints without Mezzo."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr("sys.argv", ["script.py", place])
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(SCRIPT, "plain", "exec"), {"__name__": "__main__"})
+    return json.loads(out.getvalue())
+
+
+@pytest.mark.parametrize(("place", "policy"), [*((place, "fp16") for place in PLACES), ("step", "bf16")])
+def test_numbers_of_eager_and_graphs_of_the_plain_script(
+    place: str, policy: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plainly(place, monkeypatch)
+    ours = printed(launch(place, policy=policy))
+    eager = printed(launch("none", policy=policy))
+    if place == "optimizer":  # compiled, its multiply-adds may be fused
+        assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+        plain["breaks"] += 1  # where the step is written down; the optimizer's graph is the same
+    else:
+        assert ours["losses"] == eager["losses"]
+        assert ours["means"] == eager["means"]
+    assert ours["losses"] != plain["losses"]  # it did run in 16 bits
+    assert (ours["graphs"], ours["breaks"], ours["late"]) == (plain["graphs"], plain["breaks"], 0)
+
+
+@pytest.mark.parametrize("place", ["none", *PLACES])
+def test_a_skipped_step_leaves_the_running_statistics(place: str, launch: Launch) -> None:
+    """The third input overflows fp16. What the step's forward pass made of the statistics is taken back."""
+    ran = launch(place, 2, policy="fp16")
+    means = printed(ran)["means"]
+    updates = ran.of("update")
+    assert [update.moved for update in updates] == [True, True, False, True, True, True]
+    assert means[2] == means[1]
+    assert means[1] != means[0]
+    assert means[3] != means[2]
+
+
+@pytest.mark.parametrize("place", ["model in place", "kept step"])
+def test_stored_weights(place: str, launch: Launch) -> None:
+    """The model is called from plain Python, so its weights become bf16 before the compiler sees them.
+
+    A step that the script took from its optimizer before that is Mezzo's afterwards, with the masters.
+    """
+    ran = launch(place, policy="bf16,masters=split")
+    eager = launch("none", policy="bf16,masters=split")
+    assert printed(ran)["weights"] == printed(eager)["weights"]
+    assert "weights bf16 (4 of 8 parameters), masters split" in ran.notes
+
+
+@pytest.mark.parametrize("place", ["loss", "step"])
+def test_weights_that_only_a_compiled_function_calls_stay_fp32(place: str, launch: Launch) -> None:
+    ran = launch(place, policy="bf16,masters=split")
+    assert printed(ran)["losses"] == printed(launch("none", policy="bf16"))["losses"]
+    assert "the weights of Net stay FP32: a compiled function calls it" in ran.notes

@@ -1,0 +1,196 @@
+"""What the machine is: the 16-bit formats by device, the override, and that nothing is touched by asking."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mezzo.core.errors import UnknownNameError
+from mezzo.pytorch import hardware
+from mezzo.pytorch.hardware import Gpu, cuda_formats, native_formats, visible_gpu
+
+
+@pytest.fixture(autouse=True)
+def unassumed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test sees this machine, and leaves no cached answer behind."""
+    monkeypatch.delenv(hardware.ASSUME_NATIVE, raising=False)
+    yield
+    for cached in (hardware.capabilities, hardware.cpu_name, hardware._nvidia_smi):
+        getattr(cached, "cache_clear", lambda: None)()
+
+
+def test_describe_is_plain_json_and_complete() -> None:
+    described = hardware.describe()
+    assert json.loads(json.dumps(described, allow_nan=False)) == described
+    assert set(described) == {
+        *(
+            "os",
+            "python",
+            "torch",
+            "mezzo",
+            "cpu",
+            "isa",
+            "cores",
+            "logical_cores",
+            "usable_cores",
+            "threads",
+        ),
+        *("memory_bytes", "gpu"),
+    }
+    assert described["torch"] == torch.__version__
+    assert described["threads"] == torch.get_num_threads()
+    assert 1 <= described["cores"] <= described["logical_cores"]
+    assert 1 <= described["usable_cores"] <= described["logical_cores"]
+    assert described["cpu"]
+    assert set(described["isa"]) <= set(hardware.ISA_SHOWN)
+
+
+def test_describe_tells_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 << 30, 2))
+    assert hardware.describe()["gpu"] == {
+        "name": "NVIDIA T4",
+        "capability": "7.5",
+        "memory_bytes": 16 << 30,
+        "count": 2,
+        "kind": "cuda",
+    }
+    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("Arc", None, 1, 1, kind="xpu"))
+    assert hardware.describe()["gpu"]["capability"] is None
+
+
+CPUS = [
+    ({"avx512_bf16": True}, {"bf16"}),
+    ({"amx_bf16": True, "amx_fp16": True}, {"bf16"}),
+    ({"avx_ne_convert": True, "avx2": True}, set()),
+    ({"bf16": True, "fp16_arith": True}, {"bf16"}),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True}, set()),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "avx512_fp16": True, "amx_bf16": True}, {"bf16"}),
+    ({"cpu_name": "Intel Xeon", "avx512_bf16": True}, {"bf16"}),
+    ({"cpu_name": "AMD EPYC", "avx512_bf16": True, "avx512_fp16": True}, {"bf16"}),
+    ({}, set()),
+]
+
+
+@pytest.mark.parametrize(("capabilities", "expected"), CPUS)
+def test_a_cpu_has_bf16_by_its_instructions_and_never_fp16(
+    capabilities: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "capabilities", lambda: capabilities)
+    assert native_formats("cpu") == expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert native_formats("cpu") == frozenset()
+
+
+CAPABILITIES = [
+    ((6, 1), set()),
+    ((7, 0), {"fp16"}),
+    ((8, 0), {"fp16", "bf16"}),
+    ((12, 0), {"fp16", "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("capability", "expected"), CAPABILITIES)
+def test_a_cuda_device_by_its_capability(
+    capability: tuple[int, int], expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cuda_formats(capability) == expected
+    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("a GPU", capability, 1, 1))
+    assert native_formats("cuda") == expected
+    assert native_formats("xpu") == frozenset()
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("Arc", None, 1, 1, kind="xpu"))
+    assert native_formats("xpu") == {"bf16", "fp16"}
+    assert native_formats("cuda") == frozenset()
+    monkeypatch.setattr(hardware, "gpu", lambda: None)
+    assert native_formats("cuda") == native_formats("xpu") == native_formats("hpu") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("", set()), ("bf16", {"bf16"}), (" bf16, fp16 ", {"bf16", "fp16"}), (",", set())]
+)
+def test_the_environment_overrides_every_device(
+    value: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", value)
+    assert native_formats("cpu") == native_formats("cuda") == expected
+
+
+def test_a_wrong_override_is_told_how_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16,f16")
+    with pytest.raises(UnknownNameError) as caught:
+        native_formats("cpu")
+    assert str(caught.value) == (
+        "MEZZO_ASSUME_NATIVE='bf16,f16': unknown 16-bit format 'f16'. "
+        "Use one of bf16, fp16. Did you mean 'fp16'?"
+    )
+
+
+LISTING = """\
+0, GPU-aaaa1111, 8.0, 81920, NVIDIA A100-SXM4-80GB
+1, GPU-bbbb2222, 7.5, 15360, Tesla T4, by name with a comma
+"""
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 81920 << 20, 2)
+T4 = Gpu("Tesla T4, by name with a comma", (7, 5), 15360 << 20, 1)
+VISIBLE = [
+    (None, A100),
+    ("1", T4),
+    ("1,0", Gpu(T4.name, T4.capability, T4.memory_bytes, 2)),
+    ("GPU-bbbb", T4),
+    ("1,7,0", T4),
+    ("7", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("visible", "expected"), VISIBLE)
+def test_the_gpu_is_the_first_that_this_process_may_see(visible: str | None, expected: Gpu | None) -> None:
+    assert visible_gpu(LISTING, visible) == expected
+
+
+def test_the_drivers_tool_is_asked_before_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("this would make a CUDA context")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", never)
+    monkeypatch.setattr(torch.cuda, "is_available", never)
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: LISTING)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert hardware.gpu() == T4
+
+
+def test_pytorch_is_asked_once_it_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9, total_memory=24 << 30)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: LISTING)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert hardware.gpu() == Gpu("NVIDIA L4", (8, 9), 24 << 30, 1)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert hardware.gpu() == Gpu("NVIDIA L4", None, 24 << 30, 1)
+
+
+def test_nothing_is_asked_at_import() -> None:
+    code = (
+        "import subprocess, torch\n"
+        "def never(*a, **k): raise AssertionError('asked at import')\n"
+        "subprocess.run = never\n"
+        "torch.cuda.is_available = torch.cuda.get_device_properties = torch.cuda.device_count = never\n"
+        "torch.cpu.get_capabilities = never\n"
+        "import mezzo.pytorch.hardware\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,276 @@
+"""The life cycle of a run: what is installed, run, removed and told, in which order, however the script ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from mezzo.cli.main import main
+from mezzo.core import records
+from mezzo.core.errors import MezzoError, UsageError
+from mezzo.keras import run as keras_runner
+from mezzo.pytorch.run import session as pytorch_session
+from mezzo.runner import lifecycle, script
+from mezzo.runner.journal import Journal
+from mezzo.runner.lifecycle import RunRequest
+from run_scripts import Ran, launcher
+
+# Scripts import these.
+events: list[str] = []
+mistake = UsageError("a mistake")
+
+
+@pytest.fixture(autouse=True)
+def _no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    events.clear()
+    # torch.distributed, once a test has started it in this process, writes the rank before each line.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+@dataclass
+class Part:
+    """Says when it is installed and removed."""
+
+    name: str
+    fails: Exception | None = None
+
+    def install(self) -> None:
+        events.append(f"install {self.name}")
+        if self.fails is not None:
+            raise self.fails
+
+    def remove(self) -> None:
+        events.append(f"remove {self.name}")
+
+
+@dataclass
+class Session:
+    """As little as a run has."""
+
+    request: RunRequest
+    fatal: MezzoError | None = None
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(
+            self.request.records, lambda: lifecycle.started(self.request, "bf16", {"cpu": "x"})
+        )
+
+
+def session_of(folder: Path, source: str, *, argv: tuple[str, ...] = (), summary: bool = True) -> Session:
+    """A session of a script that may append to `events`, or raise `mistake`."""
+    file = folder / "script.py"
+    file.write_text(f"from {__name__} import events, mistake\n{source}\n")
+    return Session(RunRequest(str(file), argv, records=folder / "run.jsonl", summary=summary))
+
+
+def live(session: Session, parts: list[Part]) -> int:
+    """Run it; the end says that it came, and with which status."""
+
+    def finish(status: int) -> None:
+        events.append(f"finish {status}")
+        session.journal.note("finished")
+
+    target = script.locate(session.request.target, is_module=False)
+    return lifecycle.run(
+        session, target, parts, finish=finish, summary=lambda failed: f"the summary of {failed}"
+    )
+
+
+def end_of(session: Session) -> records.RunEnded:
+    """The last record on disk."""
+    assert session.request.records is not None
+    last = list(records.read(session.request.records))[-1]
+    assert isinstance(last, records.RunEnded)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "last"),
+    [
+        ("events.append('script')", 0, "the summary of False"),
+        ("events.append('script'); raise SystemExit(3)", 3, "the summary of True"),
+        ("events.append('script'); raise SystemExit('no data')", 1, "no data"),
+        ("events.append('script'); raise ValueError('of the script')", 1, "ValueError: of the script"),
+        ("events.append('script'); raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+    ids=["ends", "exits", "exits with a message", "raises", "interrupted"],
+)
+def test_parts_are_removed_the_latest_first_and_then_comes_the_end(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    status: int,
+    last: str,
+) -> None:
+    session = session_of(tmp_path, source)
+    assert live(session, [Part("a"), Part("b")]) == status
+    assert events == ["install a", "install b", "script", "remove b", "remove a", f"finish {status}"]
+    end = end_of(session)
+    assert (end.status, end.notes) == (status, ["finished"])
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == last
+    assert err.count("the summary of") == 1
+    assert "lifecycle.py" not in err
+
+
+def test_parts_are_removed_where_one_can_not_be_installed(tmp_path: Path) -> None:
+    session = session_of(tmp_path, "events.append('script')")
+    before = sys.argv, list(sys.path), sys.modules["__main__"]
+    with pytest.raises(UsageError, match="not here"):
+        live(session, [Part("a"), Part("b", UsageError("not here")), Part("c")])
+    assert events == ["install a", "install b", "remove c", "remove b", "remove a", "finish 1"]
+    assert end_of(session).status == 1
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "last_line"),
+    [("raise mistake", []), ("raise ValueError('of the script')", ["ValueError: of the script"])],
+    ids=["itself", "another error"],
+)
+def test_the_users_mistake_is_raised_and_only_another_error_is_printed(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    last_line: list[str],
+) -> None:
+    session = session_of(tmp_path, source)
+    session.fatal = mistake
+    with pytest.raises(UsageError, match="a mistake"):
+        live(session, [Part("a")])
+    assert events == ["install a", "remove a", "finish 1"]
+    assert end_of(session).status == 1
+    assert capsys.readouterr().err.splitlines()[-1:] == last_line
+
+
+@pytest.mark.parametrize(("wanted", "err"), [(True, "the summary of False\n"), (False, "")])
+def test_the_summary_is_printed_where_it_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wanted: bool, err: str
+) -> None:
+    assert live(session_of(tmp_path, "print('words')", summary=wanted), []) == 0
+    assert tuple(capsys.readouterr()) == ("words\n", err)
+
+
+def test_the_first_record_says_what_was_asked_for(tmp_path: Path) -> None:
+    session = session_of(tmp_path, "import sys; events += sys.argv[1:]", argv=("--lr", "1"))
+    live(session, [])
+    assert events == ["--lr", "1", "finish 0"]
+    assert session.request.records is not None
+    first = next(iter(records.read(session.request.records)))
+    assert isinstance(first, records.RunStarted)
+    assert first.script == session.request.target
+    assert (first.argv, first.policy, first.machine) == (["--lr", "1"], "bf16", {"cpu": "x"})
+    assert (first.seed_offset, first.nudged) == (0, False)
+    paired = RunRequest("train.py", seed_offset=2, nudge=True)
+    record = lifecycle.started(paired, "fp32", {})
+    assert (record.seed_offset, record.nudged) == (2, True)
+
+
+# ------------------------------------------------- a script that ends by an error: that is the last its user reads
+
+TRAIN = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 2:
+        {end}
+"""
+FORWARD = """
+import torch
+with torch.no_grad():
+    torch.nn.Linear(4, 1)(torch.ones(2, 4))
+{end}
+"""
+CAUSE = """
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    raise RuntimeError("no data") from error
+"""
+
+
+class Row(NamedTuple):
+    """A script, how it ends, and whether it did anything before."""
+
+    source: str
+    status: int
+    last: str
+    worked: bool = False
+
+
+ROWS = {
+    "import error in line 1": Row("import nothing_of_this_name", 1, "ModuleNotFoundError: No module named"),
+    "an error with a cause": Row(CAUSE, 1, "RuntimeError: no data"),
+    "exit with a message": Row("raise SystemExit('no data')", 1, "no data"),
+    "interrupt": Row("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    "after a forward pass": Row(
+        FORWARD.format(end="raise ValueError('odd')"), 1, "ValueError: odd", worked=True
+    ),
+    "in the middle of training": Row(
+        TRAIN.format(end="raise ValueError('odd')"), 1, "ValueError: odd", worked=True
+    ),
+    "training, collapse of the loss scale": Row(
+        TRAIN.format(end="pass")
+        .replace("range(4)", "range(99)")
+        .replace(".sum()", ".sum().mul(float('nan'))"),
+        1,
+        "mezzo.core.errors.LossScaleCollapseError: ",
+        worked=True,
+    ),
+}
+
+
+def assert_told(ran: Ran, row: Row, *, said: str) -> None:
+    lines = ran.err.splitlines()
+    assert ran.status == row.status
+    assert lines[-1].startswith(row.last), ran.err
+    told = [line for line in lines if line.startswith("mezzo: ")]
+    assert lines[: len(told)] == told, ran.err  # all that Mezzo says comes first
+    assert bool(told) == row.worked
+    if row.worked:
+        assert said in ran.err
+    assert "never called" not in ran.err
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_script_s_own_error_comes_last(name: str, launch: Any) -> None:
+    row = ROWS[name]
+    policy = "fp16,loss_scale=16" if "collapse" in name else "fp16"
+    assert_told(launch(row.source, policy=policy), row, said="mezzo: policy fp16")
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.worked])
+def test_the_same_of_a_run_for_keras(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launch: Callable[..., Ran] = launcher(tmp_path, capsys, keras_runner.run)
+    assert_told(launch(ROWS[name].source, policy="fp32"), ROWS[name], said="")
+
+
+@pytest.mark.parametrize("run", [pytorch_session.run, keras_runner.run], ids=["torch", "keras"])
+def test_a_status_without_an_error_still_has_the_summary(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = launcher(tmp_path, capsys, run)("import sys; sys.exit(3)", policy="fp32")
+    assert ran.status == 3
+    assert "never called" in ran.err
+
+
+@pytest.mark.parametrize("name", ["import error in line 1", "in the middle of training"])
+def test_a_report_is_named_before_the_traceback(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ROWS[name]
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(row.source)
+    status = main(["run", "--out", "out", "--precision", "bf16", "script.py"])
+    assert_told(Ran(status, "", capsys.readouterr().err, []), row, said=f"mezzo: report: {tmp_path / 'out'}")
+    assert Path("out/report.html").exists()

@@ -1,0 +1,145 @@
+"""A script that brings its own mixed precision, PyTorch's or Mezzo's, runs as it is, and is told so with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mezzo
+
+SCRIPT = """
+import torch
+import mezzo
+torch.manual_seed(0)
+model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def loss_of(x):
+    return model(x).float().square().mean()
+{}
+print(loss_of(x.to(model.weight.dtype)).item().hex())
+"""
+SWITCH_OFF = "its own mixed precision switched off"
+
+OWN: dict[str, tuple[str, str]] = {  # whose use is told -> lines, what to do
+    "mezzo.MixedPrecision": (
+        """
+mp = mezzo.MixedPrecision(model, optimizer, "bf16")
+for _ in range(2):
+    with mp.autocast():
+        loss = loss_of(x)
+    mp.step(loss)
+""",
+        "its watch= and records= do what --watch and --records do. Or take mezzo.MixedPrecision out",
+    ),
+    "mezzo.autocast": (
+        """
+for _ in range(2):
+    with mezzo.autocast("bf16"):
+        loss = loss_of(x)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+""",
+        "Or take mezzo.autocast out, and mezzo run does it",
+    ),
+    "mezzo.GradScaler": (
+        """
+scaler = mezzo.GradScaler()
+scaler.scale(torch.zeros(1))
+for _ in range(2):
+    loss = loss_of(x)
+    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+""",
+        "Or take mezzo.GradScaler out",
+    ),
+    "mezzo.calibrate": (
+        """
+found = mezzo.calibrate(model, lambda model, x: loss_of(x), [x], optimizer=optimizer, format="fp16", steps=1)
+print(found.policy)
+""",
+        "Or take mezzo.calibrate out",
+    ),
+    "torch.autocast": ("with torch.autocast('cpu', torch.bfloat16):\n    loss_of(x)", SWITCH_OFF),
+    "torch.autocast, a decorator": ("torch.autocast('cpu', torch.bfloat16)(loss_of)(x)", SWITCH_OFF),
+    "GradScaler": ("torch.amp.GradScaler('cpu', init_scale=2.0).scale(torch.zeros(1))", SWITCH_OFF),
+    "bfloat16 parameters": (
+        "model.bfloat16(); loss_of(x.bfloat16()); model.float()",
+        "keep the model in FP32",
+    ),
+}
+NOT_OWN = {
+    "a region that is off": "with mezzo.autocast('bf16', enabled=False):\n    loss_of(x)",
+    "a region in FP32": "with mezzo.autocast('fp32'):\n    loss_of(x)",
+    "a scaler that is off": "mezzo.GradScaler(enabled=False).scale(loss_of(x))",
+    "only imported": "from mezzo import MixedPrecision, autocast, calibrate\nscaler = mezzo.GradScaler()",
+    "torch's off": "with torch.autocast('cpu', enabled=False):\n    loss_of(x)\n"
+    "torch.amp.GradScaler('cpu', enabled=False).scale(loss_of(x))",
+    "torch's only imported": "from torch.amp import autocast, GradScaler\nGradScaler('cpu')",
+    "a checkpoint": "from torch.utils.checkpoint import checkpoint\nx.requires_grad_()\n"
+    "checkpoint(model, x, use_reentrant=False).sum().backward()",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_script_that_does_it_itself_is_left_alone(launch: Any, name: str) -> None:
+    lines, what_to_do = OWN[name]
+    ran = launch(SCRIPT.format(lines), policy="fp16")
+    assert ran.status == 0, ran.err
+    assert ran.lines == launch(SCRIPT.format(lines), policy="fp32").lines
+    assert "mezzo: this script ran as it is; Mezzo changed nothing: fp16 was not applied\n" in ran.err
+    (told,) = [line for line in ran.err.splitlines() if "left alone: " in line]
+    word = name.partition(",")[0]
+    assert word in told
+    assert word == "bfloat16 parameters" or f"it uses {word} itself (script.py line " in told
+    assert what_to_do in ran.err
+    assert "no model was called" not in ran.err
+
+
+@pytest.mark.parametrize("name", NOT_OWN)
+def test_what_is_no_use_of_it(launch: Any, name: str) -> None:
+    ran = launch(SCRIPT.format(NOT_OWN[name]), policy="bf16")
+    assert ran.status == 0, ran.err
+    assert "left alone" not in ran.notes
+    assert "mezzo: policy bf16" in ran.err
+
+
+def test_a_loss_that_its_scaler_scales_is_not_scaled_again(launch: Any) -> None:
+    body = """
+scaler = mezzo.GradScaler(init_scale=1024.0)
+for _ in range(2):
+    with mezzo.autocast("fp16"):
+        out = model(x)
+        out.register_hook(lambda g: print(float(g.abs().max()) < 100))
+        loss = out.float().square().mean()
+    optimizer.zero_grad(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
+"""
+    assert launch(SCRIPT.format(body), policy="fp16").lines[:2] == ["True", "True"]
+
+
+def test_calls_before_the_first_use_are_told(launch: Any) -> None:
+    ran = launch(SCRIPT.format("loss_of(x)\nmezzo.GradScaler().scale(loss_of(x))"), policy="fp16")
+    assert "mezzo: this script ran as it is from there on; 2 calls before that ran in fp16\n" in ran.err
+
+
+@pytest.mark.heavy
+def test_a_region_in_a_compiled_function_is_noticed_and_breaks_no_graph(launch: Any) -> None:
+    body = """
+def step(x):
+    with mezzo.autocast("bf16"):
+        return loss_of(x)
+step = torch.compile(step, backend="aot_eager", fullgraph=True)
+for _ in range(2):
+    loss = step(x)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+    ran = launch(SCRIPT.format(body), policy="fp16")
+    assert ran.status == 0, ran.err
+    assert "left alone: it uses mezzo.autocast itself (in a compiled function)" in ran.notes
+
+
+def test_the_names_are_put_back(launch: Any) -> None:
+    from mezzo.pytorch.autocast.context import autocast
+
+    before = vars(mezzo.MixedPrecision)["__init__"], vars(mezzo.GradScaler)["scale"]
+    launch(SCRIPT.format(OWN["mezzo.MixedPrecision"][0]), policy="bf16")
+    assert mezzo.autocast is autocast
+    assert (vars(mezzo.MixedPrecision)["__init__"], vars(mezzo.GradScaler)["scale"]) == before

@@ -1,0 +1,307 @@
+"""Which formats `mezzo run` computes in: module patterns, calls without a 16-bit kernel, ops that are left alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.core.errors import UnknownNameError
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.deep = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return self.deep(x * times) / times
+
+times = 1.0 if sys.argv[1:] else 1e5
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 1))
+seen = []
+model[1].deep[0].register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+x = torch.randn(16, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def loss_of(x):
+    return model(x).square().mean()
+
+if sys.argv[1:] == ["model"]:
+    model = torch.compile(model, backend="aot_eager")
+if sys.argv[1:] == ["step"]:
+    loss_of = torch.compile(loss_of, backend="aot_eager")
+for _ in range(3):
+    loss = loss_of(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(seen[0] if seen else "unseen", repr(loss.item()))
+"""
+
+
+# policy -> formats of the inner layer's input and output
+INSIDE = {
+    "fp16": "(torch.float16, torch.float16)",
+    "fp16,module.1=fp32": "(torch.float32, torch.float32)",
+    "bf16,module.1=fp32": "(torch.float32, torch.float32)",
+    "fp16,module.*=fp32": "(torch.float32, torch.float32)",
+}
+
+
+@pytest.mark.parametrize("policy", INSIDE)
+def test_what_runs_inside_follows(policy: str, launch: Any) -> None:
+    ran = launch(SCRIPT, policy=policy)
+    assert ran.status == 0
+    assert ran.lines[-1].startswith(INSIDE[policy])
+
+
+def test_a_policy_for_a_module_mends_what_overflows_inside_of_it(launch: Any) -> None:
+    assert any(update.skipped for update in launch(SCRIPT, policy="fp16").of("update"))
+    assert not any(update.skipped for update in launch(SCRIPT, policy="fp16,module.1=fp32").of("update"))
+
+
+@pytest.mark.heavy
+def test_compiled_is_as_eager(launch: Any) -> None:
+    losses = [
+        launch(SCRIPT, *argv, policy="fp16,module.1=fp32").lines[-1].split()[-1]
+        for argv in (("eager",), ("model",), ("step",))
+    ]
+    assert len(set(losses)) == 1
+
+
+TWO = """
+import sys
+import torch
+from torch import nn
+
+class Large(nn.Module):
+    def forward(self, x):
+        return x * 7e6 / 7e6
+
+torch.manual_seed(0)
+one = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+two = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Large(), nn.Linear(4, 1))
+if sys.argv[1:] == ["first"]:
+    one, two[2] = nn.Sequential(nn.Linear(4, 4), Large()), nn.Identity()
+seen = set()
+two[3].register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+if sys.argv[1:] == ["unused"]:
+    unused, two = two, nn.Sequential(nn.Linear(4, 1))
+optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    two(one(torch.randn(8, 4))).square().mean().backward()
+    optimizer.step()
+print(seen)
+"""
+
+
+def test_patterns_name_modules_of_any_model_that_is_called(launch: Any) -> None:
+    bare = launch(TWO, policy="fp16")
+    told = [one.finding for one in bare.of("overflow")]
+    policies = {
+        found for one in told for remedy in one.remedies for found in re.findall(r"`(fp16,[^`]*)`", remedy)
+    }
+    of_modules = [text for text in policies if "module.2=fp32" in text]
+    assert of_modules
+    for text in (*of_modules, "fp16,module.2=fp32,module.3=fp32"):
+        ran = launch(TWO, policy=text)
+        assert ran.status == 0, (text, ran.err)
+        assert not [one.finding for one in ran.of("overflow") if one.finding.alarms], text
+    assert ran.lines == ["{torch.float32}"]
+    assert (
+        "'3' matches nothing in Sequential, the first model that is called; it waits for another one"
+        in ran.err
+    )
+
+
+def test_a_pattern_that_no_model_has_is_refused_before_the_first_step(launch: Any) -> None:
+    # A number would match a model that another test left alive: the pattern waits for any model of the process.
+    with pytest.raises(UnknownNameError, match="'nowhere' matches no module of the model"):
+        launch(TWO, policy="fp16,module.2=fp32,module.nowhere=fp32")
+
+
+def test_a_pattern_whose_model_was_never_called_is_told_at_the_end(launch: Any) -> None:
+    with pytest.raises(UnknownNameError, match=r"'3' matches no module of what was called \(Sequential\)"):
+        launch(TWO, "unused", policy="fp16,module.3=fp32")
+
+
+def test_a_pattern_of_one_model_hides_no_remedy_for_another(launch: Any) -> None:
+    ran = launch(TWO, "first", policy="fp16,module.3=fp32")
+    told = [remedy for one in ran.of("overflow") for remedy in one.finding.remedies]
+    assert any("module.1=fp32" in remedy and "module.3=fp32" in remedy for remedy in told), told
+
+
+# ------------------------------------------ calls without a 16-bit kernel run in FP32, and the summary lists them
+# Each row is the body of a model's `forward`, in which `h` is a layer's output and has 16 bits.
+
+LAYOUTS = """
+import warnings
+warnings.simplefilter("ignore")  # sparse and nested tensors say that they are prototypes
+import torch
+from torch import nn
+torch.manual_seed(0)
+RING = torch.roll(torch.eye(6), 1, 0)
+PLACES = torch.tensor([0, 1, 2, 0, 1, 2])
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.adaptive = nn.AdaptiveLogSoftmaxWithLoss(4, 10, [3, 6])
+
+    def forward(self, x):
+        h = self.inner(x)
+        {body}
+
+model = Model()
+out = model(torch.randn(6, 4))
+out.float().pow(2).mean().backward()
+print(*out.float().flatten().tolist(), *model.inner.weight.grad.flatten().tolist())
+"""
+
+# Body -> ops of which the summary says that they ran in FP32, in bf16 and in fp16 (no CPU computes fp16 itself).
+BODIES: dict[str, tuple[str, str]] = {
+    "return RING.to_sparse() @ h": ("", "matmul"),
+    "return RING.to_sparse_csr() @ h": ("mm", "matmul"),
+    "return torch.sparse.mm(RING.to_sparse(), h)": ("", ""),
+    "return torch.sparse.mm(RING.to_sparse_csr(), h)": ("", ""),
+    "return torch.addmm(h, RING.to_sparse_csr(), h)": ("addmm", "addmm"),
+    "return torch.mv(RING.to_sparse_csr(), h[:, 0])": ("mv", "mv"),
+    "return torch.bmm(RING.to_sparse()[None].coalesce(), h[None])": ("bmm", "bmm"),
+    "return nn.functional.linear(h.T, RING.to_sparse_csr())": ("mm", "linear"),
+    "return torch.zeros(3, 4).index_add(0, PLACES, h)": ("", ""),
+    "return torch.zeros(6, 4).index_copy_(0, PLACES[:3], h[:3])": ("", ""),
+    "return torch.zeros(3, 4).scatter_reduce(0, PLACES[:, None].expand(6, 4), h, 'sum')": ("", ""),
+    "return torch.zeros(3, 4).scatter_add_(0, PLACES[:, None].expand(6, 4), h)": ("", ""),
+    "return torch.zeros(6, 4).masked_scatter(torch.ones(6, 4) > 0, h)": ("", ""),
+    "out = torch.zeros(6, 4); out[PLACES[:3]] = h[:3]; return out": ("", ""),
+    "return torch.zeros(4, 4).addmm_(h.T, h)": ("", ""),
+    "return h.masked_fill(RING[:, :4] > 0, -1e9).softmax(-1)": ("", "masked_fill"),
+    "return h.masked_fill_(RING[:, :4] > 0, -1e9).softmax(-1)": ("", ""),
+    "return h.masked_fill(RING[:, :4] > 0, torch.finfo(torch.float32).min).softmax(-1)": ("masked_fill",) * 2,
+    "return torch.special.log_ndtr(h)": ("", ""),
+    "return torch.linalg.vander(h)": ("", ""),
+    "return torch.complex(h, h).abs()": ("", ""),
+    "return self.adaptive(h, torch.arange(6) + 3).output": ("", ""),
+    "return self.inner(torch.nested.as_nested_tensor([h[:2], h[2:]])).to_padded_tensor(0.0)": ("", "linear"),
+    "return self.inner(torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))).values()": (
+        "",
+        "linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_it_runs_as_in_fp32_and_the_summary_says_what_fell_back(body: str, launch: Any) -> None:
+    source = LAYOUTS.format(body=body)
+    fp32 = launch(source, policy="fp32")
+    expected = [float(word) for word in fp32.out.split()]
+    assert len(expected) > 16
+    for policy, op in zip(("bf16", "fp16"), BODIES[body]):
+        ran = launch(source, policy=policy)
+        assert ran.status == 0, ran.err
+        values = [float(word) for word in ran.out.split()]
+        assert values == pytest.approx(expected, rel=0.05, abs=0.05)
+        assert values != expected
+        told = [line for line in ran.err.splitlines() if "in FP32, because" in line]
+        assert len(told) == bool(op)
+        if op:
+            assert f"{op} (" in told[0]
+
+
+ENCODER = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+
+    def forward(self, x, padding):
+        return self.encoder(self.inner(x), src_key_padding_mask=padding)
+
+model = Model()
+x, padding = torch.randn(2, 5, 4), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+for epoch in range(2):
+    model.train()
+    model(x, padding)[~padding].pow(2).mean().backward()
+    model.eval()
+    with torch.no_grad():
+        print(*model(x, padding).flatten().tolist())
+"""
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_padded_encoder_validates(policy: str, launch: Any) -> None:
+    expected = [float(word) for word in launch(ENCODER, policy="fp32").out.split()]
+    ran = launch(ENCODER, policy=policy)
+    assert ran.status == 0, ran.err
+    assert len(expected) == 160
+    assert [float(word) for word in ran.out.split()] == pytest.approx(expected, rel=0.05, abs=0.05)
+
+
+def test_the_kernels_of_a_run_are_gone_after_it(launch: Any) -> None:
+    import torch
+
+    body = "return RING.to_sparse_csr() @ h"
+    assert launch(LAYOUTS.format(body=body), policy="bf16").status == 0
+    ring = torch.eye(4, dtype=torch.bfloat16).to_sparse_csr()
+    with pytest.raises(NotImplementedError):
+        ring @ torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+# ---------------------------------------- where one policy rules the process, ops that it leaves alone cost nothing
+
+RULE = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+model(torch.ones(1, 3))
+from mezzo.pytorch.autocast import dispatch
+print("then", len(dispatch.passed_through("cpu")))
+with torch.autocast("cpu", torch.bfloat16):
+    padded = nn.functional.pad(torch.ones(1, 3, 4, dtype=torch.bfloat16), (1, 1), mode="reflect")
+print("after", len(dispatch.passed_through("cpu")), padded.dtype)
+"""
+
+
+def told(folder: Path, policy: str) -> list[str]:
+    (folder / "s.py").write_text(RULE)
+    done = subprocess.run(
+        [sys.executable, "-m", "mezzo", "run", "--precision", policy, "s.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()[:2]
+
+
+@pytest.mark.heavy
+def test_ops_pass_through_until_the_script_has_a_region_of_its_own(tmp_path: Path) -> None:
+    before, after = told(tmp_path, "bf16")
+    assert int(before.split()[1]) > 5
+    # In the script's own region its own table rules again: PyTorch's pads in FP32 on a CPU.
+    assert after == "after 0 torch.float32"
+
+
+@pytest.mark.heavy
+def test_two_policies_in_a_process_leave_nothing_to_pass(tmp_path: Path) -> None:
+    assert told(tmp_path, "bf16,module.0=fp16")[0] == "then 0"

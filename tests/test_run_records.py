@@ -1,0 +1,392 @@
+"""What a run writes down and tells: losses, updates, the observed step, notes, the summary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alive import bytes_alive
+from mezzo.core.overflow import Maker, OverflowReport, TensorFacts
+from mezzo.core.records import LossRecord, OverflowRecord, RunStarted, UpdateRecord
+from mezzo.pytorch.run.summary import findings
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+for step in range(5):
+    optimizer.zero_grad()
+    out = model(x)
+    loss = nn.functional.cross_entropy(out, y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), out.dtype)
+"""
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_records_are_the_losses_that_the_script_saw_and_a_line_for_each_update(
+    launch: Any, policy: str
+) -> None:
+    ran = launch(TRAIN, "a", policy=policy)
+    assert ran.status == 0
+    assert isinstance(ran.records[0], RunStarted)
+    assert (ran.records[0].policy, ran.records[0].argv) == (policy, ["a"])
+    assert ran.records[0].machine["torch"] == torch.__version__
+    kinds = [r.kind for r in ran.records]
+    assert kinds == ["run", *["loss", "update"] * 5, "end"]
+    assert [f"{r.loss.hex()} torch.float32" for r in ran.of("loss")] == ran.lines
+    assert [r.index for r in ran.of("loss")] == [r.index for r in ran.of("update")] == list(range(5))
+    times = [r.at for r in ran.records if isinstance(r, (LossRecord, UpdateRecord))]
+    assert times == sorted(times)
+    assert times[-1] <= ran.of("end")[0].seconds
+    scale = 65536.0 if policy == "fp16" else 1.0
+    assert all(
+        (u.moved, u.skipped, u.loss_scale, u.observed) == (True, False, scale, False)
+        for u in ran.of("update")
+    )
+    assert ran.of("end")[0].status == 0
+    assert ran.of("end")[0].notes == []
+    assert f"mezzo: policy {policy}\n" in ran.err
+    assert "5 optimizer steps, 0 skipped; 5 backward passes" in ran.err
+
+
+def test_everything_is_undone(launch: Any) -> None:
+    def patched() -> list[Any]:
+        adam = torch.optim.AdamW
+        return [
+            torch.nn.Module.__call__,
+            torch.autograd.backward,
+            torch.autograd.grad,
+            torch.optim.Optimizer.__dict__["_patch_step_function"],
+            torch.optim.Optimizer.__dict__["zero_grad"],
+            torch.amp.autocast_mode.autocast.__dict__["__enter__"],
+            torch.amp.GradScaler.__dict__["scale"],
+            adam.__dict__.get("step"),
+            torch.optim.Adam.__dict__.get("step"),
+            torch.manual_seed,
+        ]
+
+    launch(TRAIN, policy="fp32")
+    before = patched()
+    launch(TRAIN, policy="fp16", seed_offset=2)
+    assert all(a is b for a, b in zip(patched(), before))
+
+
+def test_the_observed_step_is_the_third_update_and_tells_memory_and_formats(launch: Any) -> None:
+    others = bytes_alive()
+    ran = launch(TRAIN, policy="bf16", observe=True)
+    assert [u.observed for u in ran.of("update")] == [False, False, True, False, False]
+    (memory,) = ran.of("memory")
+    parameters = 4 * (4 * 8 + 8 + 8 * 2 + 2)
+    assert 4 * parameters <= memory.peak_bytes <= others + 1_000_000
+    (ops,) = ran.of("ops")
+    seen = {op.op: op for op in ops.ops}
+    linear = seen.get("linear") or seen["addmm"]
+    assert linear.calls == 2
+    assert "bf16" in linear.observed
+    assert "formats seen in one step" in ran.err
+    # Watching changes no number.
+    assert launch(TRAIN, policy="bf16").lines == ran.lines
+
+
+def test_a_script_too_short_to_observe_says_so(launch: Any) -> None:
+    ran = launch(TRAIN.replace("range(5)", "range(2)"), policy="bf16", observe=True)
+    assert ran.of("memory") == ran.of("ops") == []
+    assert "ended before its third update" in ran.notes
+
+
+def test_a_script_that_raises_has_its_end_recorded_and_only_its_own_frames_shown(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(3, 3)
+            def forward(self, x):
+                return self.inner(x)
+        Model()(torch.ones(2, 4)).sum().backward()
+        """,
+        policy="bf16",
+    )
+    assert ran.status == 1
+    assert ran.records[-1].kind == "end"
+    assert ran.of("end")[0].status == 1
+    assert "mat1 and mat2 shapes cannot be multiplied" in ran.err
+    assert 'script.py", line 9, in <module>' in ran.err
+    assert "return self.inner(x)" in ran.err
+    assert "mezzo/pytorch" not in ran.err
+
+
+def test_backward_fails_as_it_always_did(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        model = torch.nn.Linear(3, 3)
+        for loss, keywords in [
+            (model(torch.ones(2, 3)), {}),
+            (torch.ones(()), {}),
+            (model(torch.ones(2, 3)).sum(), {"inputs": []}),
+            (model(torch.ones(2, 3)).sum(), {"gradient": torch.ones(3)}),
+        ]:
+            try:
+                loss.backward(**keywords)
+            except RuntimeError as error:
+                print(str(error)[:50])
+        """,
+        policy="fp16",
+    )
+    assert ran.lines == [
+        "grad can be implicitly created only for scalar out",
+        "element 0 of tensors does not require grad and doe",
+        "`inputs` argument to `backward()` cannot be empty.",
+        "Mismatch in shape: grad_output[0] has a shape of t",
+    ]
+
+
+def test_no_model_and_no_backward(launch: Any) -> None:
+    ran = launch("print('hello')", policy="bf16")
+    assert ran.lines == ["hello"]
+    assert [r.kind for r in ran.records] == ["run", "end"]
+    assert "no model was called" in ran.err
+    assert "never called backward" in ran.notes
+    ran = launch(
+        "import torch\nwith torch.no_grad():\n    print(torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype)",
+        policy="bf16",
+    )
+    assert ran.lines == ["torch.float32"]
+    assert "1 call of Linear in bf16" in ran.err
+
+
+def test_the_run_record_says_which_formats_the_device_has(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for assumed, native in [("", []), ("bf16", ["bf16"])]:
+        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", assumed)
+        machine = launch(TRAIN, policy="bf16").records[0].machine
+        assert (machine["device_type"], machine["native_formats"]) == ("cpu", native)
+    assert "device_type" not in launch("import torch", policy="bf16").records[0].machine
+
+
+def test_auto_times_the_first_steps_and_says_what_it_chose(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "bf16")
+    ran = launch(TRAIN.replace("range(5)", "range(24)"), policy="auto")
+    assert ran.status == 0
+    assert "24 calls of Sequential" in ran.err
+    assert "medians of 8 steps each" in ran.err
+    monkeypatch.setenv("MEZZO_ASSUME_NATIVE", "")
+    ran = launch(TRAIN, policy="auto")
+    assert ran.records[0].policy == "fp32"
+    assert "5 calls of Sequential, all in FP32" in ran.err
+    assert "no fast 16-bit format" in ran.err
+
+
+def test_a_child_process_runs_a_request_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from mezzo.pytorch.run.__main__ import main
+    from mezzo.runner.lifecycle import RunRequest
+
+    script, request = tmp_path / "s.py", tmp_path / "request.json"
+    script.write_text("import sys; print(sys.argv[1]); sys.exit(7)")
+    request.write_text(RunRequest(str(script), ("x",), policy="bf16", summary=False).to_json())
+    assert main([str(request)]) == 7
+    assert capsys.readouterr().out == "x\n"
+    request.write_text(RunRequest("absent.py", policy="bf16").to_json())
+    for words in ([], [str(tmp_path / "no.json")], [str(request)]):
+        assert main(words) == 2
+    assert "no script 'absent.py'" in capsys.readouterr().err
+
+
+def test_requests_travel_as_json() -> None:
+    from mezzo.core.errors import UsageError
+    from mezzo.runner.lifecycle import RunRequest
+
+    full = RunRequest("t.py", ("a", "--b"), True, "fp16", Path("r.jsonl"), 3, True, True, False, watch=-1)
+    full = replace(full, trace=False, stop_after=7, sensitivity=True, tensorboard=Path("events"))
+    assert RunRequest.from_json(full.to_json()) == full
+    assert RunRequest.from_json(RunRequest("t.py").to_json()) == RunRequest("t.py")
+    for text, message in [
+        ("{", "not a run request"),
+        ('{"targett": "x"}', "Did you mean 'target'"),
+        ("{}", "target"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            RunRequest.from_json(text)
+    for wrong, message in (
+        ({"seed_offset": -1}, "seed_offset is -1"),
+        ({"watch": -2}, "watch is -2"),
+        ({"stop_after": 0}, "stop_after is 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            RunRequest("t.py", **wrong)
+
+
+def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
+    import collections
+    import dataclasses
+    import types
+
+    from torch.nn.utils.rnn import PackedSequence
+
+    from mezzo.pytorch.run.calls import to_fp32
+
+    low = torch.ones(2, dtype=torch.bfloat16)
+    kept = [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.int64),
+        None,
+        "text",
+        3,
+    ]
+
+    class Output(collections.OrderedDict):  # as libraries have it: items are attributes as well
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            object.__setattr__(self, key, value)
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        value: Any
+        other: Any = 1
+
+    Pair = collections.namedtuple("Pair", "first second")
+    output = Output(logits=low, past=(low, [low, *kept]))
+    for container, read in [
+        (low, lambda c: c),
+        ((low, 1), lambda c: c[0]),
+        ([{"a": (low,)}], lambda c: c[0]["a"][0]),
+        (output, lambda c: c["logits"]),
+        (output, lambda c: c.logits),
+        (output, lambda c: c["past"][1][0]),
+        (Frozen(low), lambda c: c.value),
+        (Pair(low, low), lambda c: c.second),
+        (types.SimpleNamespace(x=low), lambda c: c.x),
+        (torch.distributions.Normal(low, low, validate_args=False), lambda c: c.loc),
+        (PackedSequence(low, torch.ones(2, dtype=torch.int64)), lambda c: c.data),
+    ]:
+        new = to_fp32(container)
+        assert type(new) is type(container)
+        assert read(new).dtype is torch.float32
+        assert read(container).dtype is torch.bfloat16  # the model may keep what it returned
+    for same in [*kept, kept, tuple(kept), {"a": kept}, Frozen(kept), Output(a=kept), iter([low])]:
+        assert to_fp32(same) is same
+
+
+def test_data_loader_workers_and_their_seeds(launch: Any) -> None:
+    ran = launch(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self): return 6
+            def __getitem__(self, i): return torch.tensor([i * i / 36])
+        for batch in DataLoader(Squares(), 3, num_workers=1, multiprocessing_context="fork"):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        """,
+        policy="bf16",
+        seed_offset=1,
+    )
+    assert ran.status == 0, ran.err
+    assert [r.kind for r in ran.records] == ["run", "loss", "update", "loss", "update", "end"]
+
+
+# ------------------------------------------------------------------------------------------- what is said at the end
+
+BAD = OverflowReport("invalid", module="net", op="log", remedies=["one", "two", "three", "four", "five"])
+PROBE = OverflowReport("loss scale")
+
+
+def overflows(*found: OverflowReport) -> list[OverflowRecord]:
+    return [OverflowRecord(n, 0, 0.0, 1024.0, one) for n, one in enumerate(found)]
+
+
+# findings, skipped steps -> the last line
+LAST: dict[str, tuple[list[OverflowReport], int, str]] = {
+    "the tracer's limit": (
+        [BAD] * 20,
+        40,
+        "and 20 more skipped steps that were not looked into: Mezzo stops looking after 20 findings",
+    ),
+    "nobody": ([], 4, "4 skipped steps that were not looked into"),
+    "all": ([PROBE], 1, "1 step was skipped while the loss scale adjusted (normal)"),
+}
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_skipped_steps_that_nobody_looked_into_are_counted(case: str) -> None:
+    found, skipped, said = LAST[case]
+    assert findings(overflows(*found), skipped=skipped)[-1] == said
+
+
+def test_three_remedies_are_told_and_where_the_others_are() -> None:
+    told = findings(overflows(BAD), recorded=True)[1:]
+    assert told == [
+        "  try: one",
+        "   or: two",
+        "   or: three",
+        "  and 2 more in the records and the report that is made of them",
+    ]
+    assert findings(overflows(BAD))[-1] == "  and 2 more in the report of --out DIR"
+
+
+def test_one_place_is_told_once_whatever_its_numbers() -> None:
+    def too_large(size: float) -> OverflowReport:
+        went_in = TensorFacts("input 0", [2], "fp32", size, 1.0, 0, 0, 0)
+        came_out = TensorFacts("output", [2], "fp16", 1.0, 1.0, 0, 1, 0)
+        maker = Maker("1", "mul", "net.py:3: x * 1e6", replace(went_in, name="output"))
+        return OverflowReport("overflow", "2", "linear", inputs=[went_in], outputs=[came_out], maker=maker)
+
+    told = findings(overflows(too_large(1e6), too_large(2e6), too_large(3e6)))
+    assert told == [
+        "update 0 skipped, and 2 later ones: forward of linear in 2: an input of 1e+06 does not fit fp16, whose "
+        "largest number is 65504; it was made by mul in 1 (net.py:3: x * 1e6), in fp32"
+    ]
+    assert len(findings(overflows(too_large(1e6), replace(too_large(1e6), maker=None)))) == 2
+
+
+def test_a_constant_scale_finds_no_place() -> None:
+    told = findings(overflows(*[PROBE] * 50), skipped=50, constant=1024.0)
+    assert (
+        told[0] == "50 steps were skipped because the constant loss scale 2^10 is too large for the gradients"
+    )
+    assert "`fp16,loss_scale=64`" in told[1]
+    assert "adjusted" not in "".join(told)
+    assert findings(overflows(PROBE), constant=1e3)[0] == (
+        "1 step was skipped because the constant loss scale 1000 is too large for the gradients"
+    )
+
+
+CONSTANT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+for _ in range(STEPS):
+    loss = model(torch.full((2, 4), VALUE)).sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def test_a_run_says_all_of_it(launch: Any) -> None:
+    ran = launch(CONSTANT.replace("STEPS", "3").replace("VALUE", "1.0"), policy="fp16,loss_scale=1073741824")
+    assert "mezzo: 3 steps were skipped because the constant loss scale 2^30 is too large" in ran.err
+    assert "`fp16,loss_scale=67108864`" in ran.err
+    assert "mezzo: loss scale 2^30 at the end" in ran.err
+    ran = launch(CONSTANT.replace("STEPS", "22").replace("VALUE", "3e20"), policy="fp16,loss_scale=1024")
+    assert "an input of 3e+20 does not fit fp16, whose largest number is 65504" in ran.err
+    assert "mezzo: and 2 more skipped steps that were not looked into: Mezzo stops" in ran.err

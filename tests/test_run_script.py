@@ -1,0 +1,191 @@
+"""A script runs as Python runs it: each row runs both ways, and what can be seen from outside is compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzo.runner.script import exit_status
+
+SURROUNDINGS = """
+import os, sys
+main = sys.modules["__main__"]
+print(sys.argv, __name__, __file__, __package__, __doc__, __cached__, type(__loader__).__name__)
+print(__spec__ and (__spec__.name, __spec__.origin, __spec__.parent, type(__spec__.loader).__name__))
+print(sys.path[0], os.getcwd(), main.__dict__ is globals(), sorted(k for k in globals() if k.startswith("__")))
+print(sys.stdin.read(), "torch" in sys.modules)
+"""
+
+RAISES = """
+def inner(x):
+    try:
+        return 1 / x
+    except ZeroDivisionError as error:
+        raise ValueError("no: " + str(x)) from error
+def outer():
+    inner(0)
+outer()
+"""
+
+HOOK = """
+import sys
+def hook(kind, error, trace):
+    print("hook", kind.__name__, error, trace.tb_frame.f_code.co_name, file=sys.stderr)
+sys.excepthook = hook
+raise KeyError("mine")
+"""
+
+HOOK_FAILS = """
+import sys
+def hook(kind, error, trace):
+    raise RuntimeError("the hook itself")
+sys.excepthook = hook
+raise KeyError("mine")
+"""
+
+THREADS = """
+import atexit, concurrent.futures, threading, time
+pool = concurrent.futures.ThreadPoolExecutor(1)
+pool.submit(print, "pool", flush=True).result()
+def late():
+    time.sleep(0.1)
+    print("thread done", flush=True)
+atexit.register(print, "at exit")
+threading.Thread(target=late).start()
+print("main done", flush=True)
+"""
+
+SPAWN = """
+import multiprocessing, os, sys
+class Thing:
+    def __init__(self, n): self.n = n
+def work(thing):
+    return thing.n + len(sys.argv), __name__
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [Thing(3)]))
+"""
+
+
+WARNS = """
+import warnings
+def careful():
+    warnings.warn("look out", stacklevel=2)
+careful()
+"""
+
+GROUP = """
+def fail():
+    raise KeyError("one")
+import sys
+if sys.version_info < (3, 11):
+    raise SystemExit(0)
+found = []
+try:
+    fail()
+except KeyError as error:
+    found.append(error)
+raise ExceptionGroup("several", found)
+"""
+
+ROWS = {
+    "surroundings": (SURROUNDINGS, ["a", "--flag", "-m", "b c"]),
+    "exit text": ("import sys; sys.exit('went wrong')", []),
+    "raises": (RAISES, []),
+    "syntax error": ("def f(:\n    pass\n", []),
+    "hook": (HOOK, []),
+    "hook fails": (HOOK_FAILS, []),
+    "threads": (THREADS, []),
+    "spawn": (SPAWN, ["x"]),
+    "warns": (WARNS, []),
+    "group": (GROUP, []),
+}
+
+
+def both(command: list[str], folder: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
+    """The same words after `python` and after `mezzo run`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return tuple(
+        subprocess.run(
+            [sys.executable, *prefix, *command],
+            cwd=folder,
+            env=env,
+            input="some input\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        for prefix in ([], ["-m", "mezzo", "run"])
+    )
+
+
+def without_summary(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("mezzo: "))
+
+
+def assert_same(plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]) -> None:
+    assert ours.stdout == plain.stdout
+    assert without_summary(ours.stderr) == plain.stderr
+    assert ours.returncode == plain.returncode
+    ended_by_an_error = plain.returncode != 0 and plain.stderr != ""
+    assert (ours.stderr == plain.stderr) == ended_by_an_error  # else the summary is there
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_script_runs_as_python_runs_it(row: str, tmp_path: Path) -> None:
+    source, argv = ROWS[row]
+    folder = tmp_path / "some folder"
+    folder.mkdir()
+    (folder / "script.py").write_bytes(source if isinstance(source, bytes) else source.encode())
+    assert_same(*both(["some folder/script.py", *argv], tmp_path))
+
+
+def test_module_runs_as_python_runs_it(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('package', __name__)\n")
+    (package / "train.py").write_text(SURROUNDINGS + "from . import other\n")
+    (package / "other.py").write_text("print('other', __name__)\n")
+    (package / "__main__.py").write_text("import sys; print(sys.argv, __package__); sys.exit(4)\n")
+    assert_same(*both(["-m", "package.train", "--epochs", "3"], tmp_path))
+    assert_same(*both(["-m", "package"], tmp_path))
+
+
+def test_directory_and_symbolic_link_run_as_python_runs_them(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "__main__.py").write_text(SURROUNDINGS)
+    assert_same(*both(["real", "x"], tmp_path))
+    (tmp_path / "link.py").symlink_to(real / "__main__.py")
+    assert_same(*both(["link.py", "x"], tmp_path))
+
+
+def test_interrupt_shows_the_scripts_traceback_and_gives_130(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    plain, ours = both(["s.py"], tmp_path)
+    assert without_summary(ours.stderr) == plain.stderr
+    assert (plain.returncode, ours.returncode) == (-2, 130)
+
+
+# What Python makes of sys.exit(code), which tests above compare with Python itself for a number and a text.
+CODES = [
+    (None, 0, ""),
+    (0, 0, ""),
+    (True, 1, ""),
+    (259, 3, ""),
+    (-1, 255, ""),
+    ((1, 2), 1, "(1, 2)\n"),
+    ("", 1, "\n"),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "printed"), CODES)
+def test_exit_status(code: object, status: int, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(SystemExit(code)) == status
+    assert capsys.readouterr().err == printed

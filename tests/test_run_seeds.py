@@ -1,0 +1,196 @@
+"""Paired runs: run k adds k to the seeds that the script gives, seeds what it doesn't, and a twin moves by one ulp."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mezzo.pytorch.run.prepare import nudge
+from mezzo.runner.patches import ImportWatch
+from mezzo.runner.seeds import BASE, Seeds
+
+
+@pytest.fixture
+def streams() -> Iterator[None]:
+    """The process's own random streams, put back afterwards."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(kept[0])
+    np.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+
+
+# What a script writes with seed s; with offset k it must give what s + k gives without one.
+SEEDED = {
+    "random.seed": "random.seed({s}); print(random.random())",
+    "random.Random": "print(random.Random({s}).random())",
+    "np.random.seed": "np.random.seed({s}); print(np.random.rand())",
+    "default_rng": "print(np.random.default_rng({s}).random())",
+    "default_rng list": "print(np.random.default_rng([{s}, 5]).random())",
+    "RandomState": "print(np.random.RandomState({s}).rand())",
+    "SeedSequence": "print(np.random.SeedSequence({s}).generate_state(2))",
+    "entropy": "print(np.random.SeedSequence(entropy={s}).generate_state(2))",
+    "PCG64": "print(np.random.Generator(np.random.PCG64({s})).random())",
+    "torch.manual_seed": "torch.manual_seed({s}); print(torch.rand(1).item())",
+    "imported name": "from torch import manual_seed; manual_seed({s}); print(torch.rand(1).item())",
+    "Generator": "g = torch.Generator().manual_seed({s}); print(torch.rand(1, generator=g).item())",
+    "Generator device": "g = torch.Generator(device='cpu'); g.manual_seed({s}); print(g.initial_seed())",
+    "several": "random.seed({s}); np.random.seed({s}); torch.manual_seed({s})\n"
+    "print(random.random(), np.random.rand(), torch.rand(1).item())",
+    "generator to library": "g = torch.Generator().manual_seed({s})\n"
+    "print(list(torch.utils.data.random_split(range(9), [5, 4], generator=g)[0]))",
+}
+UNSEEDED = {
+    "random": "print(random.random())",
+    "random.seed()": "random.seed(); print(random.random())",
+    "numpy": "print(np.random.rand())",
+    "np.random.seed()": "np.random.seed(); print(np.random.rand())",
+    "default_rng": "print(np.random.default_rng().random(), np.random.default_rng().random())",
+    "torch": "print(torch.rand(1).item())",
+    "torch.seed()": "print(torch.seed() == torch.initial_seed(), torch.rand(1).item())",
+    "loader": "print([b.tolist() for b in torch.utils.data.DataLoader(range(8), 4, shuffle=True)])",
+}
+IMPORTS = "import random\nimport numpy as np\nimport torch\n"
+
+
+@pytest.mark.parametrize("row", SEEDED)
+@pytest.mark.usefixtures("streams")
+def test_k_is_added_to_each_seed_that_the_script_gives(launch: Any, row: str) -> None:
+    def printed(seed: int, offset: int | None) -> list[str]:
+        ran = launch(IMPORTS + SEEDED[row].format(s=seed), policy="fp32", seed_offset=offset)
+        assert ran.status == 0, ran.err
+        assert ran.records[0].seed_offset == (offset or 0)
+        return ran.lines
+
+    assert printed(7, None) == printed(7, 0)
+    assert printed(7, 3) == printed(10, 0) != printed(7, 0)
+
+
+@pytest.mark.parametrize("row", UNSEEDED)
+@pytest.mark.usefixtures("streams")
+def test_what_the_script_does_not_seed_is_seeded(launch: Any, row: str) -> None:
+    printed = [launch(IMPORTS + UNSEEDED[row], policy="fp32", seed_offset=k).lines for k in (0, 0, 1, 1)]
+    assert printed[0] == printed[1] != printed[2] == printed[3]
+    first, _, last = printed[0][0].partition(" ")
+    assert first != last  # default_rng() twice is two streams
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_number_that_a_library_makes_a_generator_of_is_left_alone(launch: Any) -> None:
+    source = "from sklearn.model_selection import train_test_split\nprint(train_test_split(range(20), random_state=0))"
+    runs = [launch(source, policy="fp32", seed_offset=k) for k in (0, 5)]
+    assert runs[0].status == runs[1].status == 0, runs[1].err
+    assert runs[0].lines == runs[1].lines
+
+
+@pytest.mark.usefixtures("streams")
+def test_classes_stay_classes_and_other_seeds_keep_their_kind(launch: Any) -> None:
+    ran = launch(
+        IMPORTS
+        + """
+import pickle
+made = np.random.RandomState(3)
+assert isinstance(made, np.random.RandomState) and isinstance(np.random.mtrand._rand, np.random.RandomState)
+assert issubclass(type(made), np.random.RandomState) and not isinstance(3, np.random.RandomState)
+assert pickle.loads(pickle.dumps(made)).rand() == made.rand()
+assert isinstance(torch.default_generator, torch.Generator) and isinstance(torch.Generator(), torch.Generator)
+torch.rand(2, generator=torch.Generator())
+np.random.seed(2**32 - 1); np.random.RandomState(2**32 - 1); torch.manual_seed(2**64 - 1); torch.manual_seed(-5)
+np.random.seed([1, 2]); random.seed("text"); random.seed(b"bytes"); random.seed(1.5); random.seed(None)
+np.random.default_rng(np.random.SeedSequence(4)); np.random.Generator(np.random.PCG64(np.random.SeedSequence(4)))
+random.Random("x"), random.SystemRandom(3), np.random.RandomState(np.random.MT19937(3)), random.Random()
+""",
+        policy="fp32",
+        seed_offset=9,
+    )
+    assert ran.status == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [(0, 4), (True, True), (None, None), (2**32 - 1, 3), (-3, 1), ("a", "a+4"), (b"a", b"a+4"), (1.5, 5.5)],
+)
+def test_shifted(seed: Any, expected: Any) -> None:
+    assert Seeds(4, ImportWatch()).shifted(seed, 32) == expected
+    assert Seeds(0, ImportWatch()).shifted(seed, 32) is seed
+
+
+@pytest.mark.usefixtures("streams")
+def test_no_seed_is_shifted_twice(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed hands its number on to the GPU's streams by functions that a script may call as well."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", given.append)
+    source = "import torch\ntorch.manual_seed(10)\ntorch.cuda.manual_seed_all(20)\n"
+    assert launch(source, policy="fp32", seed_offset=3).status == 0
+    assert given == [BASE + 3, 13, 23]
+
+
+@pytest.mark.usefixtures("streams")
+def test_run_0_starts_unseeded_streams_from_the_base(launch: Any) -> None:
+    assert launch("import torch; print(torch.initial_seed())", policy="fp32", seed_offset=0).lines == [
+        str(BASE)
+    ]
+
+
+def test_nudge_moves_each_element_by_one_ulp_and_no_random_stream() -> None:
+    values = torch.tensor([1.0, -1.0, 0.0, 3.4028234663852886e38, math.nan, 1e-45, *([0.5] * 1000)])
+    weight = torch.nn.Parameter(values.clone())
+    others = [
+        torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float64, torch.bfloat16, torch.float16)
+    ]
+    before = torch.get_rng_state()
+    assert nudge([weight, weight, *others]) == 1
+    assert torch.equal(before, torch.get_rng_state())
+    up, down = (torch.nextafter(values, torch.tensor(v)) for v in (math.inf, -math.inf))
+    moved_up, moved_down = weight.detach() == up, weight.detach() == down
+    nan = values.isnan()
+    assert torch.equal(weight.detach().isnan(), nan)
+    assert bool((moved_up | moved_down | nan).all())
+    assert 400 < int(moved_up[6:].sum()) < 600
+    assert all(torch.equal(p, torch.ones_like(p)) for p in others)
+    again = torch.nn.Parameter(values.clone())
+    nudge([again])
+    assert torch.equal(again[~nan], weight[~nan])
+
+
+NUDGED = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+start = [p.detach().clone() for p in model.parameters()]
+{wrap}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+for step in range(2):
+    call(torch.ones(2, 4)).sum().backward()
+    print([int((p.view(torch.int32) - s.view(torch.int32)).abs().max()) for p, s in zip(model.parameters(), start)])
+    optimizer.step()
+late = torch.nn.Linear(2, 2)
+kept = late.weight.detach().clone()
+late(torch.ones(1, 2))
+print(torch.equal(kept, late.weight), torch.rand(1).item())
+"""
+WRAPS = {
+    "eager": "call = model",
+    "compiled model": "call = torch.compile(model, backend='eager')",
+    "compiled function": "call = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)",
+}
+
+
+@pytest.mark.parametrize(("row", "policy"), [*((row, "fp32") for row in WRAPS), ("eager", "bf16")])
+@pytest.mark.usefixtures("streams")
+def test_a_nudged_run_moves_the_initial_weights_once(launch: Any, row: str, policy: str) -> None:
+    torch._dynamo.reset()
+    source = NUDGED.format(wrap=WRAPS[row])
+    ran, plain = (launch(source, policy=policy, nudge=flag) for flag in (True, False))
+    assert ran.status == 0, ran.err
+    assert ran.records[0].nudged
+    assert ran.lines[:2] == ["[1, 1, 1, 1]"] * 2
+    assert plain.lines[:2] == ["[0, 0, 0, 0]"] * 2
+    assert ran.lines[2] == plain.lines[2]
+    assert ran.lines[2].startswith("True")

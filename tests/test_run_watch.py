@@ -1,0 +1,601 @@
+"""A launched script's steps are told to those who look at them, at the moments that `StepObserver` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mezzo.core.overflow import OverflowReport
+from mezzo.core.records import OverflowRecord, Record
+from mezzo.pytorch.run import observers
+
+TRAIN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+for step in range(4):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    model.eval(); model(x); model.train()
+"""
+
+
+class Told:
+    """Writes down what it is told."""
+
+    finding: OverflowReport | None = None
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.records: list[Record] = []
+        self.finished = False
+
+    def call_begins(self, model: Any, args: Any, kwargs: Any) -> None:
+        self.told.append(("call_begins", type(model).__name__, len(args), sorted(kwargs)))
+
+    def call_ended(self, model: Any, output: Any) -> None:
+        self.told.append(("call_ended", str(output.dtype).removeprefix("torch."), output.requires_grad))
+
+    def backward_begins(self, loss: Any, scale: Any) -> None:
+        assert loss.grad_fn is not None
+        self.told.append(("backward_begins", scale))
+
+    def update_begins(self, optimizer: Any, scale: Any) -> None:
+        self.told.append(("update_begins", type(optimizer).__name__, scale))
+
+    def update_ended(
+        self, optimizer: Any, *, index: int, number: int, skipped: bool, loss_scale: float
+    ) -> None:
+        self.told.append(("update_ended", index, number, skipped, loss_scale))
+        if skipped:
+            self.finding = OverflowReport("overflow", module="2", op="linear")
+            self.records.append(OverflowRecord(index, number, 0.0, loss_scale, self.finding))
+
+    def step_dropped(self) -> None:
+        self.told.append(("step_dropped",))
+
+    def drain(self) -> list[Record]:
+        records, self.records = self.records, []
+        return records
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    one = Told()
+    monkeypatch.setattr(observers, "watchers_for", lambda session: [one])
+    monkeypatch.setattr(observers, "tracer_for", lambda session: None)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("policy", "seen", "scale"),
+    [("fp32", "float32", 1.0), ("bf16", "bfloat16", 1.0), ("fp16", "float16", 65536.0)],
+)
+def test_a_plain_loop_is_told_in_order(launch: Any, told: Told, policy: str, seen: str, scale: float) -> None:
+    ran = launch(TRAIN, policy=policy, watch=1)
+    assert ran.status == 0, ran.err
+    expected: list[tuple[Any, ...]] = []
+    for index in range(4):
+        expected += [
+            ("call_begins", "Sequential", 1, []),
+            ("call_ended", seen, True),
+            ("backward_begins", scale),
+            ("update_begins", "SGD", 1.0),
+            ("update_ended", index, 0, False, scale),
+        ]
+    assert told.told == [*expected, ("step_dropped",)]
+    assert told.finished
+
+
+def test_the_script_is_ended_after_so_many_updates(launch: Any) -> None:
+    source = TRAIN.replace("for step", "import atexit\ntry:\n  for step").replace("\n    ", "\n      ")
+    source += "  print('not reached')\nfinally:\n  print('finally')\n"
+    ran = launch(source, policy="fp16", stop_after=3)
+    assert (ran.status, ran.lines) == (0, ["finally"]), ran.err
+    assert len(ran.of("update")) == len(ran.of("loss")) == 3
+    assert "ended after 3 updates of the first optimizer, as asked" in ran.notes
+    assert ran.of("end")[0].status == 0
+
+
+SETUP = """
+import threading, torch
+from torch import nn
+from torch.nn.functional import mse_loss
+torch.manual_seed(0)
+model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+second = torch.optim.SGD(other.parameters(), lr=1e-2)
+x = torch.randn(16, 4)
+
+def loss_of(net, x=x):
+    return net(x).square().mean()
+"""
+
+CALL = ["call_begins", "call_ended"]
+UPDATE = ["update_begins", "update_ended"]
+
+LOOPS: dict[str, tuple[str, list[str]]] = {
+    "accumulation": (
+        "for _ in range(2): loss_of(model).backward()\noptimizer.step()",
+        [*CALL, "backward_begins", *CALL, "backward_begins", *UPDATE],
+    ),
+    "two losses at once": (
+        "torch.autograd.backward([loss_of(model), loss_of(other)])\noptimizer.step()",
+        [*CALL, *CALL, "backward_begins", "backward_begins", *UPDATE],
+    ),
+    "a penalty by autograd.grad": (
+        "z = x.clone().requires_grad_()\n"
+        "(slope,) = torch.autograd.grad(loss_of(model, z), [z], create_graph=True)\n"
+        "slope.square().sum().backward(); optimizer.step()",
+        [*CALL, "backward_begins", *UPDATE],
+    ),
+    "evaluation in training mode without gradients": (
+        "with torch.no_grad(): loss_of(model)\nwith torch.inference_mode(): loss_of(model)",
+        [],
+    ),
+    "a call that raises": (
+        "try: model(torch.ones(3, 5))\nexcept RuntimeError: pass\nloss_of(model).backward(); optimizer.step()",
+        ["call_begins", "step_dropped", *CALL, "backward_begins", *UPDATE],
+    ),
+    "a backward that raises": (
+        "loss = loss_of(model); loss.backward()\ntry: loss.backward()\nexcept RuntimeError: pass",
+        [*CALL, "backward_begins", "backward_begins", "step_dropped"],
+    ),
+    "a step that raises": (
+        "class Bad(torch.optim.SGD):\n  def step(self): raise KeyError\n"
+        "bad = Bad(model.parameters(), lr=1)\nloss_of(model).backward()\n"
+        "try: bad.step()\nexcept KeyError: pass",
+        [*CALL, "backward_begins", "update_begins", "step_dropped"],
+    ),
+    "another thread": (
+        "loss_of(model)\nthread = threading.Thread(target=lambda: loss_of(other).backward())\n"
+        "thread.start(); thread.join()",
+        CALL,
+    ),
+    "a step with a closure": (
+        "loss_of(model)\nlbfgs = torch.optim.LBFGS(model.parameters())\n"
+        "def closure():\n  lbfgs.zero_grad(); loss = loss_of(model); loss.backward(); return loss\n"
+        "lbfgs.step(closure)\nloss_of(model).backward(); optimizer.step()",
+        [*CALL, "step_dropped", *CALL, "backward_begins", *UPDATE],
+    ),
+    "a script that begins to do it itself": (
+        "loss_of(model)\nwith torch.autocast('cpu', torch.bfloat16): loss_of(model).backward()\noptimizer.step()",
+        [*CALL, "step_dropped"],
+    ),
+    "no optimizer alive": ("del optimizer, second\nloss_of(model).backward()", []),
+}
+
+
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_what_is_told(launch: Any, told: Told, name: str) -> None:
+    source, expected = LOOPS[name]
+    ran = launch(SETUP + source, policy="fp16", watch=1)
+    assert ran.status == 0, ran.err
+    assert [words[0] for words in told.told] == [*expected, *(["step_dropped"] if expected else [])]
+    ended = [words[1:3] for words in told.told if words[0] == "update_ended"]
+    updates = [(r.index, r.optimizer) for r in ran.of("update")]
+    assert [pair for pair in updates if pair in ended] == ended
+    assert ("a closure are not watched" in ran.notes) == ("closure" in name)
+
+
+def test_a_backward_that_is_run_again_is_told_with_each_scale(launch: Any, told: Told) -> None:
+    source = """
+    z = x.clone().requires_grad_()
+    (1000 * loss_of(model, z)).backward()
+    optimizer.step()
+    """
+    ran = launch(SETUP + "\n".join(line.strip() for line in source.splitlines()), policy="fp16", watch=1)
+    scales = [words[1] for words in told.told if words[0] == "backward_begins"]
+    assert scales[0] == 65536.0
+    assert len(scales) > 1
+    assert scales == [65536.0 / 2**n for n in range(len(scales))]
+    # Gradients that were counted already are no gradients of the step.
+    names = [words[0] for words in told.told]
+    assert names.count("step_dropped") == len(scales)
+    assert names[-4:] == ["backward_begins", *UPDATE, "step_dropped"]
+    assert ran.of("update")[0].moved
+
+
+NAN = (
+    SETUP
+    + """
+for step in range(LOOPS):
+    optimizer.zero_grad()
+    (loss_of(model) * float('nan')).backward()
+    optimizer.step()
+"""
+)
+
+
+def test_a_skipped_step_is_told_and_named_where_the_scale_collapses(launch: Any, told: Told) -> None:
+    ran = launch(NAN.replace("LOOPS", "100"), policy="fp16,loss_scale=1024", watch=1)
+    assert ran.status == 1
+    updates = ran.of("update")
+    assert [u.skipped for u in updates] == [True] * len(updates)
+    assert all(u.observed for u in updates)  # looking takes its time
+    assert [o.update for o in ran.of("overflow")] == list(range(len(updates)))
+    kinds = [r.kind for r in ran.records if r.kind in ("update", "overflow")]
+    assert kinds == ["update", "overflow"] * len(updates)  # the last one's too, whose error ends the script
+    assert "LossScaleCollapseError" in ran.err
+    assert "What makes them fail: forward of linear in 2: " in ran.err
+    assert f"mezzo: update 0 skipped, and {len(updates) - 1} later ones: forward of linear in 2" in ran.err
+
+
+def test_the_model_may_be_called_by_those_who_look(
+    launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    class Calls(Told):
+        def call_ended(self, model: Any, output: Any) -> None:
+            self.model = model
+
+        def update_ended(self, optimizer: Any, **how: Any) -> None:
+            out = self.model(torch.ones(2, 4))
+            assert out.dtype is torch.float32  # the plain model, in no region
+            seeds: list[Any] = []
+            out.register_hook(seeds.append)
+            torch.autograd.grad(out.sum(), list(self.model.parameters()))
+            assert seeds[0].eq(1).all()  # and no loss scale
+            before = [p.grad.clone() for p in self.model.parameters()]
+            self.model(torch.ones(2, 4)).sum().backward()
+            for p, grad in zip(self.model.parameters(), before):
+                p.grad = grad
+            self.told.append(("called",))
+
+    calls = Calls()
+    monkeypatch.setattr(observers, "watchers_for", lambda session: [calls])
+    source = SETUP + "for _ in range(3): loss_of(model).backward(); optimizer.step()"
+    ran = launch(source, policy="fp16", watch=1)
+    assert calls.told.count(("called",)) == 3, ran.notes
+    assert len(ran.of("loss")) == len(ran.of("update")) == 3
+    assert "mezzo: 3 calls of Linear in fp16" in ran.err
+    assert all(u.moved for u in ran.of("update"))
+
+
+@pytest.mark.parametrize("moment", ["call_begins", "backward_begins", "update_ended", "drain", "finish"])
+def test_the_script_goes_on_whatever_becomes_of_those_who_look(
+    launch: Any, told: Told, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(told, moment, fails)
+    ran = launch(TRAIN, policy="fp16", watch=1)
+    assert ran.status == 0
+    assert len(ran.of("update")) == 4
+    assert "Told gave up: MemoryError: no room" in ran.notes
+    assert told.told[-1] == ("step_dropped",)
+
+
+def test_nobody_is_asked_for_who_is_not_wanted(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(observers, "watchers_for", asked)
+    monkeypatch.setattr(observers, "tracer_for", asked)
+    for keywords in ({"policy": "bf16"}, {"policy": "fp32"}, {"policy": "fp16", "trace": False}):
+        ran = launch(TRAIN, **keywords)
+        assert ran.status == 0
+        assert [r.kind for r in ran.records] == ["run", *["loss", "update"] * 4, "end"]
+        assert ran.notes == ""
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_the_observed_step_is_none_of_theirs(launch: Any, policy: str) -> None:
+    """What they compute is not taken for the script's."""
+    plain = launch(TRAIN, policy=policy, trace=False, observe=True)
+    ran = launch(TRAIN, policy=policy, watch=1, observe=True)
+    assert ran.of("ops") == plain.of("ops")
+    (before, after) = (one.of("memory")[0].peak_bytes for one in (plain, ran))
+    assert abs(after - before) < 2000  # the first script's own tensors are still there
+    assert [r.update for r in ran.of("ranges")] == [0, 1, 3]
+
+
+def test_skipped_steps_count_for_the_stop(launch: Any) -> None:
+    ran = launch(NAN.replace("LOOPS", "7"), policy="fp16", stop_after=3)
+    assert [u.skipped for u in ran.of("update")] == [True] * 3
+
+
+# Dropout, running statistics, an overflow in the forward pass of step 3, a loss scale that is too large at first.
+OVERFLOWS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(8, 2)
+        self.gain = 1.0
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.first(x)))
+        x = x.mul(self.gain)
+        return self.last(x)
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+for step in range(8):
+    model.gain = 1e5 if step == 6 else 1.0
+    optimizer.zero_grad()
+    loss = 64 * nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex(), *(t.double().sum().item().hex() for t in model.state_dict().values()))
+"""
+
+
+def test_a_skipped_step_is_looked_into_and_nothing_is_changed(launch: Any) -> None:
+    plain = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", trace=False)
+    ran = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)", watch=1)
+    assert ran.lines == plain.lines
+    assert len(set(ran.lines)) == 8
+    skipped = [u.index for u in ran.of("update") if u.skipped]
+    assert skipped == [u.index for u in plain.of("update") if u.skipped]
+    found = {record.update: record.finding for record in ran.of("overflow")}
+    assert list(found) == skipped
+    assert found.pop(6).cause == "overflow"
+    assert {finding.cause for finding in found.values()} == {"loss scale"}
+    (culprit,) = [r.finding for r in ran.of("overflow") if r.update == 6]
+    assert (culprit.op, culprit.direction, culprit.how) == ("mul", "forward", "replay")
+    assert culprit.line == "script.py:15: x = x.mul(self.gain)"
+    assert (
+        "mezzo: update 6 skipped: forward of mul in the model (script.py:15: x = x.mul(self.gain)): "
+        in ran.err
+    )
+    assert plain.of("overflow") == plain.of("ranges") == []
+    assert [r.update for r in ran.of("ranges")] == list(range(8))
+    rows = {(row.module, row.what, row.name): row for row in ran.of("ranges")[-1].rows}
+    assert rows["first", "activation", ""].format == "fp16"
+    assert rows["first", "weight", "weight"].histogram.elements == 32
+    # What the loss scale multiplied is divided by it again, exponent by exponent.
+    true = rows["last", "weight gradient", "bias"].histogram.largest
+    assert true <= 64
+    assert rows["last", "activation gradient", ""].histogram.largest <= 64
+
+
+# ---------------------------------------------------------------------------------------------- live
+
+LIVE = """
+import random, threading, warnings
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+torch.manual_seed(0); random.seed(0); np.random.seed(0)
+model, other = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+
+class Counts(TorchFunctionMode):
+    seen = 0
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+def faulty(out):
+    return torch.log(out.sum() * 0)
+
+def state():
+    hooks = torch.nn.modules.module
+    return (
+        len(_get_current_function_mode_stack()), torch.autograd.Function.__dict__["apply"],
+        len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks), F.has_torch_function,
+        list(warnings.filters), warnings.showwarning, torch.is_grad_enabled(), torch.get_default_device(),
+    )
+
+def train(body, steps=8, bad=(3, 5)):
+    before = state()
+    for step in range(steps):
+        optimizer.zero_grad(); second.zero_grad()
+        body(step, step in bad)
+        optimizer.step()
+        assert state() == before, (step, state(), before)
+        held = [*model.state_dict().values(), *other.state_dict().values(), torch.rand(2), *map(torch.tensor, (
+            random.random(), float(np.random.rand())))]
+        print(step, *(t.double().sum().item().hex() for t in held))
+"""
+
+PLAIN = """
+def body(step, bad):
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    if bad:
+        loss = loss + faulty(out)
+    loss.backward()
+train(body)
+"""
+
+IN_A_STEP: dict[str, str] = {
+    "a plain loss": PLAIN,
+    "a default device for the loss": PLAIN.replace(
+        "    loss = F.", "    with torch.device('meta'):\n        assert torch.ones(2).is_meta\n    loss = F."
+    ),
+    "a mode of the script's for the call": PLAIN.replace(
+        "    out = model(x)\n",
+        "    with Counts() as counts:\n        out = model(x)\n    seen = counts.seen; out + 1\n"
+        "    assert counts.seen == seen > 0\n",
+    ),
+    "two models and two optimizers": """
+def body(step, bad):
+    out = other(model(x))
+    loss = F.cross_entropy(out, y)
+    if bad:
+        loss = loss + faulty(out)
+    loss.backward()
+    second.step()
+train(body)
+""",
+    "evaluation before the step": PLAIN.replace(
+        "    out = model(x)\n",
+        "    with torch.no_grad():\n        model.eval()\n        for _ in range(9): model(x)\n        model.train()\n"
+        "    out = model(x)\n",
+    ),
+    "a teacher": PLAIN.replace(
+        "    out = model(x)\n", "    with torch.no_grad(): aim = other(model(x))\n    out = model(x)\n"
+    ).replace("y)\n", "y) + F.mse_loss(out, aim)\n", 1),
+    "a loss that raises": PLAIN.replace(
+        "    loss.backward()\n",
+        "    try:\n        if step == 4: F.cross_entropy(model(x), y[:3])\n    except ValueError: print('raised')\n"
+        "    loss.backward()\n",
+    ),
+    "another thread": PLAIN.replace(
+        "    loss.backward()\n",
+        "    thread = threading.Thread(target=lambda: other(torch.ones(1, 2)).sum().backward())\n"
+        "    thread.start(); thread.join()\n    loss.backward()\n",
+    ),
+    "a penalty on slopes": PLAIN.replace("x)\n", "leaf)\n", 1)
+    .replace("    out =", "    leaf = x.clone().requires_grad_()\n    out =", 1)
+    .replace(
+        "    loss.backward()\n",
+        "    (slope,) = torch.autograd.grad(out.sum(), [leaf], create_graph=True)\n"
+        "    (loss + slope.square().mean()).backward()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(IN_A_STEP))
+def test_what_replay_cannot_explain_is_caught_as_it_happens(launch: Any, name: str) -> None:
+    """The second time by its line; and the training is bit for bit that of nobody who looks."""
+    plain = launch(LIVE + IN_A_STEP[name], policy="fp16,loss_scale=16", trace=False)
+    assert plain.status == 0, plain.err
+    ran = launch(LIVE + IN_A_STEP[name], policy="fp16,loss_scale=16")
+    assert ran.status == 0, ran.err
+    assert ran.lines == plain.lines
+    assert ran.notes == plain.notes
+    found = [r.finding for r in ran.of("overflow")]
+    assert {(f.module, f.op, f.how) for f in found} == {("(outside the model)", "log", "live")}
+    lines = list(dict.fromkeys(f.line for f in found))
+    assert lines == ["", "script.py:21: return torch.log(out.sum() * 0)"]
+
+
+def test_a_script_may_end_while_it_is_watched(launch: Any) -> None:
+    import torch
+    from torch.overrides import _get_current_function_mode_stack
+
+    before = torch.autograd.Function.__dict__["apply"]
+    for ending in (
+        "raise SystemExit(3)",
+        "raise KeyError('mine')",
+        "threading.Thread(target=model, args=(x,)).start()",
+    ):
+        source = LIVE + PLAIN.replace("    if bad:\n", f"    if step == 4: {ending}\n    if bad:\n")
+        source = source.replace("assert state()", "state()")
+        ran = launch(source, policy="fp16,loss_scale=16")
+        assert ran.of("end")
+        assert _get_current_function_mode_stack() == []
+        assert torch.autograd.Function.__dict__["apply"] is before
+        assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_watching_that_fails_is_a_note(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mezzo.pytorch.monitor.forward_trace import ForwardTrace
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room")
+
+    plain = launch(LIVE + PLAIN, policy="fp16,loss_scale=16", trace=False)
+    for broken in ("__init__", "_ran", "claim"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ForwardTrace, broken, fails)
+            ran = launch(LIVE + PLAIN, policy="fp16,loss_scale=16")
+        assert ran.lines == plain.lines, ran.err
+        found = [r.finding for r in ran.of("overflow")]
+        assert len(found) == 2
+        if broken != "claim":  # which is asked by who looks into it as well
+            assert found[1].op == "log"
+        assert "MemoryError: no room" in found[1].note, broken
+
+
+def test_calls_without_a_backward_are_let_go(launch: Any) -> None:
+    """A watch holds the graphs of what it saw: not those of a whole evaluation in training mode."""
+    source = PLAIN.replace(
+        "    out = model(x)\n",
+        "    import weakref\n    seen = []\n    for _ in range(20):\n        mark = Counts()\n"
+        "        model(x).grad_fn.metadata['mark'] = mark\n        seen.append(weakref.ref(mark)); del mark\n"
+        "    print(sum(one() is not None for one in seen))\n"
+        "    out = model(x)\n",
+    )
+    ran = launch(LIVE + source, policy="fp16,loss_scale=16")
+    assert ran.status == 0, ran.err
+    assert {line for line in ran.lines if " " not in line} == {"0"}
+    assert all(r.finding.op == "log" for r in ran.of("overflow"))
+
+
+def test_nobody_watches_before_there_is_something_to_catch(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
+
+    def watched(self: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(OverflowTracer, "live", watched)
+    ran = launch(OVERFLOWS, policy="fp16,loss_scale=dynamic(init=2**22)")
+    assert ran.status == 0
+    assert ran.of("overflow")
+    assert ran.notes == ""
+
+
+def test_a_script_with_compiled_functions_is_not_watched(launch: Any) -> None:
+    compiled = PLAIN.replace("train(body)", "model = torch.compile(model, backend='eager')\ntrain(body)")
+    compiled = compiled.replace("assert state()", "state()")
+    import torch
+
+    plain = launch(LIVE + compiled, policy="fp16,loss_scale=16", trace=False)
+    torch._dynamo.reset()  # of the first script, whose compiled code would serve the second
+    ran = launch(LIVE + compiled, policy="fp16,loss_scale=16")
+    assert plain.status == 0, plain.err
+    assert ran.lines == plain.lines
+    assert "is not watched live, for it has compiled functions" in ran.notes
+    assert all((r.finding.op, r.finding.line) == ("log", "") for r in ran.of("overflow"))
+
+
+def test_a_mode_of_the_script_s_changes_no_gradient(launch: Any) -> None:
+    """PyTorch shows `autograd.grad` to a function mode, and then calls it a second time: it is scaled once."""
+    slopes = IN_A_STEP["a penalty on slopes"]
+    plain = launch(LIVE + slopes, policy="fp16,loss_scale=16", trace=False)
+    under = launch(
+        LIVE + slopes.replace("train(body)", "with Counts(): train(body)"),
+        policy="fp16,loss_scale=16",
+        trace=False,
+    )
+    assert under.lines == plain.lines
+
+
+@pytest.mark.parametrize("every_module", [False, True])
+def test_what_a_module_around_others_returns_is_watched_if_asked(launch: Any, every_module: bool) -> None:
+    source = """
+        import torch
+        from torch import nn
+        class Around(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(4, 4)
+            def forward(self, x):
+                return self.inner(x) * 3.0
+        model = nn.Sequential(nn.Sequential(Around()), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    """
+    ran = launch(source, policy="fp32", watch=1, watch_all=every_module)
+    seen = [row.module for row in ran.of("ranges")[0].rows if row.what == "activation"]
+    around = ["0.0"] if every_module else []  # "0", and the model, hand on what a module in them returned
+    assert seen == ["0.0.inner", *around, "1"]

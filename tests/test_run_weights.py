@@ -1,0 +1,456 @@
+"""Weights and states stored as a policy says, in scripts that know nothing of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mezzo.core.errors import UsageError
+from mezzo.core.policy import policy
+from mezzo.core.records import MemoryRecord, read
+from run_scripts import Ran, launcher
+
+HEAD = """
+import copy, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 3))
+x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
+def loss_of(out):
+    return nn.functional.cross_entropy(out, y)
+def train(optimizer, steps=6, forward=None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of((forward or model)(x))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return loss
+def show(*parameters):
+    print(*(str(p.dtype).removeprefix("torch.") for p in parameters))
+def bits(*parameters):
+    for p in parameters:
+        print(p.detach().double().sum().item().hex(), p.detach().double().square().sum().item().hex())
+"""
+LOWERED = "bfloat16 bfloat16 float32 float32 bfloat16 bfloat16"
+FP32 = " ".join(["float32"] * 6)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    run = launcher(tmp_path, capsys)
+
+    def with_head(source: str, *argv: str, **keywords: Any) -> Ran:
+        return run(HEAD + source, *argv, **keywords)
+
+    return with_head
+
+
+PLAIN = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+train(optimizer)
+show(*model.parameters())
+bits(*model.parameters())
+"""
+
+STORED = [
+    # policy, dtypes of the weights, of Adam's first moment, what the summary says
+    ("bf16", FP32, "float32", None),
+    ("bf16,masters=split", LOWERED, "float32", "weights bf16 (4 of 6 parameters), masters split, state fp32"),
+    (
+        "bf16,masters=split8,state=int8",
+        LOWERED,
+        "uint8",
+        "weights bf16 (4 of 6 parameters), masters split8, state int8",
+    ),
+    ("bf16,masters=none,state=bf16", LOWERED, "bfloat16", "masters none, state bf16"),
+    ("fp16,state=int8", FP32, "uint8", "weights fp32, state int8"),
+    (
+        "bf16,params=bf16,module.3=fp32",
+        "bfloat16 bfloat16 float32 float32 float32 float32",
+        "float32",
+        "weights bf16 (2 of 6 parameters), masters split",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "weights", "state", "told"), STORED)
+def test_weights_and_states_are_stored_as_the_policy_says(
+    launch: Any, text: str, weights: str, state: str, told: str | None
+) -> None:
+    source = PLAIN + "print(optimizer.state[model[0].weight]['exp_avg'].dtype, type(optimizer).__name__)"
+    ran = launch(source, policy=text)
+    assert ran.status == 0, ran.err
+    assert ran.lines[0] == weights
+    assert ran.lines[-1] == f"torch.{state} AdamW"
+    assert [(u.moved, u.optimizer) for u in ran.of("update")] == [(True, 0)] * 6
+    assert ran.records[0].policy == str(policy(text))
+    assert ("weights stay FP32" in ran.err) == (weights == FP32)
+    if told is None:
+        assert ran.of("end")[0].notes == []
+    else:
+        assert told in ran.notes
+        assert f"mezzo: {ran.of('end')[0].notes[-1]}" in ran.err
+
+
+def test_split_masters_equal_separate_ones_and_learn_as_fp32_does(launch: Any) -> None:
+    losses = {
+        name: [
+            record.loss
+            for record in launch(PLAIN.replace("(optimizer)", "(optimizer, 40)"), policy=name).of("loss")
+        ]
+        for name in ("fp32", "bf16,masters=split", "bf16,masters=fp32", "bf16,masters=split8,state=int8")
+    }
+    first, last = losses["fp32"][0], losses["fp32"][-1]
+    assert losses["bf16,masters=split"] == losses["bf16,masters=fp32"]
+    assert losses["bf16,masters=split"] != losses["bf16,masters=split8,state=int8"]
+    for values in losses.values():
+        assert abs(values[-1] - last) < 0.05 * (first - last)
+
+
+BY_HAND = """
+import mezzo
+from mezzo.pytorch.optim.optimizers import AdamW
+from mezzo.pytorch.weights.lowering import lower_weights
+def region(x):
+    with mezzo.autocast("bf16"):
+        out = model(x)
+    return out.float()
+lower_weights(model)
+optimizer = AdamW(model.parameters(), lr=1e-2, masters="split")
+train(optimizer, forward=region)
+show(*model.parameters())
+bits(*model.parameters())
+"""
+
+
+def test_zero_code_equals_the_calls_written_by_hand(launch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = launch(PLAIN, policy="bf16,masters=split").lines
+    exec(compile(HEAD + BY_HAND, "by hand", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == ours
+
+
+# Scripts of other shapes: (lines, what is printed, what is noted).
+SHAPES = {
+    "SGD, Adam and closures": (
+        """
+        for make in (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), lambda p: torch.optim.Adam(p)):
+            model = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 3))
+            optimizer = make(model.parameters())
+            def closure():
+                optimizer.zero_grad()
+                loss = loss_of(model(x))
+                loss.backward()
+                return loss
+            for _ in range(3):
+                loss = optimizer.step(closure)
+            show(*model.parameters(), loss)
+        """,
+        [" ".join(["bfloat16"] * 4 + ["float32"])] * 2,
+        "weights bf16 (8 of 8 parameters)",
+    ),
+    "schedulers, made before the first call and after": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        first = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** step)
+        train(optimizer, 1)
+        first.step()
+        second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(optimizer, 1)
+        second.step()
+        print(optimizer.param_groups[0]["lr"], first.get_last_lr())
+        show(*model.parameters())
+        """,
+        ["0.25 [0.5]", LOWERED],
+        "weights bf16 (4 of 6 parameters)",
+    ),
+    "an optimizer made after the first call": (
+        """
+        with torch.no_grad():
+            model(x)
+        show(*model.parameters())
+        loss = loss_of(model(x))
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss.backward()
+        optimizer.step()
+        show(*model.parameters())
+        train(optimizer, 2)
+        show(*model.parameters())
+        print(int(optimizer.state[model[0].weight]["step"]))
+        """,
+        [FP32, FP32, LOWERED, "3"],
+        "weights bf16 (4 of 6 parameters)",
+    ),
+    "several modules, an optimizer each": (
+        """
+        head = nn.Linear(3, 3)
+        one = torch.optim.AdamW(model.parameters())
+        two = torch.optim.SGD(head.parameters(), lr=0.1)
+        for _ in range(3):
+            one.zero_grad(); two.zero_grad()
+            loss_of(head(model(x))).backward()
+            one.step(); two.step()
+        show(*model.parameters(), *head.parameters())
+        """,
+        [f"{LOWERED} bfloat16 bfloat16"],
+        "weights bf16 (6 of 8 parameters)",
+    ),
+    "a frozen teacher without an optimizer": (
+        """
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, forward=lambda x: model(x) + teacher(x).detach())
+        show(*model.parameters(), *teacher.parameters())
+        """,
+        [f"{LOWERED} {FP32}"],
+        "weights bf16 (4 of 12 parameters)",
+    ),
+    "a model of which one part is trained": (
+        """
+        optimizer = torch.optim.AdamW(model[3].parameters())
+        train(optimizer)
+        show(*model.parameters())
+        """,
+        ["float32 float32 float32 float32 bfloat16 bfloat16"],
+        "weights bf16 (2 of 6 parameters)",
+    ),
+    "tied weights": (
+        """
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.token = nn.Embedding(3, 8)
+                self.head = nn.Linear(8, 3, bias=False)
+                self.head.weight = self.token.weight
+            def forward(self, x):
+                return self.head(self.token(x))
+        tied = Tied()
+        optimizer = torch.optim.AdamW(tied.parameters())
+        train(optimizer, forward=lambda x: tied(y))
+        show(*tied.parameters())
+        print(tied.head.weight is tied.token.weight)
+        """,
+        ["bfloat16", "True"],
+        "weights bf16 (1 of 1 parameters)",
+    ),
+    "a copy of the model": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, 2)
+        mean = copy.deepcopy(model)
+        train(optimizer, 2)
+        with torch.no_grad():
+            for a, b in zip(mean.parameters(), model.parameters()):
+                a.lerp_(b, 0.5)
+        show(mean(x), *mean.parameters())
+        """,
+        [f"float32 {LOWERED}"],
+        "weights bf16 (4 of 12 parameters)",
+    ),
+    "the first call in inference mode": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch.inference_mode():
+            model(x)
+        train(optimizer)
+        show(*model.parameters())
+        """,
+        [LOWERED],
+        "weights bf16 (4 of 6 parameters)",
+    ),
+    "an autocast of its own, after training has begun": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            show(model(x))
+        train(optimizer, 2)
+        show(*model.parameters())
+        """,
+        ["bfloat16", LOWERED],
+        "not left alone, though it uses torch.autocast itself (script.py line 25)",
+    ),
+    "data parallelism": (
+        """
+        from torch import distributed
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(optimizer, forward=wrapped)
+        show(*model.parameters())
+        distributed.destroy_process_group()
+        """,
+        [FP32],
+        "the weights of Sequential stay FP32: it is wrapped for data parallelism",
+    ),
+    "a saved state goes back": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        train(optimizer, 3)
+        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        train(optimizer, 2)
+        bits(*model.parameters())
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(optimizer, 2)
+        bits(*model.parameters())
+        """,
+        "halves",
+        "weights bf16 (4 of 6 parameters)",
+    ),
+    "a foreign optimizer": (
+        """
+        optimizer = torch.optim.RMSprop(model.parameters())
+        train(optimizer)
+        show(*model.parameters())
+        """,
+        [FP32],
+        "the weights and states of RMSprop stay FP32: adopt: no kernel for torch.optim.rmsprop.RMSprop",
+    ),
+    "Mezzo's own optimizer": (
+        """
+        from mezzo.pytorch.optim.optimizers import AdamW
+        optimizer = AdamW(model.parameters())
+        train(optimizer)
+        show(*model.parameters())
+        """,
+        [FP32],
+        "AdamW is Mezzo's own",
+    ),
+    "no optimizer at all": (
+        """
+        loss_of(model(x)).backward()
+        show(*model.parameters())
+        """,
+        [FP32],
+        "weights and states stay FP32: no optimizer",
+    ),
+    "accumulation": (
+        """
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(12):
+            loss_of(model(x)).backward()
+            if step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        show(*model.parameters())
+        """,
+        [LOWERED],
+        "12 backward passes for 3 optimizer steps: where gradients of bf16 weights added up, they did so in bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", SHAPES)
+def test_scripts_of_all_shapes(launch: Any, row: str) -> None:
+    from textwrap import dedent
+
+    lines, printed, noted = SHAPES[row]
+    ran = launch(dedent(lines), policy="bf16,masters=split")
+    assert ran.status == 0, ran.err
+    if printed == "halves":
+        assert ran.lines[: len(ran.lines) // 2] == ran.lines[len(ran.lines) // 2 :]
+        assert len(ran.lines) == 12
+    else:
+        assert ran.lines == printed
+    assert noted in ran.notes
+    optimizers = {u.optimizer for u in ran.of("update")}
+    assert optimizers <= (
+        {0, 1} if row in ("SGD, Adam and closures", "several modules, an optimizer each") else {0}
+    )
+    assert "mezzo: this script ran as it is" not in ran.err
+
+
+def test_auto_with_a_state_times_its_steps_and_keeps_the_state(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = PLAIN.replace("(optimizer)", "(optimizer, 24)")
+    source += "print(optimizer.state[model[0].weight]['exp_avg'].dtype)"
+    for native, calls in [("bf16", "24 calls of Sequential"), ("", "24 calls of Sequential in fp32")]:
+        monkeypatch.setenv("MEZZO_ASSUME_NATIVE", native)
+        ran = launch(source, policy="auto,state=int8")
+        assert ran.status == 0, ran.err
+        assert (ran.lines[0], ran.lines[-1]) == (FP32, "torch.uint8")
+        assert calls in ran.err
+        assert "weights fp32, state int8" in ran.notes
+
+
+def test_the_twin_moves_the_weights_before_they_are_lowered(launch: Any) -> None:
+    source = PLAIN.replace("(optimizer)", "(optimizer, 1)")
+    plain, twin = (launch(source, policy="bf16,masters=split", nudge=n).lines for n in (False, True))
+    assert plain[0] == twin[0] == LOWERED
+    assert plain != twin
+
+
+def test_an_overflow_vetoes_the_adopted_step(launch: Any) -> None:
+    ran = launch(
+        """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(6):
+    optimizer.zero_grad()
+    (loss_of(model(x)) * (1e3 if step == 2 else 1.0)).backward()
+    optimizer.step()
+print(int(optimizer.state[model[0].weight]["step"]))
+""",
+        policy="fp16,state=int8,loss_scale=dynamic(init=2**14)",
+    )
+    assert ran.status == 0, ran.err
+    assert [u.moved for u in ran.of("update")] == [True, True, False, True, True, True]
+    assert {u.optimizer for u in ran.of("update")} == {0}
+    assert ran.lines == ["5"]
+
+
+REFUSED = [
+    ("fp16,params=fp16", "unscales each gradient where it is stored.*masters='fp32'"),
+    ("fp32,params=bf16", "where compute is bf16, too. Use bf16,params=bf16"),
+    ("auto,params=bf16", "where compute is bf16, too"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED)
+def test_what_a_script_can_not_be_run_with(launch: Any, text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch(f"open({str(tmp_path / 'ran')!r}, 'w')", policy=text)
+    assert not (tmp_path / "ran").exists()
+
+
+MEMORY = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+x = torch.randn(1, 256)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("text", "bytes_each"),
+    [
+        ("fp32", 16),
+        ("bf16,masters=split8,state=int8", 7.0625),
+    ],
+)
+def test_the_watched_peak_shows_the_saving(tmp_path: Path, text: str, bytes_each: float) -> None:
+    # A process of its own: what other tests have left alive would be counted too.
+    script, records = tmp_path / "train.py", tmp_path / "run.jsonl"
+    script.write_text(MEMORY)
+    words = ["run", "--precision", text, "--observe", "--records", str(records), str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mezzo", *words], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    (memory,) = [record for record in read(records) if isinstance(record, MemoryRecord)]
+    parameters = 8 * 256 * 256
+    # Two parameters' worth of temporaries: backward's and those of torch's own step.
+    assert bytes_each <= memory.peak_bytes / parameters <= bytes_each * (1 + 1 / 8)
