@@ -125,7 +125,7 @@ class StaticLossScale:
                 f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above 0"
             )
         check_whole("headroom_bits", headroom_bits, 0)
-        room = named(format).exact_max / Fraction(largest_gradient)
+        room = Fraction(named(format).max) / Fraction(largest_gradient)
         # bit_length gives floor(log2) of a ratio to within one; the comparison settles which.
         exponent = room.numerator.bit_length() - room.denominator.bit_length()
         if Fraction(2) ** exponent > room:
