@@ -249,7 +249,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DynamicLossScale, {"ceiling": math.inf}, "ceiling is inf"),
     (DynamicLossScale, {"init": math.nan}, "init is nan"),
     (DynamicLossScale, {"growth_factor": 1.0}, "growth_factor is 1.0"),
-    (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "above 1 in FP32"),
+    (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "between 1 and inf"),
     (DynamicLossScale, {"growth_factor": math.inf}, "growth_factor is inf"),
     (DynamicLossScale, {"growth_factor": math.nan}, "growth_factor is nan"),
     (DynamicLossScale, {"backoff_factor": 0.0}, "backoff_factor is 0.0"),

@@ -241,9 +241,12 @@ def test_decimals_that_are_no_numbers(text: str) -> None:
 
 
 IN_FLOAT32 = (np.float16, np.float32, ml_dtypes.bfloat16, *(row[0] for row in SMALL.values()), ">f4", ">f2")
-IN_FLOAT64 = tuple("f8 >f8 ? i1 u1 i2 u2 i4 u4 i8 >i8".split())
+IN_FLOAT64 = tuple(["f8", ">f8", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", ">i8"])
 TORCH_FLOAT32 = [torch.float32, *(row[1] for row in SMALL.values())]
-TORCH_FLOAT64 = [getattr(torch, name) for name in "float64 bool uint8 int8 int16 int32 uint16 uint32".split()]
+TORCH_FLOAT64 = [
+    getattr(torch, name)
+    for name in ["float64", "bool", "uint8", "int8", "int16", "int32", "uint16", "uint32"]
+]
 
 
 @pytest.mark.parametrize("dtype", [*IN_FLOAT32, *IN_FLOAT64, *TORCH_FLOAT32, *TORCH_FLOAT64], ids=str)
