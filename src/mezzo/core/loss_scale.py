@@ -19,7 +19,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from numbers import Real
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -54,10 +54,7 @@ class Observation:
     found_inf: bool
 
 
-_Scale = TypeVar("_Scale", bound="StaticLossScale | DynamicLossScale")
-
-
-def _next(scale: _Scale, observation: Observation) -> _Scale:
+def _next(scale: Any, observation: Observation) -> Any:
     after = advance(scale, start(scale), observation.found_inf, Numbers)
     if after.stuck >= scale.patience:
         raise collapsed(scale, after.stuck)
@@ -142,7 +139,8 @@ class StaticLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row.
         """
-        return _next(self, observation)
+        after: StaticLossScale = _next(self, observation)
+        return after
 
     def _with(self, state: ScaleArrays) -> StaticLossScale:
         return replace(self, skips=state.stuck)
@@ -238,7 +236,8 @@ class DynamicLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row at the floor.
         """
-        return _next(self, observation)
+        after: DynamicLossScale = _next(self, observation)
+        return after
 
     def _with(self, state: ScaleArrays) -> DynamicLossScale:
         # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
