@@ -12,11 +12,10 @@ import pytest
 
 from mezzo.core.calibration import MOST_LOST, recommend
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.exponent_strip import MOST, exponent_strip
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.core.policy import policy
-from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.ranges import MOST, Histogram, RangeRow, exponent_strip
 from mezzo.core.records import ModuleRounding, RangesRecord, SensitivityRecord, from_line, to_line
 from mezzo.core.sensitivity import SHOWN, ModuleSensitivity, Sensitivity, expected_square, rank
 
@@ -207,7 +206,7 @@ NOTES: list[tuple[list[RangeRow], str]] = [
     ([gradient("b", math.nan, 1.0)], "in FP32 itself 1 numbers of the activation gradient of b"),
     ([activation("b", math.nan)], "in FP32 itself 1 numbers of the activation of b"),
     ([activation("", 1e6)], "no policy can name ''"),
-    ([gradient("b", 1e10)], "activation gradient of b, largest 1e+10: it overflows fp16 under every scale"),
+    ([gradient("b", 1e10)], "activation gradient of b, largest 1e+10: it overflows fp16 under every dynamic"),
 ]
 
 

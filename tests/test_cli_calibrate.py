@@ -251,7 +251,7 @@ def test_a_policy_that_was_not_tried_says_so(
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [
-        ({}, ["20 updates were made, and none of them was looked at", "takes a closure (LBFGS)"]),
+        ({}, ["20 updates were made, and none could be watched", "take a closure (LBFGS)"]),
         ({"updates": False}, ["no optimizer's step was seen", "mezzo.calibrate(model, loss_fn, batches)"]),
         ({"say": "Compiled."}, ["Compiled."]),
     ],
