@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import mezzo
 from mezzo.core.policy import policy
-from mezzo.core.trial import PrecisionTrial
 from mezzo.pytorch import auto
 from mezzo.pytorch.hardware import ASSUME_NATIVE
 from mezzo.pytorch.training import mixed_precision
@@ -39,8 +40,58 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     real = auto.TimedTrial
-    monkeypatch.setattr(auto, "TimedTrial", lambda trial, device: real(trial, device, made))
+    monkeypatch.setattr(auto, "TimedTrial", lambda name, device: real(name, device, made))
     return made
+
+
+def timed(seconds: Callable[[str, int], float], **options: int) -> tuple[list[str], auto.TrialDecision]:
+    """The precision of each step of a trial on a fake clock, and the decision; `seconds` of a precision's n-th step."""
+    clock = Clock()
+    trial = auto.TimedTrial("bf16", "cpu", clock, **options)  # type: ignore[arg-type]
+    turns: list[str] = []
+    while trial.decision is None:
+        turns.append(trial.precision)
+        trial.start()
+        clock.now += seconds(trial.precision, len(turns) - 1)
+        trial.finish(counts=True)
+    assert trial.precision == trial.decision.precision
+    return turns, trial.decision
+
+
+DECISIONS = [
+    # fp32 seconds, candidate seconds, the decision, words of the reason
+    (0.1, 0.06, "bf16", "60 ms in bf16 and 100 ms in FP32 (medians of 8 steps each, 1.66x"),
+    (0.1051, 0.100, "bf16", "1.05x as fast"),
+    (0.1049, 0.100, "fp32", "1.04x as fast); bf16 is used only where it is at least 1.05x as fast"),
+    (2.0, 40.0, "fp32", "40 s in bf16 and 2 s in FP32"),
+]
+
+
+@pytest.mark.parametrize(("fp32", "low", "chosen", "words"), DECISIONS)
+def test_decides_by_the_ratio_of_medians(fp32: float, low: float, chosen: str, words: str) -> None:
+    _, decision = timed(lambda precision, _: fp32 if precision == "fp32" else low)
+    assert decision.precision == chosen
+    assert words in decision.reason
+
+
+@given(st.integers(1, 12), st.integers(0, 5))
+def test_the_order_is_fair(steps_each: int, warmup: int) -> None:
+    turns, _ = timed(lambda precision, _: 1.0, steps_each=steps_each, warmup=warmup)
+    assert len(turns) == 2 * (steps_each + warmup)
+    assert turns[:4] == ["fp32", "bf16", "bf16", "fp32"][: len(turns)]
+    for start in range(0, len(turns), 2):
+        assert set(turns[start : start + 2]) == {"fp32", "bf16"}
+
+
+def test_neither_drift_nor_warm_up_nor_one_stall_decides() -> None:
+    assert timed(lambda _, index: 1.0 + 0.2 * index)[1].speedup == pytest.approx(1.0)
+    slow = {1, 2, 5, 9}  # the first three steps in bf16, which compile, and a stall
+    _, decision = timed(
+        lambda precision, index: 50.0 if index in slow else {"fp32": 2.0, "bf16": 1.0}[precision],
+        steps_each=3,
+        warmup=3,
+    )
+    assert decision.speedup == 2.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +151,7 @@ def test_the_first_steps_decide(
     clock: Clock,
 ) -> None:
     mp, _ = make(candidate, monkeypatch, accumulate=accumulate)
-    length = PrecisionTrial(candidate).steps_left
+    length = 2 * (8 + 2)
     seconds = {"fp32": 3.0 * ratio, candidate: 3.0}
     ran = steps(mp, clock, seconds, length - 1)
     assert mp.decision is None
@@ -137,7 +188,7 @@ def test_no_loss_scale_in_the_fp32_steps_of_a_trial(monkeypatch: pytest.MonkeyPa
 def test_validation_between_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     mp, model = make("bf16", monkeypatch)
     seconds = {"fp32": 2.0, "bf16": 1.0}
-    for _ in range(PrecisionTrial("bf16").steps_left):
+    for _ in range(20):
         model.eval()
         with torch.no_grad(), mp.autocast():
             model(torch.ones(2, 3))
@@ -162,7 +213,7 @@ def test_a_decision_is_carried_into_the_resumed_run(
     ratio: float, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     mp, _ = make("fp16", monkeypatch)
-    steps(mp, clock, {"fp32": ratio, "fp16": 1.0}, PrecisionTrial("fp16").steps_left)
+    steps(mp, clock, {"fp32": ratio, "fp16": 1.0}, 20)
     if mp.precision == "fp16":
         mp.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
     state = mp.state_dict()
@@ -181,11 +232,11 @@ def test_a_device_is_waited_for_during_the_trial_only(monkeypatch: pytest.Monkey
     waits: list[int] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
     clock = Clock()
-    timed = auto.TimedTrial(PrecisionTrial("bf16", steps_each=1, warmup=0), "cuda", clock)
+    trial = auto.TimedTrial("bf16", "cuda", clock, steps_each=1, warmup=0)
     for _ in range(2):
-        timed.start()
-        timed.start()
+        trial.start()
+        trial.start()
         clock.now += 1.0
-        timed.finish(counts=True)
+        trial.finish(counts=True)
     assert len(waits) == 4
-    assert timed.decision is not None
+    assert trial.decision is not None

@@ -9,7 +9,6 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,13 +37,11 @@ from mezzo.pytorch.batch_size import (
     Trial,
     available_bytes,
     is_out_of_memory,
-    predicted_bytes,
     says_out_of_memory,
     spendable_bytes,
     unchanging,
 )
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.snapshot import Snapshot
 
 Step = Callable[[int], object]
 
@@ -153,31 +150,6 @@ def test_on_a_line_the_answer_is_the_naive_one_and_nothing_far_beyond_is_tried(
             assert fixed + each * trial.size <= limit * (1 + BEYOND) + 1
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(0, 50) | st.sampled_from([0, 0, 500]), min_size=1), searches(), st.integers(1, 8000)
-)
-def test_whatever_grows_the_answer_fits_and_no_larger_one_was_seen_to(
-    growth: list[int], search: Search, limit: int
-) -> None:
-    """Bytes that never fall with the size: lines, jumps, plateaus."""
-
-    def memory(n: int) -> int:
-        rounds, rest = divmod(n, len(growth))
-        return rounds * sum(growth) + sum(growth[:rest]) + n // 7 + 1
-
-    found = run(search, memory, limit)
-    if any("no longer grow" in note for note in found.notes):
-        return
-    if not found.fits:
-        assert memory(search.multiple_of) > limit
-        return
-    above = found.largest + search.multiple_of
-    assert memory(found.largest) <= limit
-    proven = any(trial.size == above and not trial.fits for trial in found.trials)
-    assert proven or found.refused == above or above > (search.max_size or 0)
-
-
 def test_data_that_holds_no_more_end_the_search() -> None:
     result = run(Search(), lambda n: 100 * min(n, 50), 10**9)
     assert [trial.size for trial in result.trials] == [8, 16, 32, 64, 128, 256]
@@ -192,21 +164,6 @@ def test_data_that_holds_no_more_end_the_search() -> None:
     assert not unchanging(
         run(Search(), itself, 100, fails=True).trials
     )  # bytes that were not measured prove nothing
-
-
-def test_bytes_are_predicted_on_the_line_through_the_nearest_sizes() -> None:
-    trials = [Trial(8, True, 180), Trial(16, True, 260), Trial(64, False, 1240)]
-    assert predicted_bytes(trials, 40) == 260 + 24 * (1240 - 260) / 48
-    assert predicted_bytes(trials[:2], 32) == 420
-    assert predicted_bytes(trials[:1], 16) == 360
-    assert predicted_bytes([], 16) == 0
-
-
-def test_the_fastest_is_among_those_that_fit() -> None:
-    speeds = {8: 1.0, 16: 1.0, 32: 4.0, 64: None}
-    result = BatchSizeResult(tuple(Trial(n, n < 64, n, s) for n, s in speeds.items()))
-    assert (result.fastest, result.largest) == (16, 32)
-    assert BatchSizeResult((Trial(8, True, 1),)).fastest == 8
 
 
 # what was found, the numbers that the sentence for the user names
@@ -238,14 +195,6 @@ def test_what_is_recommended(result: BatchSizeResult, names: list[str]) -> None:
         for which in ("largest", "fastest"):
             with pytest.raises(NothingFitsError, match="nothing fits"):
                 getattr(result, which)
-
-
-def test_a_result_is_a_table_of_all_sizes_in_order() -> None:
-    text = str(replace(run(Search(), tens), notes=("look here",))).splitlines()
-    assert text[0].split() == ["size", "peak", "steps/s", "samples/s", "fits"]
-    assert [line.split()[0] for line in text[1:7]] == ["8", "16", "32", "64", "100", "101"]
-    assert text[6].split(maxsplit=5)[5] == "no: over the limit"
-    assert text[7] == "note: look here"
 
 
 def test_bytes_are_read() -> None:
@@ -519,19 +468,6 @@ class _Holds:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state_dict = lambda: state
-
-
-def test_a_snapshot_keeps_no_tensors_and_restores_the_same_objects() -> None:
-    model, optimizer, step = small()
-    step(4)
-    held = [*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]
-    before = bytes_alive()
-    snapshot = Snapshot([model], [optimizer])
-    assert bytes_alive() == before
-    step(4)
-    snapshot.restore()
-    now = [*model.parameters(), *(entry["exp_avg"] for entry in optimizer.state.values())]
-    assert all(a is b for a, b in zip(held, now))
 
 
 def test_memory_and_time_are_taken_from_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

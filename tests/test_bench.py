@@ -6,7 +6,6 @@ import argparse
 import copy
 import importlib
 import json
-import shutil
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -91,28 +90,6 @@ def test_a_bar_is_judged_by_its_worst_contender_and_the_whole_interval(
     assert judged == [(contender, verdict)]
 
 
-def test_every_bar_names_what_the_run_measures(load: Load) -> None:
-    contenders, loss = load("step_contenders").CONTENDERS, load("bench_loss")
-    for bar in load("bars").BARS:
-        if bar.kind in loss.SCOPES:
-            assert int(bar.row) in loss.TOKENS
-            assert {*bar.above, bar.below} <= set(loss.REGIONS)
-        else:
-            assert bar.row in load("models").WORKLOADS
-            assert all(contenders[name].runs(bar.row, bar.mode) for name in (*bar.above, bar.below))
-    assert set(load("bars").ROWS) == set(load("models").WORKLOADS) == set(load("models").LARGE)
-
-
-def test_bars_are_printed_in_80_columns(load: Load) -> None:
-    bars, out = load("bars"), StringIO()
-    bars.show(bars.judge(_results()), Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    line = next(line.split() for line in lines if "fine-tune, eager" in line and "0.870" in line)
-    assert line == ["fine-tune,", "eager", "split/amp", "0.870", "0.850", "(0.800", "to", "0.900)", "met"]
-    assert sum("missed" in line for line in lines) == 3
-
-
 def test_contenders_start_from_the_same_weights_and_take_the_same_steps(load: Load) -> None:
     found = load("training_step").measure("cnn", "eager", _tiny(load), rounds=2, only=QUICK)
     assert found["raised"] == {}
@@ -141,39 +118,6 @@ def test_a_contender_that_raises_is_recorded_and_the_others_are_measured(
     out = StringIO()
     training_step.show("cnn", "eager", found, Console(file=out, width=80))
     assert "split-bf16: RuntimeError: no such thing" in out.getvalue()
-
-
-def test_peak_bytes_do_not_count_the_other_contenders(load: Load) -> None:
-    measure = load("training_step").measure
-    alone = measure("cnn", "eager", _tiny(load), rounds=1, only=("mezzo-bf16",))
-    beside = measure("cnn", "eager", _tiny(load), rounds=1, only=QUICK)
-    same = beside["peak_bytes"]["mezzo-bf16"] - beside["peak_bytes"]["fp32"]
-    assert abs(alone["peak_bytes"]["mezzo-bf16"] - beside["peak_bytes"]["mezzo-bf16"]) < 1000
-    assert abs(same) < 5000
-
-
-@pytest.mark.heavy
-@pytest.mark.compiler
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_a_compiled_contender_compiles_once_for_all_of_its_objects(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training_step = load("training_step")
-    torch._dynamo.reset()
-    before = training_step._graphs()
-    found = training_step.measure("cnn", "compiled", _tiny(load), rounds=2, only=("fp32", "amp-bf16"))
-    made = training_step._graphs()[0] - before[0]
-    assert found["raised"] == {}
-    assert found["graph_breaks"] == {"fp32": 0, "amp-bf16": 0}
-    assert made == sum(found["graphs"].values()) == 2  # none for the objects that are timed
-
-
-def test_contenders_compile_code_of_their_own(load: Load) -> None:
-    work = _tiny(load)()
-    compiled = load("step_contenders").compiled
-    codes = [compiled(work, name).loss_of._torchdynamo_orig_callable.__code__ for name in ("a", "b")]
-    assert codes[0] is not codes[1]
-    assert codes[0].co_code == work.loss_of.__code__.co_code
 
 
 def test_the_fused_loss_trains_the_same_model(load: Load) -> None:
@@ -222,21 +166,6 @@ def test_each_part_is_written_and_one_that_fails_is_recorded(
     assert {line["verdict"] for line in results["bars"]} >= {"open", "met", "not measured"}
     slow = bench.Part("gpt", "eager", ("-c", "import time; time.sleep(60)"))
     assert bench.run(slow, {}, minutes=0.005) == {"error": "not done after 0.005 minutes"}
-
-
-def test_the_plot_shows_every_row_and_says_of_which_results_it_is(load: Load, tmp_path: Path) -> None:
-    plot, results = load("plot"), _results()
-    paths = plot.draw(results, tmp_path / "bench.json")
-    assert [path.name for path in paths] == ["bench.svg", "bench-dark.svg"]
-    texts = [path.read_text(encoding="utf-8") for path in paths]
-    assert texts[0] != texts[1]
-    for text in texts:
-        assert plot.digest(results) in text
-        assert all(f">{row}<" in text for row in results["rows"])
-        assert "split weights" in text
-    other = copy.deepcopy(results)
-    other["rows"]["gpt"]["eager"]["peak_bytes"]["fp32"] += 1
-    assert plot.digest(other) != plot.digest(results)
 
 
 def test_gpt2s_rates_follow_from_its_size(load: Load) -> None:

@@ -127,15 +127,6 @@ def test_the_modules_are_ranked_by_what_low_precision_does_to_the_loss(given: bo
     assert json.loads(found.to_json())["sensitivity"]["modules"][0]["module"] == "1"
 
 
-def test_formats_of_the_ranking_are_given_by_name_or_as_values() -> None:
-    four = mezzo.formats.Format("e2m1", 2, 1, "four bits", "", has_infinity=False)
-    found = mezzo.calibrate(network(), loss_of, batches(), rank_formats=("float16", four)).sensitivity
-    assert found is not None
-    assert found.formats == ["fp16", "e2m1"]
-    assert all(one.changes["e2m1"] > one.changes["fp16"] for one in found.modules if "e2m1" in one.changes)
-    assert mezzo.calibrate(network(), loss_of, batches(), rank_formats=()).sensitivity is None
-
-
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     moments = [value for entry in optimizer.state.values() for value in entry.values()]
     grads = [p.grad for p in net.parameters() if p.grad is not None]
@@ -172,28 +163,6 @@ def test_everything_is_put_back(given: bool, fails: bool) -> None:
     assert all(map(torch.equal, before, after))
     assert not net.training
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in net.modules())
-
-
-def test_with_an_optimizer_the_weights_move_in_between() -> None:
-    def trained() -> float:
-        net = network()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        for one in batches(3):
-            optimizer.zero_grad()
-            loss_of(net, one).backward()
-            optimizer.step()
-        return float(loss_of(net, batch(3)).detach())
-
-    seen: list[float] = []
-
-    def noting(model: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
-        loss = loss_of(model, one)
-        seen.append(float(loss.detach()))
-        return loss
-
-    net = network()
-    mezzo.calibrate(net, noting, batches(4), optimizer=torch.optim.SGD(net.parameters(), lr=1.0))
-    assert seen[3] == trained()
 
 
 @pytest.mark.parametrize(("steps", "count", "used"), [(2, 6, 2), (8, 3, 3)])
@@ -234,3 +203,25 @@ def test_what_is_wrong_is_told(
 
 def test_the_example() -> None:
     assert doctest.testmod(module).failed == 0
+
+
+def test_with_an_optimizer_the_weights_move_in_between() -> None:
+    def trained() -> float:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for one in batches(3):
+            optimizer.zero_grad()
+            loss_of(net, one).backward()
+            optimizer.step()
+        return float(loss_of(net, batch(3)).detach())
+
+    seen: list[float] = []
+
+    def noting(model: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model, one)
+        seen.append(float(loss.detach()))
+        return loss
+
+    net = network()
+    mezzo.calibrate(net, noting, batches(4), optimizer=torch.optim.SGD(net.parameters(), lr=1.0))
+    assert seen[3] == trained()

@@ -19,7 +19,7 @@ from torch import nn
 import mezzo
 from bad_steps import is_finite, same
 from mezzo.core.errors import LossScaleCollapseError, UsageError
-from mezzo.core.loss_scale import Observation, collapsed, from_state_dict
+from mezzo.core.loss_scale import DynamicLossScale, Observation, collapsed, from_state_dict
 from mezzo.core.overflow import OverflowReport
 from run_scripts import launcher
 from training_steps import NAN, nobody_owns_anything, who_decides  # noqa: F401
@@ -130,7 +130,7 @@ def test_the_error_names_where_it_comes_from() -> None:
 
 def test_a_collapse_tells_what_is_known_to_mend_it() -> None:
     general = "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32."
-    raised = collapsed(2.0**-14, 50)
+    raised = collapsed(DynamicLossScale(), 50)
     assert str(raised).endswith(general)
     found = OverflowReport(
         "overflow", "b", "mul", remedies=["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]

@@ -20,7 +20,6 @@ from mezzo.doctor.gpus import (
     find,
     formats_at,
     from_capability,
-    parse_capability,
 )
 from mezzo.doctor.measure import Rate, recommend, take_turns
 from mezzo.pytorch import hardware
@@ -77,10 +76,6 @@ FOUND = {
 def test_a_gpu_is_found_as_people_write_it() -> None:
     assert {name: ", ".join(model.name for model in find(name)) for name in FOUND} == FOUND
     assert all(len({model.capability for model in find(name)}) == 1 for name in FOUND)
-
-
-def test_capabilities_are_read() -> None:
-    assert [parse_capability(text) for text in (" 7.5 ", "10.0")] == [(7, 5), (10, 0)]
 
 
 class Clock:
@@ -200,18 +195,6 @@ def test_a_cpu_is_measured_in_every_format_and_nothing_is_left_changed() -> None
     assert told[-1] == pytest.approx(1.0)
 
 
-def test_tf32_is_on_only_inside_and_only_when_asked() -> None:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision  # type: ignore[attr-defined]
-    for precision in ("tf32", "ieee"):
-        with measure.fp32_precision(precision):
-            assert matmul.fp32_precision == precision  # type: ignore[attr-defined]
-        assert matmul.fp32_precision == before  # type: ignore[attr-defined]
-    with pytest.raises(ZeroDivisionError), measure.fp32_precision("tf32"):
-        1 / 0
-    assert matmul.fp32_precision == before  # type: ignore[attr-defined]
-
-
 def test_a_slow_format_is_measured_on_less_work_and_a_failing_one_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -326,23 +309,6 @@ def test_this_machine_as_json(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert len(shown["recommendation"]["reasons"]) == 3
 
 
-def test_a_gpu_that_is_here_is_the_one_measured(
-    cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def on_gpu(device: str, **given: Any) -> list[Rate]:
-        assert device == "cuda"
-        return made_up("cpu", **given)
-
-    cpu.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 * 10**9, 2))
-    cpu.setenv("MEZZO_ASSUME_NATIVE", "fp16")
-    cpu.setattr(measure, "measure", on_gpu)
-    assert main(["doctor"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "GPU NVIDIA T4, 16 GB, compute capability 7.5, the first of 2" in printed
-    assert "Measured on the GPU" in printed
-    assert "NVIDIA T4 does not train in bf16 natively" in printed
-
-
 def test_a_named_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gpu", "T4"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -385,8 +351,7 @@ WRONG = [
     (["--gpu", "T5"], "mezzo doctor: unknown GPU 'T5'. Use one of A10, "),
     (["--gpu", "RTX 4095"], "Did you mean 'RTX 4090'?"),
     (["--gpu", ""], "unknown GPU ''."),
-    (["--capability", "8.1"], "mezzo doctor: unknown compute capability '8.1'"),
-    *[(["--capability", text], "write major.minor, one of 5.0, 5.2") for text in ("ada", "sm_80", "8")],
+    *[(["--capability", text], "write major.minor, such as 8.9") for text in ("ada", "sm_80", "8")],
     (["--gpu", "T4", "--capability", "7.5"], "give one of them"),
     (["--gqu", "T4"], "unrecognized arguments"),
 ]
@@ -400,16 +365,6 @@ def test_wrong_usage_exits_2_and_says_how_to_mend_it(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
-
-
-@pytest.mark.heavy
-def test_the_real_thing_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--quick", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
-    rates = {(row["what"], row["format"]): row["median"] for row in shown["measured"]}
-    assert rates["matmul", "fp32"] > 0
-    assert rates["copy", "fp32"] > 0
-    assert shown["recommendation"]["precision"] in ("fp32", "bf16", "fp16")
 
 
 def test_every_key_of_the_json_is_documented(

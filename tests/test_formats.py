@@ -1,6 +1,4 @@
-"""The table of formats against the standards and three other libraries' finfo; numbers read and written as text; and
-`mezzo formats`, as a user meets it.
-"""
+"""The table of formats against the standards and three other libraries' finfo; and `mezzo formats`."""
 
 from __future__ import annotations
 
@@ -22,15 +20,13 @@ from hypothesis import strategies as st
 
 import mezzo
 from mezzo.cli import formats as cli_formats
-from mezzo.cli.formats import stored
+from mezzo.cli.formats import parse, stored, written
 from mezzo.cli.main import main
-from mezzo.core import formats, numerals
+from mezzo.core import formats
 from mezzo.core.errors import UnknownNameError, UsageError
-from mezzo.core.formats import FORMATS, Bits
-from mezzo.core.numerals import exactly, parse, power_of_two, written
+from mezzo.core.formats import FORMATS, Bits, Format
 
 DOCS = Path(__file__).parent.parent / "docs"
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 # name: sign/exponent/mantissa, largest, log2 of the smallest normal, of the smallest subnormal, of eps
 TABLE = {
@@ -41,8 +37,6 @@ TABLE = {
     "bf16": ((1, 8, 7), 3.3895313892515355e38, -126, -133, -7),
     "e4m3fn": ((1, 4, 3), 448.0, -6, -9, -3),
     "e5m2": ((1, 5, 2), 57344.0, -14, -16, -2),
-    "binary128": ((1, 15, 112), 2**16384 - 2**16271, -16382, -16494, -112),
-    "binary256": ((1, 19, 236), 2**262144 - 2**261907, -262142, -262378, -236),
 }
 
 
@@ -53,16 +47,11 @@ def test_a_format_is_what_its_standard_says(name: str) -> None:
     form = FORMATS[name]
     assert (1, form.nexp, form.nmant) == widths
     assert form.bits == sum(widths)
-    assert form.max == -form.min == form.exact_max == largest
-    assert form.smallest_normal == form.tiny == power_of_two(normal)
-    assert form.smallest_subnormal == power_of_two(subnormal)
-    assert (form.eps, form.epsneg) == (power_of_two(eps), power_of_two(eps - 1))
-    assert form.minexp == normal
-    assert largest < power_of_two(form.maxexp) <= 2 * Fraction(largest)
-    assert form.bias == 2 ** (widths[1] - 1) - 1
-    for attribute in ("max", "min", "smallest_normal", "smallest_subnormal", "eps", "epsneg", "resolution"):
-        wide = name.startswith("binary") and attribute not in ("eps", "epsneg", "resolution")
-        assert isinstance(getattr(form, attribute), float) is not wide, attribute
+    assert form.max == -form.min == largest
+    assert (form.smallest_normal, form.smallest_subnormal) == (2.0**normal, 2.0**subnormal)
+    assert (form.eps, form.epsneg) == (2.0**eps, 2.0 ** (eps - 1))
+    assert (form.minexp, form.bias) == (normal, 2 ** (widths[1] - 1) - 1)
+    assert largest < Fraction(2) ** form.maxexp <= 2 * Fraction(largest)
 
 
 # Other libraries have these formats too: (format, its finfo, where it differs from ours).
@@ -83,15 +72,14 @@ FINFO = [
     ("e5m2", torch.finfo(torch.float8_e5m2), ""),
 ]
 NAMES = (
-    "bits eps epsneg max min tiny smallest_normal smallest_subnormal nmant nexp maxexp minexp machep negep precision "
-    "resolution"
+    "bits eps epsneg max min smallest_normal smallest_subnormal nmant nexp maxexp minexp precision resolution"
 )
 
 
 @pytest.mark.parametrize(("name", "oracle", "differs"), FINFO, ids=lambda v: type(v).__module__)
 def test_properties_agree_with_finfo(name: str, oracle: object, differs: str) -> None:
     shared = [attribute for attribute in NAMES.split() if hasattr(oracle, attribute)]
-    assert len(shared) >= 7
+    assert len(shared) >= 6
     for attribute in shared:
         ours, theirs = getattr(FORMATS[name], attribute), getattr(oracle, attribute)
         assert (float(ours) == float(theirs)) is (attribute not in differs.split()), (attribute, ours, theirs)
@@ -107,7 +95,7 @@ def test_mezzo_formats_is_this_module_and_its_names_resolve() -> None:
 
 # call -> what the message must hold
 WRONG = [
-    (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, binary128"),
+    (lambda: formats.named("f16"), "unknown format 'f16'. Use one of bf16, e4m3fn"),
     (lambda: formats.named("f16"), "Did you mean 'fp16'?"),
     (lambda: formats.round(1.0, "bf16", overflow="wrap"), "Use one of infinity, saturate."),
     (lambda: formats.bits(1.0, "bf16", overflow="inf"), "Did you mean 'infinity'?"),
@@ -117,6 +105,7 @@ WRONG = [
     (lambda: formats.decode(-1, "e5m2"), "its 8 bits hold 0 to 0xff"),
     (lambda: Bits(0, 16, 0, FORMATS["e4m3fn"]), "exponent 16 does not fit e4m3fn: it is 0 to 15"),
     (lambda: Bits(2, 1, 0, FORMATS["e4m3fn"]), "sign 2 does not fit e4m3fn: it is 0 to 1"),
+    (lambda: Format("binary128", 15, 112, "", ""), "wider than float64"),
 ]
 
 
@@ -128,20 +117,7 @@ def test_a_wrong_argument_is_told_how_to_mend_it(call: Callable[[], object], mes
     assert isinstance(caught.value, UnknownNameError) is ("Use one of" in message or "mean" in message)
 
 
-def test_exactly_gives_the_plainest_type() -> None:
-    rows = [
-        (Fraction(1, 4), float),
-        (Fraction(1, 3), Fraction),
-        (Fraction(2**53 + 1), int),
-        (Fraction(2**2000), int),
-        (Fraction(2**2000 + 1, 2), Fraction),
-        (power_of_two(-1075), Fraction),
-    ]
-    assert [(exactly(value), type(exactly(value))) for value, _ in rows] == rows
-    assert math.copysign(1, formats.round(-0.0, "binary128")) == -1
-
-
-@pytest.mark.parametrize("module", [formats, numerals, cli_formats], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [formats, cli_formats], ids=lambda m: m.__name__)
 def test_the_examples_in_the_docstrings_are_true(module: Any) -> None:
     failed, tried = doctest.testmod(module)
     assert failed == 0
@@ -157,7 +133,7 @@ def test_the_page_on_numerics_is_true() -> None:
         cells[0]: cells[1:] for line in lines if (cells := [c.strip() for c in line.strip("|").split("|")])
     }
     for form in FORMATS.values():
-        powers = [form.minexp, form.minexp - form.nmant, form.machep]
+        powers = [form.minexp, form.minexp - form.nmant, -form.nmant]
         expected = [f"1/{form.nexp}/{form.nmant}", written(form.max), *(f"2^{power}" for power in powers)]
         assert rows[form.name] == expected
 
@@ -166,28 +142,25 @@ READ = [
     ("-4.2e9", -4.2e9),
     (" +1_000.5 ", 1000.5),
     (".5", 0.5),
-    ("5.", 5.0),
-    ("1E3", 1000.0),
+    ("1E3", 1000),
+    ("0.1", Fraction(1, 10)),
     ("0x1.8p3", 12.0),
     ("-0X.1P-4", -(2.0**-8)),
-    ("0xff", 255.0),
     ("1/3", Fraction(1, 3)),
     ("-1.5/2e1", Fraction(-3, 40)),
     ("2^-24", 2.0**-24),
     ("2**100", 2.0**100),
-    ("-2^-16494", Fraction(-1, 2**16494)),
+    ("-2^-1100", Fraction(-1, 2**1100)),
     ("1e-400", Fraction(1, 10**400)),
     ("1e400", 10**400),
-    ("inf", math.inf),
     ("-Infinity", -math.inf),
     ("9007199254740993", 2**53 + 1),
-    ("0", 0.0),
 ]
 
 
 @pytest.mark.parametrize(("text", "number"), READ, ids=[row[0] for row in READ])
-def test_a_numeral_is_read_exactly(text: str, number: object) -> None:
-    assert (parse(text), type(parse(text))) == (number, type(number))
+def test_a_numeral_is_read_exactly(text: str, number: float) -> None:
+    assert parse(text) == number
 
 
 def test_signs_of_zero_and_nan_are_read() -> None:
@@ -197,52 +170,33 @@ def test_signs_of_zero_and_nan_are_read() -> None:
 
 @given(st.floats(allow_nan=False))
 def test_every_float_comes_back(x: float) -> None:
-    assert parse(x.hex()) == x
     for text in (repr(x), x.hex()):
         number = formats.round(parse(text), "fp64")
         assert (number, math.copysign(1, number)) == (x, math.copysign(1, x))
-    if math.isfinite(x):
-        assert float(written(x, 17)) == x
-
-
-@given(st.fractions())
-def test_every_fraction_comes_back(x: Fraction) -> None:
-    assert Fraction(parse(f"{x.numerator}/{x.denominator}")) == x
+    assert float(written(x, 17)) == x
 
 
 UNREADABLE = [
-    *[(text, "write a decimal (-4.2e9)") for text in ("", "foo", "1e", "--1", "0x", "0xp3", "1//3")],
-    ("1/0", "'1/0' divides by zero"),
-    ("1e999999999", "beyond every format: use powers of ten up to 100000"),
-    ("1/1e-999999999", "beyond every format"),
-    ("2^999999999", "beyond every format: use powers of two up to 400000"),
-    ("0x1p-999999999", "beyond every format"),
-    ("1" * 5000, "a number of 5000 characters is more than can be read: use at most 4000"),
+    *[(text, "write a decimal (-4.2e9)") for text in ("", "foo", "1e", "--1", "0x", "0xp3", "1//3", "1/0")],
+    *[(text, "beyond every format") for text in ("1e999999999", "1/1e-999999999", "0x1p9999", "1" * 5000)],
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), UNREADABLE, ids=[row[0][:20] for row in UNREADABLE])
-def test_a_bad_numeral_is_told_how_to_mend_it(text: str, message: str) -> None:
+def test_a_bad_numeral_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert message in str(caught.value)
 
 
 WRITTEN = [
-    (65504.0, 5, "65504"),
-    (65504.0, 3, "65500"),
+    (65504.0, 3, "6.55e4"),
     (-4.2e9, 12, "-4200000000"),
     (-4.2e9, 5, "-4.2e9"),
-    (0.1, 12, "0.1"),
     (0.0999755859375, 12, "0.0999755859375"),
     (2.0**-149, 5, "1.4013e-45"),
     (-math.inf, 5, "-inf"),
-    (math.nan, 5, "nan"),
-    (0.0, 5, "0"),
     (-0.0, 5, "-0"),
-    (0, 5, "0"),
-    (Fraction(1, 10**5000), 5, "1e-5000"),
-    (10**70000 + 1, 5, "1e70000"),
     (999999.6, 6, "1e6"),
 ]
 
@@ -285,7 +239,7 @@ def test_what_a_format_makes_of_a_number(
     assert str(float(found.bits.value)) == str(value)
     assert str(float(found.absolute_error)) == str(error)
     if error and math.isfinite(error):
-        assert Fraction(found.relative_error) == Fraction(error) / abs(Fraction(number))
+        assert found.relative_error == error / abs(number)
 
 
 @pytest.fixture
@@ -315,7 +269,6 @@ def test_the_table_has_every_format_and_fits_the_terminal(
         else r"^fp16 +1/5/10 +65504 +6\.1035e-5 +5\.9605e-8 +0\.00097656$"
     )
     assert re.search(expected, printed, re.MULTILINE)
-    assert "1.6113e78913" in printed
 
 
 def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +298,6 @@ def test_the_table_as_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None
         "resolution": 0.01,
         "has_infinity": True,
     }
-    assert rows["binary128"]["max"] == "1.1897314953572318e4932"
     assert rows["e4m3fn"]["has_infinity"] is False
 
 
@@ -365,35 +317,7 @@ def test_show_prints_bits_value_errors_and_a_word(
     assert {len(mantissa) for mantissa in mantissas} == {form.nmant for form in FORMATS.values()}
 
 
-def test_a_terminal_gets_colours_and_wrapped_bits(
-    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal.setenv("FORCE_COLOR", "1")
-    terminal.setenv("COLUMNS", "50")
-    assert main(["formats", "show", "0.1"]) == 0
-    printed = capsys.readouterr().out
-    assert "\x1b[1;31m0\x1b[0m \x1b[32m01011\x1b[0m \x1b[36m1001100110\x1b[0m" in printed
-    bit_lines = [line for line in ANSI.sub("", printed).splitlines() if line.startswith(" ")]
-    assert max(map(len, bit_lines)) == 50
-    assert sum(len(line.replace(" ", "")) for line in bit_lines) == sum(
-        form.bits for form in FORMATS.values()
-    )
-
-
-NUMBERS = [
-    "-4.2e9",
-    "-1/3",
-    "-0x1.8p3",
-    "-inf",
-    "-nan",
-    "-.5",
-    "-2^-24",
-    "nan",
-    "inf",
-    "1e-400",
-    "-0",
-    "-Infinity",
-]
+NUMBERS = ["-4.2e9", "-1/3", "-0x1.8p3", "-inf", "-nan", "-.5", "-2^-24", "nan", "1e-400", "-0"]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -420,8 +344,8 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "relative_error": 0.999552,
         "word": "overflow",
     }
-    wide = {row["name"]: row for row in third["formats"]}["binary128"]
-    assert (wide["value"], wide["code"]) == ("0.33333333333333333", "0x3ffd5555555555555555555555555555")
+    wide = {row["name"]: row for row in third["formats"]}["fp64"]
+    assert (wide["value"], wide["code"]) == (1 / 3, "0x3fd5555555555555")
 
 
 MISUSED = [
@@ -443,18 +367,3 @@ def test_wrong_usage_exits_2_and_says_how_to_mend_it(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err
-
-
-def test_every_key_and_word_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (DOCS / "formats.md").read_text(encoding="utf-8")
-    found: set[str] = set()
-    for words in (["formats", "--json"], ["formats", "--json", "show", "1", "0.1", "1e-6", "1e-50", "1e9"]):
-        assert main(words) == 0
-        shown = json.loads(capsys.readouterr().out)
-        found |= set(shown)
-        for outer in shown.get("formats", []) + shown.get("numbers", []):
-            found |= set(outer)
-            for inner in outer.get("formats", []):
-                found |= set(inner) | {inner["word"]}
-    assert {"underflow", "overflow", "subnormal", "rounded", "exact", "relative_error", "epsneg"} <= found
-    assert {name for name in found if f"`{name}`" not in page} == set()

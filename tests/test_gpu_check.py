@@ -129,53 +129,6 @@ def test_verdicts_on_a_fake_gpus_result(check: ModuleType, capsys: pytest.Captur
     assert check.verdicts({"tests": {"result": only_skips}})["tests marked gpu pass"]["held"] is False
 
 
-def _bar(what: str, verdict: str) -> dict[str, Any]:
-    line = {"bar": what, "row": "gpt", "mode": "eager", "contender": "split-bf16", "below": "amp-bf16"}
-    return line | {"most": 1.0, "ratio": 0.9, "verdict": verdict}
-
-
-@pytest.mark.parametrize(
-    ("what", "verdict", "held"),
-    [
-        ("never slower than torch.amp", "met", True),
-        ("never slower than torch.amp", "missed", False),
-        ("never slower than torch.amp", "open", None),
-        ("peak bytes, exact", "missed", None),  # a CPU's bar
-    ],
-)
-def test_only_never_slower_is_judged_on_a_gpu(
-    check: ModuleType, what: str, verdict: str, held: bool | None
-) -> None:
-    verdicts = check.verdicts({"bench": {"result": {"bars": [_bar(what, verdict)]}}})
-    del verdicts["bench: ran to its end"]
-    assert [value["held"] for value in verdicts.values()] == [held]
-
-
-@pytest.mark.parametrize(("low", "held"), [(0.95, True), (1.02, False)])
-def test_gpt2_is_judged_by_the_fastest_of_mezzos_loops(check: ModuleType, low: float, held: bool) -> None:
-    rates = {
-        name: {"tokens_per_second": 1000.0, "utilisation": 0.4} for name in ("amp-bf16", "short-bf16", "x")
-    }
-    ratios = {
-        "short-bf16": {"ratio": low + 0.01, "interval": [low, low + 0.02]},
-        "x": {"ratio": 2, "interval": [1, 3]},
-    }
-    sizes = {
-        "124M": {"rates": rates, "ratios": ratios, "raised": {}},
-        "350M": {"rates": {}, "ratios": {}, "raised": {"amp-bf16": "out of memory"}},
-    }
-    verdicts = check.verdicts({"gpt2": {"result": {"sizes": sizes}}})
-    first = verdicts["GPT-2 124M: tokens a second, at least torch.amp's"]
-    assert first["held"] is held
-    assert first["measured"] == (
-        "short-bf16 1,000 (40.0% of the GPU's peak), amp-bf16 1,000 (40.0% of the GPU's peak)"
-    )
-    assert verdicts["GPT-2 350M: tokens a second, at least torch.amp's"] == {
-        "held": False,
-        "measured": "out of memory",
-    }
-
-
 def test_every_part_is_a_command_that_this_repository_has(check: ModuleType) -> None:
     for part in check.PARTS.values():
         for word in part.command:

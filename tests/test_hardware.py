@@ -52,19 +52,6 @@ def test_describe_is_plain_json_and_complete() -> None:
     assert set(described["isa"]) <= set(hardware.ISA_SHOWN)
 
 
-def test_describe_tells_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("NVIDIA T4", (7, 5), 16 << 30, 2))
-    assert hardware.describe()["gpu"] == {
-        "name": "NVIDIA T4",
-        "capability": "7.5",
-        "memory_bytes": 16 << 30,
-        "count": 2,
-        "kind": "cuda",
-    }
-    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("Arc", None, 1, 1, kind="xpu"))
-    assert hardware.describe()["gpu"]["capability"] is None
-
-
 CPUS = [
     ({"avx512_bf16": True}, {"bf16"}),
     ({"amx_bf16": True, "amx_fp16": True}, {"bf16"}),
@@ -104,14 +91,6 @@ def test_a_cuda_device_by_its_capability(
     monkeypatch.setattr(hardware, "gpu", lambda: Gpu("a GPU", capability, 1, 1))
     assert native_formats("cuda") == expected
     assert native_formats("xpu") == frozenset()
-
-
-def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpu", lambda: Gpu("Arc", None, 1, 1, kind="xpu"))
-    assert native_formats("xpu") == {"bf16", "fp16"}
-    assert native_formats("cuda") == frozenset()
-    monkeypatch.setattr(hardware, "gpu", lambda: None)
-    assert native_formats("cuda") == native_formats("xpu") == native_formats("hpu") == frozenset()
 
 
 @pytest.mark.parametrize(

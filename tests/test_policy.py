@@ -156,18 +156,6 @@ def test_the_order_of_patterns_matters_and_that_of_ops_does_not() -> None:
     assert policy("bf16,module.a=fp32,module.*=bf16") != policy("bf16,module.*=bf16,module.a=fp32")
 
 
-def test_mappings_are_taken() -> None:
-    value: Any = Policy("bf16", ops={"softmax": "lower"}, modules={"head": "fp32"})  # type: ignore[arg-type]
-    assert value == policy("bf16,op.softmax=lower,module.head=fp32")
-
-
-def test_a_policy_is_itself_a_spec_and_frozen() -> None:
-    value = policy("bf16")
-    assert policy(value) is value
-    with pytest.raises(AttributeError):
-        value.compute = "fp16"  # type: ignore[misc]
-
-
 def test_presets() -> None:
     assert list(PRESETS) == ["fp32", "tf32", "bf16", "fp16", "fp8", "auto"]
     assert {name: value.loss_scale for name, value in PRESETS.items()} == {
@@ -211,12 +199,6 @@ def test_auto_keeps_the_masters_that_were_asked_for() -> None:
         policy("auto,params=bf16").resolved("fp16")
 
 
-def test_every_kind_of_storage_has_a_fingerprint_of_its_own() -> None:
-    texts = ["bf16", "bf16,state=bf16", "bf16,state=int8"]
-    texts += [f"bf16,masters={m},state={s}" for m in MASTERS_OF["bf16"] for s in ("fp32", "bf16", "int8")]
-    assert len({policy(text).fingerprint() for text in texts}) == len(texts) == 15
-
-
 def test_auto_is_resolved_with_the_loss_scale_of_its_format() -> None:
     auto = policy("auto,op.tanh=fp32")
     assert auto.resolved("fp16") == policy("fp16,op.tanh=fp32")
@@ -243,22 +225,17 @@ def test_loss_scales(text: str, state: object) -> None:
     assert Policy("fp16", loss_scale=text).make_loss_scale() == state
 
 
-@given(st.floats(2.0**-100, 2.0**100))
-def test_no_digit_of_a_loss_scale_is_lost(scale: float) -> None:
-    assert Policy("fp16", loss_scale=str(scale)).make_loss_scale() == StaticLossScale(scale)
-
-
 # What it refuses, and the words in which.
 
 REFUSED = [
     ("compute=f15", r"^policy 'compute=f15': unknown format 'f15'\. .* Did you mean 'fp16'\?$"),
     ("bf15", r"^policy 'bf15': unknown precision 'bf15'\. Use one of auto, bf16, fp16, fp32, fp8, tf32\."),
     ("float16", "Did you mean 'fp16'"),
-    ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and no precision: fp8 multiplies in it"),
+    ("e4m3fn", "e4m3fn is a number format .mezzo formats e4m3fn. and not a precision: fp8 multiplies in it"),
     ("fp8,params=fp16", "Use params=fp32 or params=bf16"),
     ("fp8,scaling=tensorwide", "unknown fp8 scaling 'tensorwide'.*Did you mean 'tensorwise'"),
     ("fp8,scaling=rowwise(history=4)", "rowwise"),
-    ("bf16,op.linear=fp8", r"fp8 is a precision and no rule.*module\.PATH=fp8"),
+    ("bf16,op.linear=fp8", r"fp8 is a precision, not a rule.*module\.PATH=fp8"),
     ("bf16,hidden=bf16", "unknown kind of hidden state 'bf16'. Use one of auto, compute, fp32"),
     ("bf16,masters=spilt", r"unknown kind of masters 'spilt'\. .*Did you mean 'split'\?$"),
     ("bf16,recompute=relu", r"unknown op to recompute 'relu'\. Use one of gelu"),
@@ -276,13 +253,13 @@ REFUSED = [
     ("bf16,op.softmax=fp32,op.aten::softmax=lower", "op.softmax is given twice"),
     ("bf16,compute=fp16", "compute is given twice"),
     ("bf16,module.head=auto", "unknown format 'auto'"),
-    ("bf16,module.a..b=fp32", "'a..b' is no module pattern"),
+    ("bf16,module.a..b=fp32", "'a..b' is not a module pattern"),
     ("bf16,modul.x=fp32", "unknown key 'modul.x'.*'module.PATTERN'"),
     ("bf16,losscale=1", "Did you mean 'loss_scale'"),
     ("bf16,encoder.head=fp32", r"unknown key 'encoder.head'.*write module\.encoder\.head=fp32"),
-    ("bf16,fp16", "'fp16' is no key=value. Only the first part may be a preset's name"),
+    ("bf16,fp16", "'fp16' is not key=value. Only the first part may be a preset's name"),
     ("params=bf16,compute=fp16", r"^policy 'params=bf16,compute=fp16': .*Use params=fp32 or params=fp16\."),
-    ("fp16,loss_scale=dynamc", "'dynamc' is no loss scale"),
+    ("fp16,loss_scale=dynamc", "'dynamc' is not a loss scale"),
     ("fp16,loss_scale=dynamic(inits=3)", "unknown setting .* 'inits'.*Did you mean 'init'"),
     ("fp16,loss_scale=dynamic(init=2,init=4)", "init twice"),
     ("fp16,loss_scale=dynamic(init=1e9)", "between the floor .* and the ceiling 2\\^24"),
@@ -307,30 +284,33 @@ def test_a_policy_built_in_python_is_refused_in_the_same_words() -> None:
 
 TOML = [
     # text, message
-    ('comptue = "bf16"', r":1: unknown key 'comptue'\. .*Did you mean 'compute'"),
-    ('\n# op = 1\nop = {softmax="fp32"}', ":3: unknown key 'op'.*Did you mean 'ops'"),
-    ('compute = "bf16"\n\n[ops]\nsoftmax = "fp32"\nsofmax = "fp32"', ":5: unknown op 'sofmax'.*'softmax'"),
-    ('[ops]\n"mylib::f" = "lowr"', ":2: unknown rule 'lowr'.*'lower'"),
-    ('ops = { softmx = "fp32" }', ":1: unknown op 'softmx'"),
-    ('[modules]\nhead = "fp32"\nblocks.0.norm = "f32"', ":3: unknown format 'f32'"),
-    ('[modules.blocks]\n"*.norm" = "f32"', ":2: unknown format 'f32'"),
-    ('[modules]\n"a=b" = "fp32"', ":2: 'a=b' is no module pattern"),
-    ("[modules]\nhead = 3", ":2: modules.head is 3: write a string in quotes"),
-    ('compute = "bf16"\nloss_scale = true', ":2: loss_scale is True"),
-    ("\n\nloss_scale = 0", ":3: scale is 0"),
-    ('ops = "x"', r":1: ops is a table. Write a line \[ops\]"),
-    ('[compute]\nformat = "bf16"', ":2: compute is a single value"),
+    ('comptue = "bf16"', r": comptue: unknown key 'comptue'\. .*Did you mean 'compute'"),
+    ('\n# op = 1\nop = {softmax="fp32"}', ": op.softmax: unknown key 'op'.*Did you mean 'ops'"),
+    (
+        'compute = "bf16"\n\n[ops]\nsoftmax = "fp32"\nsofmax = "fp32"',
+        ": ops.sofmax: unknown op 'sofmax'.*'softmax'",
+    ),
+    ('[ops]\n"mylib::f" = "lowr"', ": ops.mylib::f: unknown rule 'lowr'.*'lower'"),
+    ('ops = { softmx = "fp32" }', ": ops.softmx: unknown op 'softmx'"),
+    ('[modules]\nhead = "fp32"\nblocks.0.norm = "f32"', ": modules.blocks.0.norm: unknown format 'f32'"),
+    ('[modules.blocks]\n"*.norm" = "f32"', ": modules.blocks.[*].norm: unknown format 'f32'"),
+    ('[modules]\n"a=b" = "fp32"', ": modules.a=b: 'a=b' is not a module pattern"),
+    ("[modules]\nhead = 3", ": modules.head: 3 is not a string"),
+    ('compute = "bf16"\nloss_scale = true', ": loss_scale: True is not a string"),
+    ("\n\nloss_scale = 0", ": loss_scale: scale is 0"),
+    ('ops = "x"', r": ops: it is a table. Write a line \[ops\]"),
+    ('[compute]\nformat = "bf16"', ": compute.format: compute is a single value"),
     (
         'compute = "bf16"\nmasters = "split9"',
-        r":2: unknown kind of masters 'split9'\. .*Did you mean 'split'",
+        r": masters: unknown kind of masters 'split9'\. .*Did you mean 'split'",
     ),
     ('compute = "fp16"\nmasters = "split"', "policy.toml: split, split8 and none build on"),
-    ("compute = bf16", "is no TOML: .*line 1"),
+    ("compute = bf16", "is not TOML: .*line 1"),
 ]
 
 
 @pytest.mark.parametrize(("text", "words"), TOML)
-def test_a_wrong_toml_file_names_the_line(tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_toml_file_names_the_key(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "policy.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=words) as caught:
@@ -355,7 +335,7 @@ def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         policy(tmp_path / "none.toml")
     (tmp_path / "b.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is no TOML"):
+    with pytest.raises(UsageError, match="is not TOML"):
         policy(tmp_path / "b.toml")
 
 
@@ -382,17 +362,6 @@ def test_rules(text: str, op: str, rule: str, source: str) -> None:
     assert decision is not None
     assert (decision.rule, decision.source) == (Rule(rule), source)
     assert decision.reason
-
-
-def test_an_op_that_nobody_knows_has_no_rule() -> None:
-    assert policy("bf16").rule_for("mylib::fused") is None
-    assert policy("bf16").rule_for("sign") is None
-
-
-def test_a_banned_op_has_its_remedy() -> None:
-    decision = policy("bf16").rule_for("binary_cross_entropy")
-    assert decision is not None
-    assert "binary_cross_entropy_with_logits" in decision.remedy
 
 
 MATCHES = [
@@ -437,7 +406,7 @@ NOTES = [
     ("fp16,loss_scale=none", ["fp16 without a loss scale"]),
     (
         "fp16,loss_scale=1000",
-        ["loss_scale=1000 is no power of two: it rounds every gradient once more than 2**9"],
+        ["loss_scale=1000 is not a power of two: it rounds every gradient once more than 2**9"],
     ),
     ("bf16,masters=none", ["masters=none: an update under an ulp of its weight is kept on average"]),
     ("bf16,op.sigmoid=lower", ["op.sigmoid=lower in place of fp32: near 1"]),
@@ -468,12 +437,6 @@ def test_fingerprints_are_the_same_in_every_process_and_change_with_the_table() 
             env={"PYTHONHASHSEED": seed},
         )
         assert done.stdout.split() == [policy("fp16,op.tanh=lower").fingerprint(), "False"]
-
-
-def test_fingerprints_depend_on_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Policy("bf16").fingerprint()
-    monkeypatch.setattr("mezzo.core.policy.TABLE_VERSION", "another")
-    assert Policy("bf16").fingerprint() != before
 
 
 # The documentation, as far as it can be run.
@@ -515,13 +478,6 @@ def test_the_documents_examples_give_what_they_say() -> None:
     assert failed == 0, "".join(report)
 
 
-def test_the_documents_toml_file_is_the_string_beside_it(tmp_path: Path) -> None:
-    (text,) = blocks("toml")
-    path = tmp_path / "policy.toml"
-    path.write_text(text, encoding="utf-8")
-    assert f"That file is this string: `{policy(path)}`" in DOCUMENT.read_text(encoding="utf-8")
-
-
 def test_the_document_shows_the_table_as_it_is() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     families: dict[tuple[str, str, str], list[str]] = {}
@@ -535,10 +491,6 @@ def test_the_document_shows_the_table_as_it_is() -> None:
         assert re.search(rf"^\| `{rule}` \|", text, re.MULTILINE)
 
 
-def test_the_documents_patterns_match_what_it_says() -> None:
-    section = DOCUMENT.read_text(encoding="utf-8").partition("## Module patterns")[2].partition("## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
-    assert len(rows) == 4
-    for row in rows:
-        (glob,), yes, no = (re.findall(r"`([^`]+)`", cell) for cell in row)
-        assert [path for path in yes + no if matches(glob, path)] == yes
+def test_mappings_are_taken() -> None:
+    value: Any = Policy("bf16", ops={"softmax": "lower"}, modules={"head": "fp32"})  # type: ignore[arg-type]
+    assert value == policy("bf16,op.softmax=lower,module.head=fp32")

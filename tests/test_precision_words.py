@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 import mezzo
 from mezzo.cli.main import main
 from mezzo.core.errors import UsageError
-from mezzo.core.formats import ALIASES, FORMATS, named
 from mezzo.pytorch.dtypes import DTYPES
 
 
@@ -94,29 +92,6 @@ def test_what_is_no_precision(where: str, wrong: Any) -> None:
         TAKES[where](wrong)
     for word in (repr(wrong), "bf16", "fp8", "torch.bfloat16", ".toml"):
         assert word in str(told.value)
-
-
-@pytest.mark.parametrize("name", [*FORMATS, *ALIASES])
-def test_a_format_by_its_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    form = named(name)
-    assert main(["formats", name]) == 0
-    said = capsys.readouterr().out
-    assert form.name in said
-    assert f"1/{form.nexp}/{form.nmant}" in said
-    assert form.name == "binary256" or "binary256" not in said
-    assert main(["formats", name.upper(), "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["formats"]
-    assert (row["name"], row["nmant"]) == (form.name, form.nmant)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_a_format_by_its_torch_dtype(name: str) -> None:
-    assert named(DTYPES[name]) is FORMATS[name]  # type: ignore[arg-type]
-
-
-def test_several_formats(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["formats", "fp16", "bf16", "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)["formats"]] == ["fp16", "bf16"]
 
 
 @pytest.mark.parametrize(

@@ -35,30 +35,6 @@ def test_the_plot_is_of_the_result_file(name: str, filler: ModuleType) -> None:
     assert digest in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("load", "shown"), [(0.5, True), (1.5, False)])
-def test_times_from_a_busy_machine_are_left_out(
-    load: float, shown: bool, monkeypatch: pytest.MonkeyPatch, filler: ModuleType
-) -> None:
-    row = {"ratio": 0.875, "interval": [0.8125, 0.9375], "median_ms": 1.0, "rounds": 9, "gb_per_s": 2.0}
-    cell = {"size": "1M", "layout": "many", "parameters": 10, "tensors": 2, "raised": {}}
-    start = {"first": 6.25, "third": 0.5, "compiling": None}
-    results = {
-        "machine": {"threads": 2, "cpu": "a CPU", "torch": "2"},
-        "versions": {"numba": "1", "torchao": None},
-        "load_at_start": load,
-        "copy_gb_per_s": 9.0,
-        "contenders": {"mezzo": "lean"},
-        "cells": [{**cell, "rows": {"mezzo": {**row, "bytes_per_parameter": {"total": 7.0625}}}}],
-        "distance": {"mezzo": {"master": 0.5}},
-        "first_step": {"mezzo": {"empty": start, "full": start}},
-    }
-    monkeypatch.setattr(filler, "_read", lambda name: results)
-    written = [filler.optimizers(), filler.optimizer_times(), filler.optimizer_first_steps()]
-    assert ["0.88 (0.81 to 0.94)" in written[0], "0.875" in written[1], "6.25 s" in written[2]] == [shown] * 3
-    assert ["7.06" in page for page in written] == [True, True, False]
-    assert "torchao" not in written[0]
-
-
 def test_the_readmes_python_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

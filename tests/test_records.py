@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mezzo.core import records
 from mezzo.core.errors import UsageError
 from mezzo.core.overflow import OverflowReport, TensorFacts
 from mezzo.core.ranges import Histogram, RangeRow
@@ -150,12 +149,6 @@ def test_numbers_that_json_lacks_are_strings_in_the_line() -> None:
     assert isinstance(back.at, float)
 
 
-def test_every_kind_has_its_own_name_and_is_known_to_the_reader() -> None:
-    kinds = {cls.kind: cls for cls in Record.__args__}
-    assert kinds == records._KINDS
-    assert len(kinds) == len(Record.__args__) == 9
-
-
 def test_a_newer_writers_fields_are_passed_over_and_missing_defaults_filled() -> None:
     line = json.loads(to_line(UpdateRecord(1, 0, True, False, 1.0, 2.0)))
     line |= {"colour": "red"}
@@ -185,13 +178,6 @@ NO_RECORDS = [
 def test_what_is_no_record_is_refused(line: str) -> None:
     with pytest.raises(UsageError, match="not a run record"):
         from_line(line)
-
-
-def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(UsageError, match=r"run\.jsonl:1: not a run record"):
-        list(read(path))
 
 
 def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None:
@@ -233,16 +219,3 @@ PLANNED = [
     ("bf16 -> bf16", "fp32 -> bf16", False),
     ("", "fp32 -> fp32", True),
 ]
-
-
-@pytest.mark.parametrize(("planned", "observed", "expected"), PLANNED)
-def test_as_planned(planned: str, observed: str, expected: bool) -> None:
-    assert OpFormats("mm", "lower", planned, observed, 1, 0, "").as_planned is expected
-
-
-def test_the_types_that_become_floats_are_found() -> None:
-    # `from_line` knows a float field by the text of its annotation: one written otherwise would stay a
-    # string.
-    for cls in records._KINDS.values():
-        for field in fields(cls):
-            assert isinstance(field.type, str), field

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from mezzo.core import formats, rounding
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS
-from mezzo.core.numerals import power_of_two
 from mezzo.pytorch.rounding import round_array as round_tensor
 
 SMALL = {
@@ -184,7 +183,7 @@ def test_float64_to_fp32_is_numpys_cast(x: float) -> None:
 
 @given(st.fractions(), st.integers(-1200, 1200))
 def test_fractions_to_fp64_are_pythons_own_division(x: Fraction, shift: int) -> None:
-    exact = x * power_of_two(shift)
+    exact = x * Fraction(2) ** shift
     try:
         expected = float(exact)
     except OverflowError:
@@ -192,11 +191,11 @@ def test_fractions_to_fp64_are_pythons_own_division(x: Fraction, shift: int) -> 
     assert formats.round(exact, "fp64") == expected
 
 
-@given(st.sampled_from(list(FORMATS)), st.fractions(min_value=1, max_value=2), st.integers(-300000, 300000))
+@given(st.sampled_from(list(FORMATS)), st.fractions(min_value=1, max_value=2), st.integers(-1100, 1100))
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: int) -> None:
     form = FORMATS[name]
-    exact = x * power_of_two(max(form.minexp - form.nmant - 3, min(form.maxexp - 3, shift)))
+    exact = x * Fraction(2) ** max(form.minexp - form.nmant - 3, min(form.maxexp - 3, shift))
     rounded = formats.round(exact, form)
     code = formats.bits(exact, form).code
     assert formats.decode(code, form) == rounded
@@ -210,7 +209,7 @@ def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_edges_of_every_format(name: str) -> None:
     form = FORMATS[name]
-    largest, least = form.exact_max, Fraction(form.smallest_subnormal)
+    largest, least = Fraction(form.max), Fraction(form.smallest_subnormal)
     half_step = Fraction(formats.ulp(form.max, form)) / 2
     # e4m3fn's largest mantissa is even (110): the tie above it goes to 448; all others' is odd, and overflows.
     assert (formats.round(largest + half_step, form) == form.max) is not form.has_infinity
@@ -231,43 +230,14 @@ def test_the_edges_of_every_format(name: str) -> None:
 )
 def test_every_kind_of_number(x: Any) -> None:
     assert formats.round(x, "fp16") == (math.inf if x == 10**400 else float(np.float16(float(x))))
-    assert abs(Fraction(formats.round(x, "binary256")) / Fraction(x) - 1) <= Fraction(1, 2**237)
-
-
-@pytest.mark.parametrize("text", ["NaN", "-NaN", "sNaN", "Infinity", "-Infinity", "-0"])
-def test_decimals_that_are_no_numbers(text: str) -> None:
-    rounded = formats.round(Decimal(text), "bf16")
-    shown = {"NaN": "nan", "sNaN": "nan", "Infinity": "inf", "0": "0.0"}
-    assert str(rounded).strip("-") == shown[text.strip("-")]
-    assert math.copysign(1, rounded) == (-1 if text.startswith("-") else 1)
 
 
 IN_FLOAT32 = (np.float16, np.float32, ml_dtypes.bfloat16, *(row[0] for row in SMALL.values()), ">f4", ">f2")
-IN_FLOAT64 = (
-    np.float64,
-    ">f8",
-    np.bool_,
-    np.int8,
-    np.uint8,
-    np.int16,
-    np.uint16,
-    np.int32,
-    np.uint32,
-    np.int64,
-    ">i8",
-)
-
-
+IN_FLOAT64 = tuple(["f8", ">f8", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", ">i8"])
 TORCH_FLOAT32 = [torch.float32, *(row[1] for row in SMALL.values())]
 TORCH_FLOAT64 = [
-    torch.float64,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.uint16,
-    torch.uint32,
+    getattr(torch, name)
+    for name in ["float64", "bool", "uint8", "int8", "int16", "int32", "uint16", "uint32"]
 ]
 
 
@@ -321,7 +291,7 @@ WRONG = [
     (torch.zeros(2, dtype=torch.int64), "bf16", "infinity", "cannot round a torch.int64 tensor"),
     (torch.eye(2).to_sparse(), "bf16", "infinity", "layout torch.sparse_coo"),
     (np.zeros(2, np.float32), "fp64", "saturate", "and fp32 cannot"),
-    (torch.zeros(2), "binary128", "saturate", "'saturate' to binary128 needs storage"),
+    (torch.zeros(2), "fp64", "saturate", "'saturate' to fp64 needs storage"),
 ]
 
 
@@ -399,11 +369,3 @@ def test_bits_print_as_sign_exponent_mantissa(x: float, name: str, text: str, ki
     assert (str(pattern), pattern.kind) == (text, kind)
     assert f"{pattern.code:0{FORMATS[name].bits}b}" == text.replace(" ", "")
     assert formats.decode(pattern, name) == formats.round(x, name) or kind == "nan"
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_bits_of_wide_formats_come_back(name: str) -> None:
-    form = FORMATS[name]
-    for x in (Fraction(1, 3), form.max, form.smallest_subnormal, form.smallest_normal):
-        pattern = formats.bits(x, name)
-        assert pattern.value == formats.decode(pattern.code, name) == formats.round(x, name)

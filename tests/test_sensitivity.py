@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mezzo.core.errors import UnknownNameError
 from mezzo.core.formats import Format, named
 from mezzo.core.policy import Policy
 from mezzo.core.records import SensitivityRecord, read
 from mezzo.core.sensitivity import rank
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.run.session import run
-from mezzo.pytorch.sensitivity import CALLS, STEPS, Sensitivities
+from mezzo.pytorch.sensitivity import CALLS, Sensitivities
 from mezzo.pytorch.training.observers import Observers
 from mezzo.runner.lifecycle import RunRequest
 
@@ -282,20 +280,6 @@ def test_what_is_predicted_comes_true(fmt: str, policy: str, fragile: bool) -> N
         assert found["1"] ** 2 > 100 * sum(change**2 for change in others)
 
 
-def test_any_format_can_be_measured() -> None:
-    """What is rounded to two bits less of mantissa changes the loss four times as much."""
-    made = [Format(f"e4m{bits}", 4, bits, "", "", has_infinity=False) for bits in (1, 2, 3)]
-    wide = [Format(f"e6m{bits}", 6, bits, "", "") for bits in (9, 11, 13)]
-    model = around(Branch())
-    for formats, least, most in ((made, 1.3, 4.0), (wide, 3.0, 6.0)):
-        found = [changes(model, form, rate=0.0)["1.inner"] for form in formats]
-        for more, less in pairwise(found):
-            assert least < more / less < most
-    ranking = rank(measured(model, *made), made)
-    assert ranking is not None
-    assert ranking.formats == ["e4m1", "e4m2", "e4m3"]
-
-
 def test_an_overflow_is_found_where_it_is_and_one_between_two_modules_is_held_against_both() -> None:
     for module, found in ((Square, {"1": "mul"}), (Compensated, {"1": "mul", "1.inside": "addmm"})):
         assert causes(around(module())) == found
@@ -409,16 +393,6 @@ def test_calls_of_one_step_add_up_and_those_that_are_not_kept_are_taken_to_be_al
         assert found[many].rows[0].squares / found[few].rows[0].squares == pytest.approx(0.5, rel=0.3)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [0, 1, 2, 3]), (3, [0, 3, 6])])
-def test_steps_are_measured_at_an_interval_and_no_more_than_enough(every: int, steps: list[int]) -> None:
-    assert STEPS == 4
-    probe = Sensitivities(["bf16"], every=every)
-    losses = train(around(), probe, 8)
-    found = [one for one in probe.drain() if isinstance(one, SensitivityRecord)]
-    assert [record.update for record in found] == steps
-    assert [record.loss for record in found] == pytest.approx([losses[step] for step in steps])
-
-
 def test_gradients_of_several_losses_over_one_call_add_up() -> None:
     """Two backward passes before the update are one of the losses' sum."""
 
@@ -457,18 +431,6 @@ def test_a_frozen_part_is_measured_and_one_without_gradients_is_said() -> None:
     assert record.notes == [
         "1.inner.inside: no gradient reaches what it returns, so its errors have no weight"
     ]
-
-
-def test_a_second_model_is_left_alone_and_said() -> None:
-    one, other = around(), nn.Linear(8, 4)
-    probe = Sensitivities(["bf16"])
-    train(one, probe, 1)
-    train(other, probe, 1)
-    train(one, probe, 1)
-    first, second = (record for record in probe.drain() if isinstance(record, SensitivityRecord))
-    assert {row.module for row in second.rows} == {"0", "1"}
-    assert first.notes == []
-    assert "Linear is a second model" in second.notes[0]
 
 
 def test_what_cannot_be_run_again_is_said() -> None:
@@ -518,8 +480,3 @@ def test_a_module_that_calls_one_from_elsewhere_is_measured() -> None:
     model = around(layer, Borrows(layer))
     found = changes(model, "bf16", rate=0.0)
     assert 0.0 < found["2"] < found["1"]
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'e4m3fn'"):
-        Sensitivities(["e4m3f"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -56,28 +55,3 @@ def test_a_row_pairs_the_same_steps_and_leaves_out_what_a_run_did_not_reach(benc
     stage = row["stages"]["pretraining"]
     assert stage["steps"] == 3
     assert [stage["ratio"], *stage["interval"]] == pytest.approx([4.0] * 3)
-
-
-@pytest.mark.parametrize(("load", "shown"), [(0.5, True), (1.5, False)])
-def test_the_table_leaves_times_out_where_the_machine_was_busy(
-    load: float, shown: bool, tmp_path: Path, benchmark: ModuleType, page: ModuleType
-) -> None:
-    fp32 = [run(benchmark, {3: 0.125, 4: 0.125}, accuracy) for accuracy in (80.0, 91.5)]
-    fp16 = [run(benchmark, {3: 0.5, 4: 0.5}, None)]
-    results = {
-        "load_at_start": load,
-        "argv": [],
-        "limit": 60.0,
-        "machine": {"threads": 2, "cpu": "a CPU", "keras": "3", "jax": "1"},
-        "backends": {"jax": benchmark.rows({"fp32": fp32, "fp16": fp16})},
-        "scratch": {"backend": "jax", "accuracies": [60.0, 61.0]},
-    }
-    path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(results))
-    table = page.table(path)
-    assert ["125 ms" in table, "500 ms, 4.00 (4.00 to 4.00)" in table, "7 s" in table] == [shown] * 3
-    assert "| jax | float32 | 80.0 %, 91.5 % |" in table
-    assert "| jax | mixed_float16 | ended after 60 s |" in table
-    assert table.count("5 MB") == 2
-    assert "85.8 % with it, 60.5 % without" in table
-    assert "keras 3, jax 1; 2 runs of each (1 in mixed_float16), ended after 60 s" in table

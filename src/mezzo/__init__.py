@@ -6,37 +6,37 @@ so that tools which only read records or policies start in milliseconds and need
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mezzo.core.lazy import lazy
 from mezzo.core.version import VERSION
 
 __version__ = VERSION
 
-# Public name -> (module, attribute); an empty attribute means the module itself.
+# Public name -> the module that has it, or that it is.
 _PUBLIC = {
-    "autocast": ("mezzo.pytorch.autocast.context", "autocast"),
-    "GradScaler": ("mezzo.pytorch.scaling.scaler", "GradScaler"),
-    "MixedPrecision": ("mezzo.pytorch.training.mixed_precision", "MixedPrecision"),
-    "Policy": ("mezzo.core.policy", "Policy"),
-    "policy": ("mezzo.core.policy", "policy"),
-    "StaticLossScale": ("mezzo.core.loss_scale", "StaticLossScale"),
-    "DynamicLossScale": ("mezzo.core.loss_scale", "DynamicLossScale"),
-    "NoLossScale": ("mezzo.core.loss_scale", "NoLossScale"),
-    "LossScaleCollapseError": ("mezzo.core.errors", "LossScaleCollapseError"),
-    "TensorBoardWriter": ("mezzo.pytorch.monitor.tensorboard", "TensorBoardWriter"),
-    "formats": ("mezzo.core.formats", ""),
-    "calibrate": ("mezzo.pytorch.calibrate", "calibrate"),
-    "find_batch_size": ("mezzo.pytorch.batch_size", "find_batch_size"),
-    "explain": ("mezzo.pytorch.observe.explain", "explain"),
-    "nn": ("mezzo.nn", ""),
-    "keras": ("mezzo.keras", ""),
-    "tensorflow": ("mezzo.tensorflow", ""),
-    "optim": ("mezzo.optim", ""),
-    "keep_memory": ("mezzo.pytorch.keep_memory", "keep_memory"),
-    "lower_weights": ("mezzo.pytorch.weights.lowering", "lower_weights"),
-    "master_state_dict": ("mezzo.pytorch.weights.master_state", "master_state_dict"),
-    "load_master_state_dict": ("mezzo.pytorch.weights.master_state", "load_master_state_dict"),
+    "autocast": "mezzo.pytorch.autocast.context",
+    "GradScaler": "mezzo.pytorch.scaling.scaler",
+    "MixedPrecision": "mezzo.pytorch.training.mixed_precision",
+    "Policy": "mezzo.core.policy",
+    "policy": "mezzo.core.policy",
+    "StaticLossScale": "mezzo.core.loss_scale",
+    "DynamicLossScale": "mezzo.core.loss_scale",
+    "NoLossScale": "mezzo.core.loss_scale",
+    "LossScaleCollapseError": "mezzo.core.errors",
+    "TensorBoardWriter": "mezzo.pytorch.monitor.tensorboard",
+    "formats": "mezzo.core.formats",
+    "calibrate": "mezzo.pytorch.calibrate",
+    "find_batch_size": "mezzo.pytorch.batch_size",
+    "explain": "mezzo.pytorch.observe.explain",
+    "nn": "mezzo.nn",
+    "keras": "mezzo.keras",
+    "tensorflow": "mezzo.tensorflow",
+    "optim": "mezzo.optim",
+    "keep_memory": "mezzo.pytorch.keep_memory",
+    "lower_weights": "mezzo.pytorch.weights.lowering",
+    "master_state_dict": "mezzo.pytorch.weights.master_state",
+    "load_master_state_dict": "mezzo.pytorch.weights.master_state",
 }
 
 # Name -> what to use in its place.
@@ -86,19 +86,4 @@ if TYPE_CHECKING:
     from mezzo.pytorch.weights.lowering import lower_weights
     from mezzo.pytorch.weights.master_state import load_master_state_dict, master_state_dict
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module, attribute = _PUBLIC[name]
-    except KeyError:
-        if name in _REMOVED:
-            raise AttributeError(f"mezzo.{name} {_REMOVED[name]}") from None
-        raise AttributeError(f"module 'mezzo' has no attribute {name!r}") from None
-    found = importlib.import_module(module)
-    value = getattr(found, attribute) if attribute else found
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy("mezzo", _PUBLIC, removed=_REMOVED)

@@ -6,8 +6,9 @@ is its function.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mezzo.core.lazy import lazy
 
 # Public name -> the module that has it.
 _PUBLIC = {
@@ -20,16 +21,4 @@ __all__ = ["LinearCrossEntropy", "linear_cross_entropy"]
 if TYPE_CHECKING:
     from mezzo.pytorch.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'mezzo.nn' has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy("mezzo.nn", _PUBLIC)

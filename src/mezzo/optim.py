@@ -7,8 +7,9 @@ states stored as ``masters=`` and ``state=`` say. `with_masters` puts FP32 maste
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mezzo.core.lazy import lazy
 
 # Public name -> the module that has it.
 _PUBLIC = {
@@ -43,16 +44,4 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.with_masters import with_masters
     from mezzo.pytorch.weights.lowering import lower_weights
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        module = _PUBLIC[name]
-    except KeyError:
-        raise AttributeError(f"module 'mezzo.optim' has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = lazy("mezzo.optim", _PUBLIC)

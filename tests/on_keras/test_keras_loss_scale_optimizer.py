@@ -586,7 +586,7 @@ def test_configurations_that_keras_wrote() -> None:
     [
         ({"loss_scale": "statistical"}, "removed.*'dynamic'"),
         ({"loss_scale": {"kind": "statistical"}}, "removed.*'dynamic'"),
-        ({"loss_scale": "dynamo"}, "is no loss scale"),
+        ({"loss_scale": "dynamo"}, "is not a loss scale"),
         ({"loss_scale": None}, "'none'"),
         ({"loss_scale": True}, "loss_scale is True"),
         ({"loss_scale": -1}, "between"),

@@ -199,7 +199,7 @@ BAD = [
         SCALED,
     ),
     (lambda: enable(adam(), None), UsageError, 'for no loss scale give loss_scale="none"'),
-    (lambda: enable(adam(), "dynamik"), UsageError, "'dynamik' is no loss scale"),
+    (lambda: enable(adam(), "dynamik"), UsageError, "'dynamik' is not a loss scale"),
     (lambda: enable(adam(), "statistical"), UsageError, "removed.*'dynamic'"),
     (lambda: enable(adam(), precision="fp15"), UnknownNameError, "Did you mean 'fp16'"),
     (lambda: enable(adam(), precision="fp32"), UsageError, "'fp32'.*disable_mixed_precision_graph_rewrite"),

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         "schema": SCHEMA,
         "script": request.target,
         "argv": list(request.argv),
-        "vary": request.vary.spelling,
+        "vary": request.vary,
         "steps": request.steps,
         "precisions": {precision: result.to_dict() for precision, result in found.items()},
     }
@@ -142,72 +142,10 @@ def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchS
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     first = next(iter(found))
     for precision, result in found.items():
-        text = result.sentence(request.vary.prefix or "batch size ")
+        text = result.sentence(_prefix(request.vary) or "batch size ")
         if precision != first and result.fits and found[first].fits:
             text += f" The largest is {result.largest / found[first].largest:.2f} times that of {first}."
         console.print(Text.assemble((precision, "bold"), f": {text}"), soft_wrap=not console.is_terminal)
-
-
-@dataclass(frozen=True)
-class Vary:
-    """How the script receives its batch size: ``--batch-size``, ``--batch-size=``, ``data.batch=`` or ``{}``.
-
-    Raises:
-        UsageError: the spelling is none of these.
-    """
-
-    spelling: str
-
-    def __post_init__(self) -> None:
-        word = self.spelling
-        option = word.startswith("-") and word.strip("-") and not any(c.isspace() or c == "=" for c in word)
-        if not (word == "{}" or (word.endswith("=") and word.strip("-=")) or option):
-            near = f" Did you mean --vary={word}= or --vary=--{word}?" if word.strip("-= ") else ""
-            raise UsageError(
-                f"--vary={word}: write the batch size option as the script spells it: --vary=--batch-size for an "
-                f"option, --vary=batch_size= for key=value, or --vary={{}} to replace {{}} in the arguments.{near}"
-            )
-
-    def argv(self, given: tuple[str, ...], size: int) -> tuple[str, ...]:
-        """The script's arguments with this batch size, which replaces the one that they hold.
-
-        >>> Vary("--batch").argv(("--batch", "8", "--lr", "1"), 32)
-        ('--batch', '32', '--lr', '1')
-        >>> Vary("data.batch=").argv(("model=big",), 32)
-        ('model=big', 'data.batch=32')
-
-        Raises:
-            UsageError: no argument holds ``{}``.
-        """
-        if self.spelling == "{}":
-            if not any("{}" in word for word in given):
-                raise UsageError(
-                    "--vary={}: no argument of the script holds {}. Write it where the batch size belongs, after --, "
-                    "such as: mezzo batch-size train.py --vary={} -- config.yaml {}"
-                )
-            return tuple(word.replace("{}", str(size)) for word in given)
-        joined = self.spelling if self.spelling.endswith("=") else f"{self.spelling}="
-        new = self.written(size).split(" ")
-        kept: list[str] = []
-        words = iter(given)
-        for word in words:
-            if word == joined[:-1] and word.startswith("-"):
-                next(words, None)
-            elif not word.startswith(joined):
-                kept.append(word)
-                continue
-            kept += new
-            new = []
-        return (*kept, *new)
-
-    @property
-    def prefix(self) -> str:
-        """What is written before a size."""
-        return "" if self.spelling == "{}" else f"{self.spelling} ".replace("= ", "=")
-
-    def written(self, size: int) -> str:
-        """The words that give the script this size."""
-        return f"{self.prefix}{size}"
 
 
 @dataclass(frozen=True)
@@ -215,18 +153,17 @@ class BatchSizeRequest(ScriptRequest):
     """What to search, checked before anything runs.
 
     Args:
-        target, argv, is_module: the script, and its own arguments.
-        vary: how the script receives its batch size.
+        vary: how the script receives its batch size: ``--batch-size``, ``--batch-size=``, ``data.batch=`` or ``{}``.
         precisions: presets, policy strings or `.toml` files.
         steps: a run is ended after this many optimizer steps.
         sizes: where the search starts, and its bounds.
         limit: the bytes that a step may take. None: on a CPU what the machine has left; on a GPU none.
 
     Raises:
-        UsageError: a script that doesn't exist, an unknown precision, arguments without ``{}``.
+        UsageError: a script that doesn't exist, an unknown spelling or precision, arguments without ``{}``.
     """
 
-    vary: Vary = field(default_factory=lambda: Vary("--batch-size"))
+    vary: str = "--batch-size"
     precisions: tuple[str, ...] = ("fp32", "bf16")
     steps: int = 12
     sizes: Search = field(default_factory=Search)
@@ -241,25 +178,61 @@ class BatchSizeRequest(ScriptRequest):
                     f"--precision {name}: auto alternates two precisions in its first steps, so they show the "
                     "memory of neither. Name one, such as bf16 (`mezzo doctor` says which suits this machine)."
                 )
-        self.vary.argv(self.argv, self.sizes.start)
+        argv_with(self.argv, self.vary, self.sizes.start)
+
+
+def argv_with(given: Sequence[str], vary: str, size: int) -> tuple[str, ...]:
+    """The script's arguments with this batch size, which replaces the one that they hold.
+
+    >>> argv_with(("--batch", "8", "--lr", "1"), "--batch", 32)
+    ('--batch', '32', '--lr', '1')
+    >>> argv_with(("model=big",), "data.batch=", 32)
+    ('model=big', 'data.batch=32')
+
+    Raises:
+        UsageError: the spelling is none of `BatchSizeRequest`'s, or no argument holds ``{}``.
+    """
+    if vary == "{}":
+        if not any("{}" in word for word in given):
+            raise UsageError(
+                "--vary={}: no argument of the script holds {}. Write it where the batch size belongs, after --, "
+                "such as: mezzo batch-size train.py --vary={} -- config.yaml {}"
+            )
+        return tuple(word.replace("{}", str(size)) for word in given)
+    name = vary.removesuffix("=")
+    is_option = vary.startswith("-") and not any(c.isspace() or c == "=" for c in vary)
+    if not name.strip("-=") or not (vary.endswith("=") or is_option):
+        near = f" Did you mean --vary={vary}= or --vary=--{vary}?" if vary.strip("-= ") else ""
+        raise UsageError(
+            f"--vary={vary}: write the batch size option as the script spells it: --vary=--batch-size for an "
+            f"option, --vary=batch_size= for key=value, or --vary={{}} to replace {{}} in the arguments.{near}"
+        )
+    new = f"{_prefix(vary)}{size}".split(" ")
+    kept: list[str] = []
+    words = iter(given)
+    for word in words:
+        if word == name and name.startswith("-"):
+            next(words, None)
+        elif not word.startswith(f"{name}="):
+            kept.append(word)
+            continue
+        kept += new
+        new = []
+    return (*kept, *new)
+
+
+def _prefix(vary: str) -> str:
+    """What is written before a size."""
+    return "" if vary == "{}" else vary if vary.endswith("=") else f"{vary} "
 
 
 def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
-    """The request that the command line makes.
-
-    Raises:
-        UsageError: none or several of script, demo and module; no --vary; an unknown name; a value out of range.
-    """
+    """The request that the command line makes."""
     target = target_of(arguments, DEMOS, "mezzo batch-size train.py --vary=--batch-size")
     if arguments.vary is None:
         raise UsageError(
             "--vary is missing: the script's batch size option, as the script spells it. --vary=--batch-size for an "
             "option, --vary=batch_size= for key=value"
-        )
-    if arguments.max is not None and arguments.max < arguments.multiple_of:
-        raise UsageError(
-            f"--max {arguments.max} is below --multiple-of {arguments.multiple_of}, so there is no size to try: "
-            "raise --max or lower --multiple-of"
         )
     precisions: dict[str, str] = {}
     for name in split_precisions(arguments.precision or ["fp32,bf16"]):
@@ -270,7 +243,7 @@ def request_of(arguments: argparse.Namespace) -> BatchSizeRequest:
         target,
         tuple(arguments.argv),
         bool(arguments.module),
-        Vary(arguments.vary),
+        arguments.vary,
         tuple(precisions.values()),
         arguments.steps,
         Search(arguments.start, arguments.multiple_of, max_size=arguments.max),
@@ -287,14 +260,7 @@ def search_script(
 ) -> dict[str, BatchSizeResult]:
     """Find the largest batch size under each of the request's precisions.
 
-    Args:
-        request: what to search.
-        folder: keeps each run's records and output; None keeps nothing.
-        progress: receives every run's start, steps and end.
-        command: runs a request's file (another one for tests).
-
-    Returns:
-        Precision -> result. If nothing fits, the result says what the smallest size took.
+    Each run's records and output are kept in the folder, if there is one. `command` runs a request's file.
 
     Raises:
         ScriptError: the script fails at the first size.
@@ -323,15 +289,11 @@ def _opened(folder: Path | None) -> Iterator[Path]:
 
 
 class _FailedError(Exception):
-    """The script fails at this size, for a reason that is not memory: how, and the end of its output."""
-
-    def __init__(self, how: str, output: str = "") -> None:
-        super().__init__(f"{how}. Its output ended:\n{output}" if output else how)
-        self.how, self.output = how, output
+    """The script fails at this size for a reason other than memory: how, and the end of its output."""
 
 
 class _NoMemoryError(Exception):
-    """The machine has hardly any memory left, so that the run is ended."""
+    """The machine has hardly any memory left, so the run is ended."""
 
 
 class _Guard(Watcher):
@@ -355,13 +317,12 @@ def _search(
     trials, notes, device = list[Trial](), list[str](), ""
     limit = of_cpu = request.limit if request.limit is not None else spendable_bytes()
     while (size := request.sizes.next_size(trials, limit)) is not None:
-        name, outcome = f"{file_name(precision)}-{size}", "failed"
-        argv = request.vary.argv(request.argv, size)
+        argv = argv_with(request.argv, request.vary, size)
         child = ScriptRequest(request.target, argv, request.is_module).child(
-            folder, name, precision, observe=True, stop_after=request.steps
+            folder, f"{file_name(precision)}-{size}", precision, observe=True, stop_after=request.steps
         )
-        runs = len(trials) + 1
-        progress.begin(f"{precision}  {request.vary.written(size)}", runs, runs, request.steps)
+        runs, outcome = len(trials) + 1, "failed"
+        progress.begin(f"{precision}  {_prefix(request.vary)}{size}", runs, runs, request.steps)
         try:
             finished, status = run_to_end(command, child, _Guard(progress))
             device = str(finished.machine.get("device_type", device))
@@ -373,10 +334,11 @@ def _search(
             outcome = f"does not fit: {trial.why}"
         except _FailedError as failure:
             if not trials:
-                raise _explained(request, size, failure) from None
-            last = f": {failure.output.rstrip().splitlines()[-1].strip()}" if failure.output else ""
+                raise _first_failure(request, size, *failure.args) from None
+            how, output = failure.args
+            last = f": {output.splitlines()[-1].strip()}" if output else ""
             direction = "larger" if any(one.fits for one in trials) else "smaller"
-            notes.append(f"no {direction} size was tried, since the script {failure.how} at {size}{last}")
+            notes.append(f"no {direction} size was tried, since the script {how} at {size}{last}")
             break
         except KeyboardInterrupt:
             outcome = "stopped"
@@ -389,11 +351,10 @@ def _search(
             )
         trials.append(trial)
     if unchanging(trials):
-        least, most = min(one.size for one in trials), max(one.size for one in trials)
+        sizes = [one.size for one in trials]
         raise UsageError(
-            f"{request.target} takes the same bytes at every size from {least} to {most}, so "
-            f"{request.vary.spelling} does not seem to be its batch size. If it is, give a larger --start, "
-            f"such as {most}."
+            f"{request.target} takes the same bytes at every size from {min(sizes)} to {max(sizes)}, so "
+            f"{request.vary} does not seem to be its batch size. If it is, give a larger --start, such as {max(sizes)}."
         )
     return request.sizes.result(trials, limit, device or "cpu", notes)
 
@@ -407,11 +368,11 @@ def _trial(precision: str, size: int, finished: FinishedRun, status: int, limit:
     """
     if status:
         output = finished.failure()
+        last = output.splitlines()[-1]
         if status == -9:
             return Trial(size, fits=False, why="killed by the system, most likely for its memory")
         if says_out_of_memory(output):
             return Trial(size, fits=False, why=OUT_OF_MEMORY)
-        last = output.splitlines()[-1]
         if status == 2 and last.startswith("mezzo: ") and not finished.losses:
             raise UnsupportedPrecisionError(f"{precision} can't run: {last.removeprefix('mezzo: ')}")
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
@@ -419,25 +380,22 @@ def _trial(precision: str, size: int, finished: FinishedRun, status: int, limit:
     if finished.memory is None:
         notes = finished.ended.notes if finished.ended else ()
         reasons = "; ".join(note for note in notes if "no step was observed" not in note)
-        raise _FailedError(
-            f"ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
-            + (f" ({reasons})" if reasons else "")
-        )
+        how = f"ended after {finished.steps} steps, and memory is measured in step {MEASURED}"
+        raise _FailedError(how + (f" ({reasons})" if reasons else ""), "")
     peak, times = finished.memory.peak_bytes, finished.times()
     if limit is not None and peak > limit:
         return Trial(size, fits=False, peak_bytes=peak, why=OVER)
     return Trial(size, True, peak, float(np.median(times)) if len(times) else None)
 
 
-def _explained(request: BatchSizeRequest, size: int, failure: _FailedError) -> MezzoError:
+def _first_failure(request: BatchSizeRequest, size: int, how: str, output: str) -> MezzoError:
     """The error for a script that fails at its first size."""
-    option_named = request.vary.spelling.strip("-=") in failure.output
-    if option_named and any(saying in failure.output for saying in NO_SUCH_OPTION):
+    if request.vary.strip("-=") in output and any(text in output for text in NO_SUCH_OPTION):
         return UsageError(
-            f"{request.target} does not take {request.vary.written(size)!r}. Give --vary= the option of its batch "
-            f"size as the script spells it. Its output ended:\n{failure.output}"
+            f"{request.target} does not take '{_prefix(request.vary)}{size}'. Give --vary= the option of its batch "
+            f"size as the script spells it. Its output ended:\n{output}"
         )
-    text = f"{request.target} {' '.join(request.vary.argv(request.argv, size))} {failure}"
-    if not failure.output:
-        text += ". Let it train for longer: more epochs, or a smaller --start."
-    return ScriptError(text)
+    script = f"{request.target} {' '.join(argv_with(request.argv, request.vary, size))}"
+    if output:
+        return ScriptError(f"{script} {how}. Its output ended:\n{output}")
+    return ScriptError(f"{script} {how}. Let it train for longer: more epochs, or a smaller --start.")

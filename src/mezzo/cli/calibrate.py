@@ -1,16 +1,15 @@
-"""Run a few steps of a training script in FP32, look at the ranges of its numbers, and recommend: a format, a loss
-scale for fp16, and the modules that fp16 can't hold, each with the histogram that says so. Rank the modules by how much
-rounding each to bf16, fp16 and fp8 would change the loss, with the lowest format that it can bear. Then run a few steps
-under the recommendation, to see that it holds; where a loss scale was too large or a module overflowed, that is mended
-and tried again, three times in all.
+"""Run a few steps of a training script in FP32, measure the ranges of its numbers, and recommend a format, a loss
+scale for fp16, and the modules to keep in FP32 because fp16 can't hold their numbers, each with its histogram. Rank the
+modules by how much rounding each to bf16, fp16 and fp8 would change the loss. Then run a few steps under the
+recommendation. If the loss scale was too large or a module overflowed, correct that and try again, up to three times.
 
-The script is not changed; it is started twice or more and ended after --steps updates, as by sys.exit. What it writes
-itself (checkpoints, logs) it writes each time.
+The script is not changed. It is started twice or more and ended after --steps updates, as by sys.exit. It writes its
+own files (checkpoints, logs) each time.
 
 Written to the folder: policy.toml (for mezzo run --policy and mezzo.MixedPrecision), calibration.json with every
 histogram and the whole ranking, report.html with the watched steps, and the records and output of both runs.
 
-Gradients change over a run. What the first steps show is where to start, and no proof: mezzo compare proves.
+Gradients change over a run, so this is where to start, and not a proof: mezzo compare proves.
 
 Exit status: 0 the recommendation holds (or was not tried), 1 under it a step was skipped or a loss was not finite,
 2 wrong usage, or a script that fails or never trains (no update could be looked at).
@@ -67,25 +66,16 @@ TRIALS = 3
 """How often a recommendation is tried, at most."""
 
 BY_THE_FORMAT = {"overflow": "overflowed in the trial", "invalid": "made NaN or infinity in the trial"}
-"""Causes that a wider format can mend, for the same steps were finite in FP32; and what is told of their modules."""
+"""Causes that a wider format removes (the same steps were finite in FP32) -> the reason to keep the module in FP32."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_target(parser, DEMOS)
-    add = parser.add_argument
-    add(
-        "--steps",
-        type=whole("updates", 20, least=1),
-        default=20,
-        metavar="N",
-        help="updates that are watched (default 20)",
-    )
-    add(
-        "--precision",
-        metavar="P",
-        help=f"recommend this format whatever this machine has: {', '.join(FORMATS)}",
-    )
+    add, steps = parser.add_argument, whole("updates", 20, least=1)
+    formats = ", ".join(FORMATS)
+    add("--steps", type=steps, default=20, metavar="N", help="updates that are watched (default 20)")
+    add("--precision", metavar="P", help=f"recommend this format on any hardware: {formats}")
     add(
         "--headroom",
         type=whole("doublings", 1),
@@ -95,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--no-check", action="store_true", help="do not try the recommendation")
     add("--out", metavar="DIR", help="the folder to write (default mezzo-calibrate-SCRIPT)")
-    add("--json", action="store_true", help="print calibration.json in place of the lines")
+    add("--json", action="store_true", help="print calibration.json instead of the lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,9 +116,8 @@ class CalibrationRequest(ScriptRequest):
     """What is calibrated.
 
     Args:
-        target, argv, is_module: the script, and its own arguments.
-        steps: updates of the first optimizer that are watched, and again that are run under the recommendation.
-        format: one of `FORMATS` to recommend it whatever this machine has; None: what is native here.
+        steps: updates of the first optimizer that are watched, and that are run under the recommendation.
+        format: one of `FORMATS` to recommend it; None: the native one.
         headroom_bits: see `mezzo.core.calibration.recommend`.
         check: whether the recommendation is tried.
 
@@ -151,7 +140,7 @@ class CalibrationRequest(ScriptRequest):
 
 @dataclass(frozen=True)
 class Check:
-    """What came of the recommended policy in a run of its own.
+    """The result of a run under the recommended policy.
 
     Args:
         steps: updates that were made or skipped.
@@ -159,9 +148,9 @@ class Check:
         loss_finite: whether every loss was.
         scale: the loss scale after it.
         alarms: whether a step was skipped for another reason than the loss scale.
-        findings: what was found out about the skips, a line for each that differs, with how many steps it was so.
-        remedies: what to try, without repeats, those that keep a module in FP32 first.
-        modules: those that a policy can name, in which a finite number became infinite or NaN; and which it was.
+        findings: a line for each place that made a step be skipped.
+        remedies: what to try, those that keep a module in FP32 first.
+        modules: modules in which a finite number became infinite or NaN, with the reason to keep each in FP32.
     """
 
     steps: int
@@ -191,37 +180,25 @@ def calibrate_script(
     progress: Watcher | None = None,
     command: Sequence[str] = LAUNCH,
 ) -> tuple[Recommendation, Check | None]:
-    """Run the script, recommend, try it, and write both down, in place of an earlier calibration.
+    """Run the script in child processes, recommend, and try the recommendation `TRIALS` times at most.
 
-    Written are `policy.toml` (the recommended policy, a reason on each line), `calibration.json` (all of it, with every
-    histogram and the ranking of the modules) and `runs/` (records and output of both runs). Each run is a child
-    process. If a trial shows that the loss scale was too large, the recommendation takes the scale that the trial ended
-    with; if a module overflowed in it, the module is kept in FP32. Then it is tried again, `TRIALS` times in all. What
-    failed the last of them is written as a policy that did.
-
-    Args:
-        request: what is calibrated.
-        folder: where everything is written; made if need be.
-        progress: receives both runs' begin, steps and end.
-        command: runs a request's file (another one for tests).
+    Writes `policy.toml`, `calibration.json` and `runs/` to the folder; those of an earlier calibration are deleted
+    first. `command` runs a request's file.
 
     Raises:
-        ScriptError: the script fails, no update could be looked at, or no gradient is finite and not 0.
+        ScriptError: the script fails, no update could be watched, or no gradient is finite and not 0.
         UsageError: the folder can't be written.
     """
     policy, runs = folder / POLICY, 2 if request.check else 1
-    with (
-        writing(folder),
-        locked(folder),
-        progress or Watcher() as shown,
-        terminated_like_an_interrupt(),
-    ):
+    with writing(folder), locked(folder), progress or Watcher() as shown, terminated_like_an_interrupt():
         (folder / "runs").mkdir(parents=True, exist_ok=True)
-        for name in (POLICY, RESULT):  # or a calibration that fails leaves another's recommendation
+        for name in (POLICY, RESULT):
             (folder / name).unlink(missing_ok=True)
         forget_run(folder, CHECKED)
 
-        def one_run(index: int, name: str, policy: str, kind: str, **options: Any) -> FinishedRun:
+        def one_run(
+            index: int, name: str, policy: str, kind: str, **options: Any
+        ) -> tuple[FinishedRun, list[records.Record]]:
             forget_run(folder, name)
             shown.begin(name.removesuffix("-0"), index, max(index, runs), request.steps)
             child = request.child(folder, name, policy, stop_after=request.steps, **options)
@@ -230,19 +207,15 @@ def calibrate_script(
                 raise ScriptError(
                     f"{request.target} ended with exit status {status} {kind}. Its output ended:\n{finished.failure()}"
                 )
-            return finished
-
-        def written(name: str) -> list[records.Record]:
-            return list(records.read(folder / "runs" / f"{name}.jsonl"))
+            return finished, list(records.read(folder / "runs" / f"{name}.jsonl"))
 
         options = {"watch": 1, "watch_all": True, "sensitivity": True, "trace": False}
-        run = one_run(1, WATCHED, "fp32", "in FP32", **options)
-        found, check = recommendation_of(request, run, written(WATCHED)), None
+        found = recommendation_of(request, *one_run(1, WATCHED, "fp32", "in FP32", **options))
+        check = None
         for attempt in range(TRIALS if request.check else 0):
             write_whole(policy, found.to_toml(_head(found, None)))
-            run = one_run(2 + attempt, CHECKED, str(policy.resolve()), f"under {policy}")
-            check = check_of(run, written(CHECKED))
-            better = None if attempt == TRIALS - 1 else _mended(found, check)
+            check = check_of(*one_run(2 + attempt, CHECKED, str(policy.resolve()), f"under {policy}"))
+            better = None if attempt == TRIALS - 1 else _corrected(found, check)
             if better is None:
                 break
             found = better
@@ -258,8 +231,8 @@ def calibrate_script(
     return found, check
 
 
-def _mended(found: Recommendation, check: Check) -> Recommendation | None:
-    """What to try instead of a recommendation that failed its trial; None where it held, or nothing is known."""
+def _corrected(found: Recommendation, check: Check) -> Recommendation | None:
+    """What to try after a recommendation failed its trial; None if it held, or no correction is known."""
     if check.holds:
         return None
     if check.alarms:
@@ -277,7 +250,7 @@ def _mended(found: Recommendation, check: Check) -> Recommendation | None:
 
 
 def _head(found: Recommendation, check: Check | None) -> str:
-    """What the policy's file says of itself."""
+    """The first line of the policy's file."""
     if check is not None and not check.holds:
         return f"FAILED ITS TRIAL by mezzo calibrate, not recommended: {check}."
     tried = "not tried" if check is None else f"tried: {check}"
@@ -285,43 +258,39 @@ def _head(found: Recommendation, check: Check | None) -> str:
 
 
 def recommendation_of(
-    request: CalibrationRequest, run: FinishedRun, written: Iterable[records.Record]
+    request: CalibrationRequest, run: FinishedRun, written: Sequence[records.Record]
 ) -> Recommendation:
     """The recommendation from a watched run's records.
 
     Raises:
-        ScriptError: no update was looked at, or there is no gradient in them to go by.
+        ScriptError: no update was watched, or no gradient is finite and not 0.
     """
-    written = list(written)
     ranges = [record for record in written if isinstance(record, records.RangesRecord)]
-    said = " ".join(run.ended.notes) if run.ended else ""
+    notes = " ".join(run.ended.notes) if run.ended else ""
     if not any(record.rows for record in ranges):
         why = (
-            f"{len(run.updates)} updates were made, and none of them was looked at. What an optimizer does in a step "
-            "that takes a closure (LBFGS) is not seen, nor are models that run inside compiled functions. Calibrate "
-            "the script with an optimizer whose step takes no closure (SGD, Adam) and without torch.compile"
+            f"{len(run.updates)} updates were made, and none could be watched. Steps that take a closure (LBFGS) and "
+            "models inside compiled functions are not seen. Calibrate with an optimizer whose step takes no closure "
+            "(SGD, Adam) and without torch.compile"
             if run.updates
-            else "no optimizer's step was seen. Ranges are seen in the steps of a torch optimizer: give a script, and "
-            "arguments of its own after --, with which it trains"
+            else "no optimizer's step was seen. Give a script that trains with a torch optimizer, with its own "
+            "arguments after --"
         )
         raise ScriptError(
             f"{request.target}: nothing to calibrate with: {why}; or call mezzo.calibrate(model, loss_fn, batches) in "
-            f"a program of your own, which needs no optimizer. {said}".rstrip()
+            f"a program of your own, which needs no optimizer. {notes}".rstrip()
         )
     native = set(run.machine.get("native_formats", ()))
     try:
         found = recommend(ranges, native=native, format=request.format, headroom_bits=request.headroom_bits)
     except UsageError as error:
-        raise ScriptError(
-            f"{request.target}: {error}. Ranges are seen in the steps of a torch optimizer, over models that the "
-            f"script calls outside of compiled functions. {said}".rstrip()
-        ) from error
+        raise ScriptError(f"{request.target}: {error}. {notes}".rstrip()) from error
     measured = [record for record in written if isinstance(record, records.SensitivityRecord)]
     return replace(found, sensitivity=rank(measured, [named(name) for name in RANKED]))
 
 
 def check_of(run: FinishedRun, written: Iterable[records.Record]) -> Check:
-    """The check from a run's updates and losses, and from all that it wrote."""
+    """The check from a run and all its records."""
     overflows = [record for record in written if isinstance(record, records.OverflowRecord)]
     alarms = [record.finding for record in overflows if record.finding.alarms]
     first = {record.finding.place: record for record in reversed(overflows)}

@@ -20,13 +20,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mezzo.cli.tables import plain_table
 from mezzo.core.errors import UsageError
 from mezzo.doctor.gpus import (
-    ARCHITECTURES,
     TENSOR_CORES_FROM,
     Capability,
     GpuModel,
     Recommendation,
+    architecture,
     find,
     formats_at,
     from_capability,
@@ -124,15 +125,10 @@ def _machine_lines(data: dict[str, Any], rates: list[Rate]) -> Iterable[Text | T
     heading = f"Measured {where}", "bold"
     yield Text.assemble("\n", heading, ", GFLOP/s: medians (and the middle half of the repeats)")
     kinds = ["matmul", "conv step"]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 3, 0, 0))
-    for head in ("format", *kinds):
-        table.add_column(head, no_wrap=True)
     cells = {(rate.what, rate.format): rate for rate in rates}
-    for form in dict.fromkeys(rate.format for rate in rates):
-        row = [_cell(cells.get((kind, form))) for kind in kinds]
-        if any(cell != "-" for cell in row):
-            table.add_row(form, *row)
-    yield table
+    forms = dict.fromkeys(rate.format for rate in rates)
+    rows = [[form, *(_cell(cells.get((kind, form))) for kind in kinds)] for form in forms]
+    yield plain_table(("format", *kinds), [row for row in rows if row[1:] != ["-", "-"]])
     yield Text(f"memory bandwidth, by copying: {_cell(cells['copy', 'fp32'])} GB/s")
     for reason in dict.fromkeys(rate.reason for rate in rates if rate.reason):
         yield Text(f"not measured: {reason}")
@@ -159,7 +155,7 @@ def _gpu_lines(model: GpuModel) -> Iterable[Text]:
     text = "{}.{}".format(*model.capability)
     yield Text.assemble(
         (model.name, "bold"),
-        f": {ARCHITECTURES[model.capability]}, compute capability {text}, {model.memory_gb} GB at "
+        f": {architecture(model.capability)}, compute capability {text}, {model.memory_gb} GB at "
         f"{model.bandwidth} GB/s",
     )
     for form, peak in model.peaks.items():
@@ -169,7 +165,7 @@ def _gpu_lines(model: GpuModel) -> Iterable[Text]:
 
 def _capability_lines(capability: Capability) -> Iterable[Text]:
     text = "{}.{}".format(*capability)
-    yield Text.assemble((f"Compute capability {text}", "bold"), f" ({ARCHITECTURES[capability]})")
+    yield Text.assemble((f"Compute capability {text}", "bold"), f" ({architecture(capability)})")
     for form, first in TENSOR_CORES_FROM.items():
         has = "tensor cores" if capability >= first else "no tensor cores"
         yield Text(f"  {form:<6}{has}, which have it from {'{}.{}'.format(*first)}")
@@ -189,7 +185,7 @@ def _gpu_json(model: GpuModel) -> dict[str, Any]:
 def _capability_json(capability: Capability) -> dict[str, Any]:
     return {
         "capability": "{}.{}".format(*capability),
-        "architecture": ARCHITECTURES[capability],
+        "architecture": architecture(capability),
         "tensor_core_formats": list(formats_at(capability)),
     }
 

@@ -15,17 +15,17 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from mezzo.cli.tables import plain_table
 from mezzo.core import formats
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Bits, Format, named
-from mezzo.core.numerals import Number, exactly, parse, split, written
+from mezzo.core.formats import ALIASES, FORMATS, OVERFLOW, Bits, Format, magnitude, named
 
 _FIELDS = {"sign": "bold red", "exponent": "green", "mantissa": "cyan"}
 _WORDS = {
@@ -36,14 +36,15 @@ _WORDS = {
     "overflow": "bold red",
 }
 _IN_JSON = (
-    "bits nexp nmant storage_bits bias minexp maxexp max min smallest_normal smallest_subnormal eps epsneg precision "
-    "resolution has_infinity"
+    "name title source bits nexp nmant storage_bits bias minexp maxexp max min smallest_normal smallest_subnormal eps "
+    "epsneg precision resolution has_infinity"
 )
+_LARGEST_EXPONENT = 2000  # beyond fp64 on both sides, and still read at once
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
-    # argparse knows -4.2 for a number, but takes -4.2e9, -1/3, -0x1p3 and -inf for options.
+    # argparse takes -4.2 for a number, but -4.2e9, -1/3, -0x1p3 and -inf for options.
     parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
     parser.add_argument(
         "words", nargs="*", metavar="NAME | show NUMBER", help="formats, or numbers to show in each"
@@ -51,9 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overflow", default="infinity", help=f"for what is beyond a format: {', '.join(OVERFLOW)}"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON (numbers that no float holds as strings)"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON (infinities and NaN as strings)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,16 +67,60 @@ def run(arguments: argparse.Namespace) -> int:
         shown: dict[str, Any] = {"numbers": [_number_json(*item) for item in numbers.items()]}
     else:
         asked, numbers = [_format(word, words) for word in words] or list(FORMATS.values()), {}
-        shown = {"formats": [_format_json(form) for form in asked]}
+        shown = {
+            "formats": [{name: getattr(form, name) for name in _IN_JSON.split()} for form in asked],
+        }
     if arguments.json:
         print(json.dumps({"schema": 1, **shown}, indent=2, allow_nan=False))
         return 0
     console = Console(highlight=False)
     if not numbers:
         _print_table(console, asked)
-    for index, item in enumerate(numbers.items()):
-        _print_number(console, *item, first=index == 0)
+    for index, (word, found) in enumerate(numbers.items()):
+        if index:
+            console.print()
+        _print_number(console, word, found)
     return 0
+
+
+def parse(text: str) -> float | Fraction:
+    """The number that a text stands for, exactly.
+
+    >>> parse("-4.2e9"), parse("0x1.8p3"), parse("1/3"), parse("2^-3"), parse("-0"), parse("1e-400") > 0
+    (Fraction(-4200000000, 1), 12.0, Fraction(1, 3), Fraction(1, 8), -0.0, True)
+
+    Raises:
+        UsageError: not a number, a division by zero, or one far beyond every format's range.
+    """
+    plain = text.strip().lower().replace("**", "^")
+    over, _, under = plain.partition("/")
+    try:
+        if re.fullmatch(r"[+-]?(inf|infinity|nan)", plain):
+            return float(plain)
+        if "0x" in plain:
+            return float.fromhex(plain)
+        if power := re.fullmatch(r"([+-]?)2\^([+-]?\d{1,4})", plain):
+            return Fraction(2) ** int(power[2]) * (-1 if power[1] == "-" else 1)
+        parts = [Decimal(part) for part in (over, under or "1")]
+        if any(part and abs(part.adjusted()) > _LARGEST_EXPONENT for part in parts):
+            raise OverflowError
+        return Fraction(parts[0]) / Fraction(parts[1]) if parts[0] else float(parts[0])
+    except OverflowError:
+        raise UsageError(f"{text!r} is beyond every format: fp64, the largest, ends at 1.8e308") from None
+    except (ArithmeticError, ValueError):
+        raise UsageError(
+            f"{text!r} is not a number: write a decimal (-4.2e9), a hexadecimal float (0x1.8p3), a fraction (1/3), a "
+            "power (2^-24), inf or nan"
+        ) from None
+
+
+def written(value: float, digits: int = 5) -> str:
+    """A number in decimal, to so many significant digits.
+
+    >>> written(65504.0), written(2.0**-24), written(-0.0), written(1e100)
+    ('65504', '5.9605e-8', '-0', '1e100')
+    """
+    return re.sub(r"e([+-])0*", lambda match: "e" + match[1].strip("+"), f"{value:.{digits}g}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +129,7 @@ class Stored:
 
     Args:
         bits: its pattern in the format; ``bits.value`` is what is stored.
-        absolute_error: ``|stored - number|``; infinite on overflow to infinity, NaN where either is NaN.
+        absolute_error: ``|stored - number|``; infinite on overflow to infinity, NaN if either is NaN.
         relative_error: that over ``|number|``; 0 for a number that is stored exactly.
         word: ``exact``, ``rounded``, ``subnormal`` (stored with fewer bits than the format's precision,
             exactly or not), ``underflow`` (stored as zero) or ``overflow`` (beyond the largest value:
@@ -94,24 +137,24 @@ class Stored:
     """
 
     bits: Bits
-    absolute_error: Number
-    relative_error: Number
+    absolute_error: float
+    relative_error: float
     word: str
 
 
-def stored(number: Number, format: str, overflow: str = "infinity") -> Stored:
+def stored(number: float | Fraction, format: str, overflow: str = "infinity") -> Stored:
     """What the format makes of a number. The arguments are those of `mezzo.formats.round`.
 
     >>> [stored(x, "fp16").word for x in (65520.0, 1e-8, 2.0**-20, 0.1, 0.5)]
     ['overflow', 'underflow', 'subnormal', 'rounded', 'exact']
     """
     bits = formats.bits(number, format, overflow=overflow)
-    exact, kept = split(number)[0], split(bits.value)[0]
+    exact, kept = magnitude(number)[0], magnitude(bits.value)[0]
     if exact is None or kept is None:  # NaN or an infinity, before or after
         same = exact is None and (bits.kind == "nan" if math.isnan(number) else bits.value == number)
         lost = 0.0 if same else math.nan if bits.kind == "nan" else math.inf
         return Stored(bits, lost, lost, "exact" if same else "overflow")
-    error, largest = abs(kept - exact), bits.format.exact_max
+    error, largest = abs(kept - exact), bits.format.max
     if error and bits.kind == "zero":
         word = "underflow"
     elif exact > largest and error > Fraction(formats.ulp(largest, bits.format)) / 2:
@@ -120,11 +163,18 @@ def stored(number: Number, format: str, overflow: str = "infinity") -> Stored:
         word = "subnormal"
     else:
         word = "rounded" if error else "exact"
-    return Stored(bits, exactly(error), exactly(error / exact if exact else error), word)
+    return Stored(bits, _float(error), _float(error / exact if exact else error), word)
+
+
+def _float(value: Fraction) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _format(word: str, words: list[str]) -> Format:
-    """The format that a word names; raises an error that says how to show a number."""
+    """The format that a word names; the error for a number says how to show it."""
     if word.lower() in (*FORMATS, *ALIASES):
         return named(word.lower())
     if word[-1:].isdigit() and not word[:1].isalpha():
@@ -133,6 +183,7 @@ def _format(word: str, words: list[str]) -> Format:
 
 
 def _print_table(console: Console, formats: list[Format]) -> None:
+    heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
     rows = [
         (
             form.name,
@@ -141,18 +192,12 @@ def _print_table(console: Console, formats: list[Format]) -> None:
         )
         for form in formats
     ]
-    heads = ("format", "bits", "largest", "normal from", "subnormal from", "eps")
     if console.width >= 79:
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for head in heads:
-            table.add_column(head, justify="left" if head == "format" else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(plain_table(heads, rows, justify="right"))
     else:
-        for row, form in zip(rows, formats):
-            console.print(Text(form.name, style="bold"))
-            for head, cell in zip(heads[1:], row[1:]):
+        for name, *cells in rows:
+            console.print(Text(name, style="bold"))
+            for head, cell in zip(heads[1:], cells):
                 console.print(f"  {head:<16}{cell}", soft_wrap=True)
     console.print(
         "\nbits: sign/exponent/mantissa; eps: the gap between 1 and the next number above."
@@ -160,9 +205,7 @@ def _print_table(console: Console, formats: list[Format]) -> None:
     )
 
 
-def _print_number(console: Console, word: str, found: list[Stored], *, first: bool) -> None:
-    if not first:
-        console.print()
+def _print_number(console: Console, word: str, found: list[Stored]) -> None:
     legend = Text(" ").join(Text(field, style) for field, style in _FIELDS.items())
     console.print(Text.assemble((word, "bold"), " in each format (", legend, ")"))
     for one in found:
@@ -173,50 +216,26 @@ def _print_number(console: Console, word: str, found: list[Stored], *, first: bo
                 f"   error {written(one.absolute_error, 3)}, relative {written(one.relative_error, 3)}"
             )
         console.print(line, soft_wrap=True)
-        console.print(_bits(one, console), soft_wrap=True)
-
-
-def _bits(one: Stored, console: Console) -> Text:
-    digits = Text(" ").join(Text(field, style) for field, style in zip(one.bits.fields, _FIELDS.values()))
-    indent = Text(" " * 10)
-    width = max(console.width - len(indent), 20)
-    if not console.is_terminal or len(digits) <= width:  # a pipe gets each pattern on one line
-        return indent + digits
-    return Text("\n").join(indent + line for line in digits.divide(range(width, len(digits), width)))
-
-
-def _format_json(form: Format) -> dict[str, Any]:
-    values = {name: _strict(getattr(form, name)) for name in _IN_JSON.split()}
-    return {"name": form.name, "title": form.title, "source": form.source, **values}
+        digits = Text(" ").join(Text(field, style) for field, style in zip(one.bits.fields, _FIELDS.values()))
+        console.print(Text(" " * 10) + digits, soft_wrap=True)
 
 
 def _number_json(word: str, found: list[Stored]) -> dict[str, Any]:
-    return {
-        "number": word,
-        "formats": [
-            {
-                "name": one.bits.format.name,
-                **dict(zip(_FIELDS, one.bits.fields)),
-                "code": f"{one.bits.code:#0{2 + (one.bits.format.bits + 3) // 4}x}",
-                "value": _strict(one.bits.value),
-                "absolute_error": _nearest(one.absolute_error),
-                "relative_error": _nearest(one.relative_error),
-                "word": one.word,
-            }
-            for one in found
-        ],
-    }
+    rows = [
+        {
+            "name": one.bits.format.name,
+            **dict(zip(_FIELDS, one.bits.fields)),
+            "code": f"{one.bits.code:#0{2 + (one.bits.format.bits + 3) // 4}x}",
+            "value": _strict(one.bits.value),
+            "absolute_error": _strict(one.absolute_error),
+            "relative_error": _strict(one.relative_error),
+            "word": one.word,
+        }
+        for one in found
+    ]
+    return {"number": word, "formats": rows}
 
 
-def _nearest(value: Number) -> Any:
-    """A JSON value for an error, which need not be exact: the nearest float, where that is a normal one."""
-    if isinstance(value, float) or not 1e-300 < Fraction(value) < 1e300:
-        return _strict(value)
-    return float(value)
-
-
-def _strict(value: Number) -> Any:
-    """A JSON value: a number where a finite float or a small int holds it, else a string of 17 digits."""
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
-    return value if isinstance(value, int) and abs(value) < 2**53 else written(value, 17)
+def _strict(value: float) -> float | str:
+    """A JSON value: infinities and NaN as strings."""
+    return value if math.isfinite(value) else str(value)

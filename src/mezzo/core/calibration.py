@@ -1,15 +1,13 @@
-"""Calibration: from the ranges of a few steps in FP32 to a format, a loss scale, and the modules that fp16 can't hold.
+"""Calibration: from the ranges of a few FP32 steps to a format, a loss scale, and the modules that fp16 can't hold.
 
-Every line of a `Recommendation` carries the histogram that it rests on.
-
-**The scale follows the largest gradient, of activations and of weights.** Where the loss is a mean over a batch, each
+**The scale follows the largest gradient, of activations and of weights.** If the loss is a mean over a batch, each
 activation's gradient is divided by the batch and the weights' gradients, which sum over it, are not: a scale from
 activations alone overflows in the first step (docs/monitoring.md has figures).
 
 **A module is kept in FP32 together with the one that runs after it**: a number beyond fp16's range must neither be made
-in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. The order
-is that in which modules ran, which is the flow of data in a chain and may be a detour in a graph with branches: so a
-recommendation is a policy to be tried, and `mezzo calibrate` tries it.
+in fp16 nor be cast to it by its reader, and a gradient too small for fp16 is made by the reader's backward. "After" is
+the order in which modules ran, which is the data flow only in a chain. So a recommendation must be tried, which
+`mezzo calibrate` does.
 """
 
 from __future__ import annotations
@@ -18,44 +16,35 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
 from statistics import fmean, pstdev
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.exponent_strip import exponent_strip, percent
 from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale, power_text
 from mezzo.core.policy import Policy
 from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import is_pattern
-from mezzo.core.ranges import GRADIENTS, Histogram
+from mezzo.core.ranges import GRADIENTS, Histogram, exponent_strip, percent, shift_of
 from mezzo.core.records import RangesRecord
 from mezzo.core.sensitivity import Sensitivity
 
 FORMATS = ("bf16", "fp16", "fp32")
 """What can be recommended, the first that fits."""
-
 MOST_HEADROOM = 15
 """Doublings: half of the 30 between fp16's smallest normal number and its largest."""
-
 FEWEST_FOR_SPREAD = 4
 """Steps from which a standard deviation is taken."""
-
 SIGMAS = 3.09
-"""Standard deviations above its mean that the largest gradient may lie: one normal number in a thousand lies higher."""
-
+"""Standard deviations of room above the mean: the largest gradient of one step in a thousand lies higher."""
 MOST_LOST = 0.5
-"""Share of a module's gradient that fp16 may round to zero under the recommended scale before the module is kept."""
+"""A module is kept in FP32 if fp16 rounds a larger share of its gradient to zero under the recommended scale."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensor that a line rests on, over all steps.
-
-    Args:
-        module, what, name: as in `mezzo.core.ranges.RangeRow`.
-        histogram: of all its numbers in all steps.
-    """
+    """The histogram of a tensor over all steps; module, what and name as in `mezzo.core.ranges.RangeRow`."""
 
     module: str
     what: str
@@ -69,13 +58,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module that fp16 can't hold.
-
-    Args:
-        module: its path.
-        why: a sentence.
-        evidence: what shows it; None where a trial did, and not a histogram.
-    """
+    """A module that fp16 can't hold, and why. Without evidence a trial showed it."""
 
     module: str
     why: str
@@ -90,16 +73,16 @@ class Recommendation:
         format: ``bf16``, ``fp16`` or ``fp32``.
         why: a sentence.
         policy: as text for `mezzo.policy`, `--precision` and `MixedPrecision`.
-        steps: that were looked at.
+        steps: number of watched steps.
         constant: the constant loss scale for fp16.
-        start: where a dynamic one should start.
-        gradient: the tensor with the largest gradient, of which both follow.
-        sources: that with the largest of each kind in `GRADIENTS`.
+        start: the first value of a dynamic one.
+        gradient: the tensor with the largest gradient, which decides both.
         mean, deviation: of log2 of each step's largest gradient; the deviation is None for too few steps.
         gradients: all gradients together.
+        sources: the tensor with the largest gradient of each kind in `GRADIENTS`.
         kept: modules that fp16 needs in FP32.
-        notes: what else should be known.
-        sensitivity: the modules, by how much each would change the loss in each format; None if not measured.
+        notes: further sentences.
+        sensitivity: the ranking of the modules; None if not measured.
     """
 
     format: str
@@ -119,40 +102,33 @@ class Recommendation:
 
     def lost(self, scale: float = 1.0) -> float:
         """The share of gradients other than 0 that fp16 rounds to zero under a loss scale."""
-        shares = self.gradients.shares("fp16", _exponent(scale))
+        shares = self.gradients.shares("fp16", shift_of(scale))
         return 0.0 if shares is None else shares.underflow
 
     def lowered(self, scale: float, why: str) -> Recommendation:
         """The same with loss scales of at most this much, and a note that says why."""
-        start = min(self.start, scale)
-        return replace(
-            self,
-            start=start,
-            constant=min(self.constant, scale),
-            policy=_policy(self.format, start, self.kept),
-            notes=[why, *self.notes],
-        )
+        start, constant = min(self.start, scale), min(self.constant, scale)
+        text = _policy(self.format, start, self.kept)
+        return replace(self, start=start, constant=constant, policy=text, notes=[why, *self.notes])
 
     def keeping(self, modules: Mapping[str, str]) -> Recommendation:
-        """The same with further modules in FP32, which a policy can name, and why."""
+        """The same with further modules in FP32, with their reasons."""
         kept = [*self.kept, *(Kept(module, why) for module, why in modules.items())]
         return replace(self, kept=kept, policy=_policy(self.format, self.start, kept))
 
     def to_json(self) -> str:
         """All of it, histograms included."""
-        return json.dumps(
-            {
-                **asdict(self),
-                "sensitivity": None if self.sensitivity is None else self.sensitivity.to_plain(),
-                "lost_unscaled": self.lost(),
-                "lost_with_constant": self.lost(self.constant),
-                "lost_with_start": self.lost(self.start),
-            },
-            indent=2,
-        )
+        data = {
+            **asdict(self),
+            "sensitivity": None if self.sensitivity is None else self.sensitivity.to_plain(),
+            "lost_unscaled": self.lost(),
+            "lost_with_constant": self.lost(self.constant),
+            "lost_with_start": self.lost(self.start),
+        }
+        return json.dumps(data, indent=2)
 
     def to_toml(self, head: str = "") -> str:
-        """The policy as a file that `mezzo.policy` reads, a reason on each line, and above them a line `head`."""
+        """The policy as a file that `mezzo.policy` reads, with reasons; `head` is the first line."""
         chosen = policy_of(self.policy)
         lines = [
             f"# {head or f'Recommended by mezzo calibrate from {counted(self.steps)} in FP32.'}",
@@ -160,44 +136,39 @@ class Recommendation:
         ]
         if self.format == "fp16":
             spread = (
-                ""
-                if self.deviation is None
-                else f", whose log2 varies by {self.deviation:.2f} from step to step"
+                "" if self.deviation is None else f", whose log2 varies by {self.deviation:.2f} between steps"
             )
             lines.append(f'loss_scale = "{chosen.loss_scale}"  # {self.gradient}{spread}')
         if chosen.modules:
             whys = {kept.module: kept.why for kept in self.kept}
-            lines += ["", "[modules]"]
-            lines += [
-                f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules
-            ]
+            rows = [f"{json.dumps(path)} = {json.dumps(fmt)}  # {whys[path]}" for path, fmt in chosen.modules]
+            lines += ["", "[modules]", *rows]
         return "\n".join(lines) + "\n"
 
     def rows(self) -> list[tuple[str, str]]:
         """The recommendation and the ranking as labels and values, in order."""
-        gone, left = self.lost(), self.lost(self.start)
-        shift = _exponent(self.start)
-        scales = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
-        if self.format == "fp16":
-            scale, label, kept_as = f"fp16: {scales}", "keep in fp32", ""
+        shift = shift_of(self.start)
+        scale = f"dynamic from {power_text(self.start)}, or constant {power_text(self.constant)}"
+        label, kept_as = "keep in fp32", ""
+        if self.format != "fp16":
+            scale = f"none: {self.format} needs none (fp16: {scale})"
+            label, kept_as = "for fp16", " would be kept in FP32"
         else:
-            scale, label = f"none: {self.format} needs none (fp16: {scales})", "for fp16"
-            kept_as = " would be kept in FP32"
+            scale = f"fp16: {scale}"
         found = [("format", f"{self.format}: {self.why}"), ("loss scale", scale)]
         for one in self.sources:
             found += [("", str(one)), ("", exponent_strip(one.histogram, "fp16", shift))]
+        unscaled, scaled = percent(self.lost()), percent(self.lost(self.start))
+        lost = f"{unscaled} to zero unscaled, {scaled} times {power_text(self.start)}"
         found += [
-            (
-                "gradients",
-                f"all: fp16 rounds {percent(gone)} to zero unscaled, {percent(left)} times {power_text(self.start)}",
-            ),
+            ("gradients", f"all: fp16 rounds {lost}"),
             ("", exponent_strip(self.gradients, "fp16", shift)),
         ]
         for kept in self.kept:
             found.append((label, f"{kept.module or 'the model'}{kept_as}: {kept.why}"))
             if kept.evidence is not None:
-                scaled = kept.evidence.what in GRADIENTS
-                found.append(("", exponent_strip(kept.evidence.histogram, "fp16", shift if scaled else 0)))
+                by = shift if kept.evidence.what in GRADIENTS else 0
+                found.append(("", exponent_strip(kept.evidence.histogram, "fp16", by)))
         if not self.kept:
             found.append(("keep in fp32", "no module: fp16 holds what each of them returns"))
         found.append(("policy", self.policy))
@@ -218,13 +189,12 @@ def recommend(
     format: str | None = None,
     headroom_bits: int = 1,
 ) -> Recommendation:
-    """What to train in, from what a few FP32 steps showed.
+    """What to train in, from the records of a few FP32 steps.
 
     Args:
-        records: of steps in FP32; each row's gradients without a loss scale.
-        native: formats that the machine which will train computes in.
-        format: one of `FORMATS`, to have it recommended whatever the machine; None: bf16 where it is native, else
-            fp16 where that is, else fp32.
+        records: of steps in FP32 without a loss scale.
+        native: formats that the hardware to train on computes in.
+        format: one of `FORMATS`; None: bf16 if it is native, else fp16 if that is, else fp32.
         headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
 
     Raises:
@@ -235,35 +205,35 @@ def recommend(
         raise unknown_name("format", format, FORMATS)
     check_headroom(headroom_bits)
     records = [record for record in records if record.rows]
-    tensors = _together(records)
-    per_step = [largest for record in records if (largest := _largest_gradient(record)) > 0]
-    gradients = [one for one in tensors if one.what in GRADIENTS]
-    if not per_step:
+    merged: dict[tuple[str, str, str], Histogram] = {}
+    for row in (row for record in records for row in record.rows):
+        key = row.module, row.what, row.name
+        merged[key] = merged.get(key, Histogram()).plus(row.histogram)
+    tensors = [Evidence(*key, histogram) for key, histogram in merged.items()]
+    per_step = [
+        max((row.histogram.largest for row in record.rows if row.what in GRADIENTS), default=0.0)
+        for record in records
+    ]
+    logs = [math.log2(largest) for largest in per_step if largest > 0]
+    if not logs:
         raise UsageError(
             f"nothing to calibrate with: no gradient in the {counted(len(records))} looked at is finite and not 0"
         )
+    gradients = [one for one in tensors if one.what in GRADIENTS]
     sources = [
         max(some, key=lambda one: one.histogram.largest)
         for kind in GRADIENTS
         if (some := [one for one in gradients if one.what == kind])
     ]
     source = max(sources, key=lambda one: one.histogram.largest)
-    largest = source.histogram.largest
-    constant = StaticLossScale.from_largest(largest, "fp16", headroom_bits).scale
-    logs = [math.log2(one) for one in per_step]
+    constant = StaticLossScale.from_largest(source.histogram.largest, "fp16", headroom_bits).scale
     deviation = pstdev(logs) if len(logs) >= FEWEST_FOR_SPREAD else None
-    start = _start(fmean(logs), deviation, largest, constant)
+    start = _start(fmean(logs), deviation, source.histogram.largest, constant)
     kept = _kept(tensors, start, headroom_bits)
     chosen, why = _format(native, format, kept)
     notes = _notes(tensors, kept, len(records))
-    if source.histogram.overflows("fp16", _exponent(start)):
-        notes.insert(
-            0,
-            f"{source}: it overflows fp16 under every scale that a dynamic one takes. Train in bf16 or fp32",
-        )
-    everything = Histogram()
-    for one in gradients:
-        everything = everything.plus(one.histogram)
+    if source.histogram.overflows("fp16", shift_of(start)):
+        notes.insert(0, f"{source}: it overflows fp16 under every dynamic loss scale. Train in bf16 or fp32")
     return Recommendation(
         format=chosen,
         why=why,
@@ -274,7 +244,7 @@ def recommend(
         gradient=source,
         mean=fmean(logs),
         deviation=deviation,
-        gradients=everything,
+        gradients=reduce(Histogram.plus, (one.histogram for one in gradients)),
         sources=sources,
         kept=kept,
         notes=notes,
@@ -282,30 +252,17 @@ def recommend(
 
 
 def check_headroom(bits: int, name: str = "headroom_bits=") -> None:
-    """Raise UsageError unless it is a whole number from 0 to `MOST_HEADROOM`; `name` is what the user wrote it as."""
+    """Raise UsageError unless it is an integer from 0 to `MOST_HEADROOM`; `name` is what the user wrote."""
     if not isinstance(bits, int) or not 0 <= bits <= MOST_HEADROOM:
         raise UsageError(
             f"{name}{bits}: give how many doublings the numbers may still make, 0 to {MOST_HEADROOM}. More would "
-            "leave fp16 too little range for them, and every module in FP32; where they grow more, train in bf16"
+            "leave fp16 too little range; if they grow more, train in bf16"
         )
 
 
 def counted(steps: int) -> str:
-    """So many steps, in words: "1 step", "20 steps"."""
+    """ "1 step", "20 steps"."""
     return f"{steps} step{'' if steps == 1 else 's'}"
-
-
-def _largest_gradient(record: RangesRecord) -> float:
-    return max((row.histogram.largest for row in record.rows if row.what in GRADIENTS), default=0.0)
-
-
-def _together(records: Sequence[RangesRecord]) -> list[Evidence]:
-    """Each tensor over all steps, in the order in which they were first seen."""
-    found: dict[tuple[str, str, str], Histogram] = {}
-    for row in (row for record in records for row in record.rows):
-        key = row.module, row.what, row.name
-        found[key] = found.get(key, Histogram()).plus(row.histogram)
-    return [Evidence(*key, histogram) for key, histogram in found.items()]
 
 
 def _start(mean: float, deviation: float | None, largest: float, constant: float) -> float:
@@ -319,11 +276,9 @@ def _start(mean: float, deviation: float | None, largest: float, constant: float
 
 
 def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list[Kept]:
-    """Modules that hold numbers beyond fp16, or whose gradients it loses, and those that read what they return."""
+    """Modules that hold numbers beyond fp16, or whose gradients it loses, and the modules that run after them."""
     found: dict[str, Kept] = {}
-    order = list(dict.fromkeys(one.module for one in tensors if one.what == "activation"))
-    after = dict(pairwise(order))
-    limit = float(named("fp16").max)
+    after = dict(pairwise(dict.fromkeys(one.module for one in tensors if one.what == "activation")))
 
     def keep(one: Evidence, why: str, reads: str) -> None:
         found.setdefault(one.module, Kept(one.module, why, one))
@@ -334,31 +289,30 @@ def _kept(tensors: Sequence[Evidence], start: float, headroom_bits: int) -> list
     for one in tensors:
         name = one.module or "the model"
         if one.what in ("activation", "weight") and one.histogram.overflows("fp16", headroom_bits):
-            largest = one.histogram.largest
+            largest = f"up to {one.histogram.largest:.4g}"
             beyond = "beyond" if one.histogram.overflows("fp16") else f"within {2**headroom_bits}x of"
             noun = "returned" if one.what == "activation" else f"has a {one.name} of"
-            why = f"{noun} up to {largest:.4g}, {beyond} fp16's largest number, {limit:.0f}"
-            keep(one, why, f"runs after {name}, which returned up to {largest:.4g}")
+            why = f"{noun} {largest}, {beyond} fp16's largest number, {named('fp16').max:.0f}"
+            keep(one, why, f"runs after {name}, which returned {largest}")
         elif one.what == "activation gradient":
-            shares = one.histogram.shares("fp16", _exponent(start))
+            shares = one.histogram.shares("fp16", shift_of(start))
             if shares is not None and shares.underflow > MOST_LOST:
-                part = percent(shares.underflow)
-                scale = power_text(start)
+                part, scale = percent(shares.underflow), power_text(start)
                 why = f"fp16 rounds {part} of its output's gradient to zero, even at loss scale {scale}"
                 keep(one, why, f"runs after {name}, and makes that gradient, of which fp16 loses {part}")
     return list(found.values())
 
 
 def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) -> tuple[str, str]:
-    fp16_needs = f"; fp16 would need {len(kept)} modules in FP32" if kept else ""
     if asked is not None:
         return asked, "as asked"
     if "bf16" in native:
+        fp16_needs = f"; fp16 would need {len(kept)} modules in FP32" if kept else ""
         return "bf16", f"it is native here, has FP32's range, and needs no loss scale{fp16_needs}"
     if "fp16" in native:
         return "fp16", "it is native here, and bf16 is not"
     return "fp32", (
-        "neither bf16 nor fp16 is native here, and emulated they save no time. For a machine that has one, name it "
+        "neither bf16 nor fp16 is native here, and emulated they save no time. For hardware that has one, name it "
         "with --precision (format= in Python)"
     )
 
@@ -366,12 +320,11 @@ def _format(native: Collection[str], asked: str | None, kept: Sequence[Kept]) ->
 def _notes(tensors: Sequence[Evidence], kept: Sequence[Kept], steps: int) -> list[str]:
     notes = []
     for one in tensors:
-        # An infinite activation is a mask as a rule, and a ratio to a weight of 0 is infinite.
+        # Infinite activations are usually masks, and a ratio to a weight of 0 is infinite.
         bad = one.histogram.nans + (one.histogram.infinities if one.what != "activation" else 0)
         if bad and one.what != "update ratio":
-            notes.append(
-                f"in FP32 itself {bad} numbers of the {one.what} of {one.module or 'the model'} were NaN or infinite"
-            )
+            where = f"the {one.what} of {one.module or 'the model'}"
+            notes.append(f"in FP32 itself {bad} numbers of {where} were NaN or infinite")
     unnamed = ", ".join(repr(one.module) for one in kept if not is_pattern(one.module))
     if unnamed:
         notes.append(f"no policy can name {unnamed}: change the model, or train in bf16 or fp32")
@@ -387,11 +340,5 @@ def _policy(format: str, start: float, kept: Sequence[Kept]) -> str:
     if format != "fp16":
         return str(Policy(format))
     modules = tuple((one.module, "fp32") for one in kept if is_pattern(one.module))
-    chosen = Policy("fp16", modules=modules)
-    if start != DynamicLossScale().init:
-        chosen = replace(chosen, loss_scale=f"dynamic(init={start!r})")
-    return str(chosen)
-
-
-def _exponent(scale: float) -> int:
-    return math.frexp(scale)[1] - 1
+    scale = "auto" if start == DynamicLossScale().init else f"dynamic(init={start!r})"
+    return str(Policy("fp16", loss_scale=scale, modules=modules))

@@ -3,8 +3,8 @@
 A format has a sign bit, an exponent and a mantissa. All its properties (largest value, machine epsilon ...) follow from
 the two widths and from the use of its top exponent, and have the names of `numpy.finfo`.
 
-Numbers are rounded here in exact fractions, as the standard puts it, to a format of any width. Arrays and tensors are
-rounded on their bit patterns by `mezzo.core.rounding` and `mezzo.pytorch.rounding`, which are tested against this.
+Numbers are rounded here in exact fractions, as the standard defines it. Arrays and tensors are rounded on their bit
+patterns by `mezzo.core.rounding` and `mezzo.pytorch.rounding`, which are tested against this.
 
 >>> named("fp16").max, named("bf16").eps, named("e4m3fn").smallest_subnormal
 (65504.0, 0.0078125, 0.001953125)
@@ -16,7 +16,6 @@ rounded on their bit patterns by `mezzo.core.rounding` and `mezzo.pytorch.roundi
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import sys
@@ -28,30 +27,33 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from mezzo.core.errors import UsageError, unknown_name
-from mezzo.core.numerals import Number, exactly, exponent, is_nan, power_of_two, split
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Number = int | float | Fraction | Decimal
+
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format. Its properties are those of `numpy.finfo`, and exact.
+    """A binary floating-point format of at most float64's range and precision. Its properties are `numpy.finfo`'s.
 
     A value is ``(-1)**sign * 2**(exponent - bias) * 1.mantissa``; with an exponent field of zero it is
-    subnormal, ``(-1)**sign * 2**minexp * 0.mantissa``. Properties are floats where a float holds them, else
-    an int or a Fraction (the largest binary256 is an int of 262,144 bits).
+    subnormal, ``(-1)**sign * 2**minexp * 0.mantissa``.
 
     Args:
         name: the short name by which Mezzo knows it.
-        nexp: bits of the exponent.
-        nmant: bits of the mantissa that are stored; the leading 1 is not.
+        nexp: bits of the exponent, at most 11.
+        nmant: bits of the mantissa that are stored (the leading 1 is not), at most 52.
         title: the name in full.
         source: where it is defined.
         has_infinity: IEEE 754's use of the top exponent (infinities, and NaNs with a payload). False: the top
             exponent holds numbers as the others do, and only its last mantissa is NaN (the ``fn`` of e4m3fn).
-        storage_bits: bits it takes in memory, where that is more than its own.
+        storage_bits: bits it takes in memory, if that is more than its own.
+
+    Raises:
+        UsageError: a format that is wider than float64.
     """
 
     name: str
@@ -63,6 +65,10 @@ class Format:
     storage_bits: int = 0
 
     def __post_init__(self) -> None:
+        if self.nexp > 11 or self.nmant > 52:
+            raise UsageError(
+                f"format {self.name!r} is wider than float64: at most nexp=11 and nmant=52 are possible"
+            )
         if not self.storage_bits:
             object.__setattr__(self, "storage_bits", self.bits)
 
@@ -90,82 +96,58 @@ class Format:
         return self.bias + 1 if self.has_infinity else self.bias + 2
 
     @property
-    def machep(self) -> int:
-        """Exponent of `eps`."""
-        return -self.nmant
-
-    @property
-    def negep(self) -> int:
-        """Exponent of `epsneg`."""
-        return -self.nmant - 1
-
-    @functools.cached_property
-    def exact_max(self) -> Fraction:
-        """The largest finite value, as a Fraction."""
-        below_two = Fraction(2) - Fraction(1 if self.has_infinity else 2, 1 << self.nmant)
-        return below_two * power_of_two(self.maxexp - 1)
-
-    @property
-    def max(self) -> Number:
+    def max(self) -> float:
         """The largest finite value."""
-        return exactly(self.exact_max)
+        below_two = 2.0 - (1 if self.has_infinity else 2) * self.eps
+        return math.ldexp(below_two, self.maxexp - 1)
 
     @property
-    def min(self) -> Number:
+    def min(self) -> float:
         """The most negative finite value, ``-max``."""
-        return exactly(-self.exact_max)
+        return -self.max
 
     @property
-    def smallest_normal(self) -> Number:
+    def smallest_normal(self) -> float:
         """The smallest positive number with the full mantissa, ``2**minexp``."""
-        return exactly(power_of_two(self.minexp))
+        return math.ldexp(1.0, self.minexp)
 
     @property
-    def tiny(self) -> Number:
-        """`smallest_normal`, by numpy's older name."""
-        return self.smallest_normal
-
-    @property
-    def smallest_subnormal(self) -> Number:
+    def smallest_subnormal(self) -> float:
         """The smallest positive number of all, ``2**(minexp - nmant)``."""
-        return exactly(power_of_two(self.minexp - self.nmant))
+        return math.ldexp(1.0, self.minexp - self.nmant)
 
     @property
-    def eps(self) -> Number:
+    def eps(self) -> float:
         """The gap between 1 and the next number above."""
-        return exactly(power_of_two(self.machep))
+        return math.ldexp(1.0, -self.nmant)
 
     @property
-    def epsneg(self) -> Number:
+    def epsneg(self) -> float:
         """The gap between 1 and the next number below."""
-        return exactly(power_of_two(self.negep))
+        return math.ldexp(1.0, -self.nmant - 1)
 
     @property
     def precision(self) -> int:
-        """Decimal digits that always survive, ``floor(nmant * log10(2))`` as numpy counts them (e4m3fn:
-        0)."""
+        """Decimal digits that always survive, ``floor(nmant * log10(2))`` as numpy counts them (e4m3fn: 0)."""
         return math.floor(self.nmant * math.log10(2))
 
     @property
-    def resolution(self) -> Number:
+    def resolution(self) -> float:
         """``10**-precision``, the float nearest to it (torch does so; numpy rounds it to the format)."""
         return 10.0**-self.precision
 
 
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP = "OCP 8-bit Floating Point Specification (OFP8) 1.0, 2023"
+_TF32 = "NVIDIA A100 Tensor Core GPU Architecture, 2020"
 _TABLE = (
     Format("fp64", 11, 52, "IEEE binary64, double precision", _IEEE),
     Format("fp32", 8, 23, "IEEE binary32, single precision", _IEEE),
-    Format(
-        "tf32", 8, 10, "TensorFloat-32", "NVIDIA A100 Tensor Core GPU Architecture, 2020", storage_bits=32
-    ),
+    Format("tf32", 8, 10, "TensorFloat-32", _TF32, storage_bits=32),
     Format("fp16", 5, 10, "IEEE binary16, half precision", _IEEE),
     Format("bf16", 8, 7, "bfloat16", "Intel, BFLOAT16 Hardware Numerics Definition, 2018"),
     Format("e4m3fn", 4, 3, "OCP FP8 E4M3: no infinities, one NaN", _OCP, has_infinity=False),
     Format("e5m2", 5, 2, "OCP FP8 E5M2", _OCP),
-    Format("binary128", 15, 112, "IEEE binary128, quadruple precision", _IEEE),
-    Format("binary256", 19, 236, "IEEE binary256, octuple precision", "IEEE 754-2019, table 3.5, k = 256"),
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _TABLE})
@@ -193,8 +175,7 @@ OVERFLOW: Mapping[str, str] = MappingProxyType(
 )
 """What can become of a value beyond ``max``; NaN stays NaN in either."""
 
-# Arrays are rounded by a module of their framework, which is imported only for such an array.
-# Framework -> (its array types, the module that rounds one).
+# Framework -> (its array types, the module that rounds one). The module is imported only for such an array.
 _FRAMEWORKS = {
     "numpy": (("ndarray", "generic"), "mezzo.core.rounding"),
     "torch": (("Tensor",), "mezzo.pytorch.rounding"),
@@ -202,7 +183,7 @@ _FRAMEWORKS = {
 
 
 class _TensorLike(Protocol):
-    """What tells a torch tensor from all else here, where torch itself is not to be named."""
+    """A torch tensor, in a module that does not import torch."""
 
     requires_grad: bool
 
@@ -239,7 +220,7 @@ def named(format: str | Format) -> Format:
 
 
 @overload
-def round(x: Number | Decimal, format: str | Format, *, overflow: str = ...) -> Number: ...
+def round(x: Number, format: str | Format, *, overflow: str = ...) -> float: ...
 @overload
 def round(x: NDArray[Any] | np.generic, format: str | Format, *, overflow: str = ...) -> NDArray[Any]: ...
 @overload
@@ -257,9 +238,9 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         overflow: ``"infinity"`` or ``"saturate"``, for what lies beyond ``max`` (see `OVERFLOW`).
 
     Returns:
-        For a number: a float, or where no float holds it an int or a Fraction. For an array or a tensor: a
-        new one of its shape, in float64 for float64 and for integers, else in float32. -0 keeps its sign,
-        subnormals are exact. NaN stays NaN: quiet, without payload, its sign kept.
+        For a number: a float. For an array or a tensor: a new one of its shape, in float64 for float64 and for
+        integers, else in float32. -0 keeps its sign, subnormals are exact. NaN stays NaN: quiet, without payload,
+        its sign kept.
 
     Raises:
         UnknownNameError: an unknown format or overflow behaviour.
@@ -272,20 +253,20 @@ def round(x: Any, format: str | Format, *, overflow: str = "infinity") -> Any:
         loaded = sys.modules.get(framework)
         if loaded is not None and any(isinstance(x, getattr(loaded, one, ())) for one in array_types):
             return importlib.import_module(module).round_array(x, form, overflow)
-    exact, sign = split(x)
-    if exact is None and is_nan(x):
-        return math.copysign(math.nan, sign)
+    exact, sign = magnitude(x)
     if exact is not None:
         quantum = _quantum(exact, form)
         exact = (exact / quantum).__round__() * quantum  # Python rounds a Fraction's ties to even
-        if exact <= form.exact_max:
-            return exactly(exact) * sign if exact else math.copysign(0.0, sign)
+        if exact <= form.max:
+            return math.copysign(float(exact), sign)
+    elif _is_nan(x):
+        return math.copysign(math.nan, sign)
     if overflow == "saturate":
-        return exactly(sign * form.exact_max)
+        return math.copysign(form.max, sign)
     return math.copysign(math.inf if form.has_infinity else math.nan, sign)
 
 
-def ulp(x: Number | Decimal, format: str | Format) -> Number:
+def ulp(x: Number, format: str | Format) -> float:
     """The unit in the last place at ``x``: the gap between the format's numbers in x's binade.
 
     As `math.ulp`: at 0 the smallest subnormal; infinite where ``x`` is infinite or overflows; NaN at NaN.
@@ -293,18 +274,43 @@ def ulp(x: Number | Decimal, format: str | Format) -> Number:
     >>> ulp(1, "bf16"), ulp(0, "fp16") == 2**-24, ulp(70000, "fp16")
     (0.0078125, True, inf)
     """
-    form = named(format)
-    exact, _ = split(x)
-    if exact is None:
-        return math.nan if is_nan(x) else math.inf
-    quantum = _quantum(exact, form)
-    overflows = (exact / quantum).__round__() * quantum > form.exact_max
-    return math.inf if overflows else exactly(quantum)
+    rounded = round(x, format, overflow="infinity")
+    if not math.isfinite(rounded):
+        return math.nan if _is_nan(x) else math.inf
+    return float(_quantum(magnitude(x)[0] or Fraction(0), named(format)))
+
+
+def magnitude(x: Number) -> tuple[Fraction | None, int]:
+    """A number's magnitude, exactly (None for an infinity or a NaN), and its sign as +1 or -1.
+
+    Raises:
+        UsageError: not a number.
+    """
+    if not isinstance(x, (float, int, Fraction, Decimal)):
+        raise UsageError(
+            f"cannot round {type(x).__name__} {str(x)[:40]!r}: give a float, int, Fraction or Decimal, "
+            "a numpy array or a torch tensor (numpy.asarray makes an array of a list)"
+        )
+    if isinstance(x, Decimal):
+        return (Fraction(x.copy_abs()) if x.is_finite() else None), -1 if x.is_signed() else 1
+    if isinstance(x, float):
+        return (Fraction(abs(x)) if math.isfinite(x) else None), int(math.copysign(1, x))
+    return abs(Fraction(x)), -1 if x < 0 else 1
+
+
+def _is_nan(x: Number) -> bool:
+    return x.is_nan() if isinstance(x, Decimal) else x != x
 
 
 def _quantum(x: Fraction, form: Format) -> Fraction:
     """The gap between the format's numbers in the binade of a magnitude, as if it had no largest number."""
-    return power_of_two(max(exponent(x) if x else form.minexp, form.minexp) - form.nmant)
+    return Fraction(2) ** (max(_exponent(x) if x else form.minexp, form.minexp) - form.nmant)
+
+
+def _exponent(x: Fraction) -> int:
+    """``floor(log2(x))`` for a positive number, exactly."""
+    guess = x.numerator.bit_length() - x.denominator.bit_length()
+    return guess if x >= Fraction(2) ** guess else guess - 1
 
 
 @dataclass(frozen=True)
@@ -365,15 +371,13 @@ class Bits:
         return "nan" if self.mantissa == (1 << self.format.nmant) - 1 else "normal"
 
     @property
-    def value(self) -> Number:
+    def value(self) -> float:
         """The number that the fields stand for, exactly; NaN and -0 keep their sign."""
-        sign = -1 if self.sign else 1
-        special = {"zero": 0.0, "infinity": math.inf, "nan": math.nan}.get(self.kind)
-        if special is not None:
-            return math.copysign(special, sign)
-        leading = 0 if self.kind == "subnormal" else 1 << self.format.nmant
-        unit = power_of_two(max(self.exponent, 1) - self.format.bias - self.format.nmant)
-        return exactly(sign * (leading + self.mantissa) * unit)
+        leading = 1 << self.format.nmant if self.exponent else 0
+        unit = max(self.exponent, 1) - self.format.bias - self.format.nmant
+        special = {"infinity": math.inf, "nan": math.nan}.get(self.kind)
+        value = math.ldexp(leading + self.mantissa, unit) if special is None else special
+        return -value if self.sign else value
 
     @property
     def fields(self) -> tuple[str, str, str]:
@@ -385,28 +389,27 @@ class Bits:
         return " ".join(self.fields)
 
 
-def bits(x: Number | Decimal, format: str | Format, *, overflow: str = "infinity") -> Bits:
-    """A number's bit pattern in a format, after rounding: sign, exponent and mantissa. See `round` for the
-    arguments.
+def bits(x: Number, format: str | Format, *, overflow: str = "infinity") -> Bits:
+    """A number's bit pattern in a format, after rounding. See `round` for the arguments.
 
     >>> bits(1.0, "bf16").exponent, hex(bits(1.0, "bf16").code)
     (127, '0x3f80')
     """
     form = named(format)
     rounded = round(x, form, overflow=overflow)
-    exact, sign = split(rounded)
+    exact, sign = magnitude(rounded)
     if exact is None:
         quiet = 1 << (form.nmant - 1) if form.has_infinity else (1 << form.nmant) - 1
-        code = ((1 << form.nexp) - 1 << form.nmant) + (quiet if is_nan(rounded) else 0)
+        code = ((1 << form.nexp) - 1 << form.nmant) + (quiet if math.isnan(rounded) else 0)
     else:
         # Of a normal number the leading 1 in its units adds the 1 that is missing in the exponent field.
         quantum = _quantum(exact, form)
-        field = exponent(quantum) + form.nmant - form.minexp
+        field = _exponent(quantum) + form.nmant - form.minexp
         code = (field << form.nmant) + int(exact / quantum)
     return Bits.from_code(code | int(sign < 0) << (form.bits - 1), form)
 
 
-def decode(code: int | Bits, format: str | Format) -> Number:
+def decode(code: int | Bits, format: str | Format) -> float:
     """The value of a bit pattern: the inverse of `bits`.
 
     >>> decode(0x3F80, "bf16"), decode(0xFF, "e4m3fn")

@@ -1,4 +1,4 @@
-"""Packages whose public names are fetched when they are first asked for, so that importing one imports no framework."""
+"""Packages whose public names are imported on first use, so that importing one imports no framework."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from typing import Any
 
 
 def lazy(
-    package: str, modules: Mapping[str, str], missing: Mapping[str, str]
+    package: str, modules: Mapping[str, str], missing: Mapping[str, str] = {}, removed: Mapping[str, str] = {}
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`.
 
     Args:
         package: its name.
-        modules: public name -> the module that it is in.
-        missing: a module that may not be installed -> what to do then.
-
-    The first raises `AttributeError` for other names, and `ImportError` with what to do for a module in `missing`.
+        modules: public name -> the module that it is in; a name that ends its module's name is the module itself.
+        missing: a module that may not be installed -> what to do then, for the `ImportError`.
+        removed: name -> what to use instead, for the `AttributeError`.
     """
 
     def get(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            why = removed.get(name)
+            raise AttributeError(
+                f"{package}.{name} {why}" if why else f"module {package!r} has no attribute {name!r}"
+            )
         try:
-            value = getattr(importlib.import_module(modules[name]), name)
+            module = importlib.import_module(modules[name])
         except ModuleNotFoundError as error:
             absent = error.name or ""
             if absent not in missing:
                 raise
             raise ImportError(f"{package}.{name}: {absent} is not installed. {missing[absent]}") from error
+        value = getattr(module, name, module)
         setattr(sys.modules[package], name, value)
         return value
 

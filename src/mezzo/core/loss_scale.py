@@ -1,18 +1,16 @@
-"""Loss scales as frozen values: `next(observation)` is the state for the next step. No framework, no clock.
+"""Loss scales as frozen values: `next(observation)` is the state for the next step.
 
-fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S, exactly
-when S is a power of two; they are multiplied by 1/S in FP32 before anything reads them (Micikevicius et al.
-2017, arXiv 1710.03740, section 3.2). S is a constant, best chosen from the largest gradient seen
-(`StaticLossScale.from_largest`), or found by trial (`DynamicLossScale`): grow after N good steps; when a
-gradient is not finite, skip the step and back off.
+fp16 rounds gradients under 2^-25 to zero. Multiplying the loss by S multiplies every gradient by S, exactly if S is a
+power of two; they are multiplied by 1/S in FP32 before use (Micikevicius et al. 2017, arXiv 1710.03740, section 3.2).
+S is a constant (`StaticLossScale`), or it grows after N good steps and backs off when a gradient is not finite and the
+step is skipped (`DynamicLossScale`).
 
-`advance` is the only transition: the values here, PyTorch, Keras and TensorFlow call it, on Python's numbers or on
-arrays. Inside a compiled training step (a `tf.function`, `jax.jit`) the host can't ask whether a gradient overflowed,
-so every branch of it is a `where`, and it never raises. The code that holds the arrays reads them now and then and
-calls `check`.
+`advance` is the only transition: PyTorch, Keras and TensorFlow call it too, on Python's numbers or on arrays. It has no
+branches and never raises, because inside a compiled step the host can't read whether a gradient overflowed. The code
+that holds the arrays reads them now and then and calls `check`.
 
-Every number here is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that
-keeps S in an FP32 tensor goes through the same values. S and 1/S are normal FP32 numbers, always.
+Every number is an FP32 number and every product is rounded to FP32 (ties to even), so that a device that keeps S in an
+FP32 tensor gets the same values. S and 1/S are always normal FP32 numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import numpy as np
 from mezzo.core.errors import LossScaleCollapseError, UsageError, unknown_name
 from mezzo.core.formats import named
 
-# The inverse of a scale must be a normal FP32 number as well.
+# The inverse of a scale must be a normal FP32 number, too.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 # A loss up to 2^27 times a constant scale stays finite in FP32.
@@ -56,9 +54,16 @@ class Observation:
     found_inf: bool
 
 
+def _next(scale: Any, observation: Observation) -> Any:
+    after = advance(scale, start(scale), observation.found_inf, Numbers)
+    if after.stuck >= scale.patience:
+        raise collapsed(scale, after.stuck)
+    return scale._with(after)
+
+
 @dataclass(frozen=True)
 class NoLossScale:
-    """S = 1 for ever: for bf16 and FP32, whose range is wide enough. It learns nothing and never raises."""
+    """S = 1 always: for bf16 and FP32, whose range is wide enough. It never raises."""
 
     @property
     def scale(self) -> float:
@@ -76,12 +81,11 @@ class NoLossScale:
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """A constant S. A step whose gradients are not finite is skipped, and S stays as it is.
+    """A constant S. A step whose gradients are not finite is skipped.
 
     Args:
-        scale: S, between 2^-126 and 2^126; rounded to FP32. Other than powers of two it rounds every gradient
-            once more.
-        patience: skips in a row after which a constant that is too large is an error.
+        scale: S, between 2^-126 and 2^126; rounded to FP32. Use a power of two: others round every gradient once more.
+        patience: skips in a row after which `LossScaleCollapseError` is raised.
         skips: state: the skips in a row so far.
 
     Raises:
@@ -103,16 +107,13 @@ class StaticLossScale:
     ) -> StaticLossScale:
         """The largest power of two that leaves the largest gradient room: the rule of the original paper.
 
-        The naive code it equals::
+        Equals, but never above 2^100, so that an ordinary loss times S stays finite in FP32::
 
             scale = 2 ** floor(log2(finfo(format).max / largest_gradient) - headroom_bits)
 
-        It is never above 2^100, so that an ordinary loss times S stays finite in FP32.
-
         Args:
             largest_gradient: the largest finite magnitude of any gradient seen in FP32 or unscaled, of activations
-                and of weights. Where the loss is a sum those of activations overflow first; where it is a mean
-                over a batch those of weights do, which sum over it.
+                and of weights (if the loss is a mean over a batch, those of weights overflow first).
             format: the format in which backward computes.
             headroom_bits: how many doublings the largest gradient may still make in the rest of the run.
 
@@ -125,8 +126,8 @@ class StaticLossScale:
                 f"largest_gradient is {largest_gradient!r}: give the largest finite magnitude seen, above 0"
             )
         check_whole("headroom_bits", headroom_bits, 0)
-        room = named(format).exact_max / Fraction(largest_gradient)
-        # bit_length gives floor(log2) of a ratio to within one; the comparison settles which.
+        room = Fraction(named(format).max) / Fraction(largest_gradient)
+        # bit_length gives floor(log2) of a ratio to within one; the comparison decides.
         exponent = room.numerator.bit_length() - room.denominator.bit_length()
         if Fraction(2) ** exponent > room:
             exponent -= 1
@@ -138,15 +139,11 @@ class StaticLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row.
         """
-        skips = advance(self, start(self), observation.found_inf, Numbers).stuck
-        if skips >= self.patience:
-            raise LossScaleCollapseError(
-                f"{skips} steps in a row were skipped: their gradients are not finite under the constant "
-                f"loss scale {power_text(self.scale)}.",
-                NOT_THE_SCALE,
-                "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
-            )
-        return replace(self, skips=skips)
+        after: StaticLossScale = _next(self, observation)
+        return after
+
+    def _with(self, state: ScaleArrays) -> StaticLossScale:
+        return replace(self, skips=state.stuck)
 
     @property
     def has_collapsed(self) -> bool:
@@ -164,10 +161,9 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """S found by trial: it grows after a stretch of good steps, backs off on overflow, and stays in bounds.
+    """S found by trial: it grows after a number of good steps, backs off on overflow, and stays in bounds.
 
-    One step, with `bad` = found_inf as 0 or 1 and `fl32` = rounding to FP32, ties to even. It has no branch,
-    so that a device can do the same with tensors while nobody waits for it::
+    One step, with `bad` = found_inf as 0 or 1 and `fl32` = rounding to FP32, ties to even::
 
         overflows  = (overflows + 1) * bad
         stuck      = (stuck + 1) * bad * (scale <= floor)      # the scale that this step had
@@ -177,21 +173,17 @@ class DynamicLossScale:
         good_steps = where(grows, 0, good)
         scale      = where(backs_off, max(fl32(scale * backoff_factor), floor),
                      where(grows,     min(fl32(scale * growth_factor), ceiling), scale))
-        collapsed  = stuck >= patience                         # raised here; a device looks now and then
+        collapsed  = stuck >= patience                         # LossScaleCollapseError
 
     Args:
-        init: the first S. 2^16: most models overflow it once or twice, and thus start at the edge.
+        init: the first S. With 2^16 most models overflow once or twice, and then use as much of the range as possible.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
-        growth_interval: good steps in a row that let S grow; exactly so many, at every growth.
-        floor: S never goes below. 2^-14, fp16's smallest normal number: a loss of 1 times S is still a full
-            fp16 number, and a gradient overflows only above 2^30, which is no matter of scale. Below 1 on
-            purpose: models exist whose fp16 gradients overflow unscaled, and a floor of 1 skips all their
-            steps.
-        ceiling: S never goes above. 2^24: gradients down to 2^-48 are still seen under it, and a loss up to
-            2^103 stays finite in FP32.
-        hysteresis: overflows in a row from which S backs off. 1 backs off at once; 2 forgives a lone bad
-            batch (its step is skipped all the same). Every further one in a row backs off again.
+        growth_interval: good steps in a row after which S grows.
+        floor: the smallest S. 2^-14 is fp16's smallest normal number. Below 1, because the unscaled fp16 gradients of
+            some models overflow.
+        ceiling: the largest S. With 2^24, gradients down to 2^-48 are kept, and a loss up to 2^103 stays finite.
+        hysteresis: overflows in a row from which S backs off. 2 ignores a single bad batch (its step is skipped).
         patience: skips in a row at the floor after which `LossScaleCollapseError` is raised.
         scale: state: S for the next step; 0 stands for `init`.
         good_steps: state: good steps since the last growth or overflow.
@@ -216,21 +208,16 @@ class DynamicLossScale:
     stuck: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("init", "floor", "ceiling"):
+        object.__setattr__(self, "scale", self.init if self.scale == 0 else self.scale)
+        for name in ("init", "floor", "ceiling", "scale"):
             object.__setattr__(self, name, checked_scale(name, getattr(self, name)))
-        object.__setattr__(
-            self, "scale", self.init if self.scale == 0 else checked_scale("scale", self.scale)
-        )
-        for name in ("growth_factor", "backoff_factor"):
-            object.__setattr__(self, name, fl32(getattr(self, name)))
-        if not 1 < self.growth_factor < math.inf:
-            raise UsageError(
-                f"growth_factor is {self.growth_factor!r}: it must be finite and above 1 in FP32"
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise UsageError(
-                f"backoff_factor is {self.backoff_factor!r}: it must lie between 0 and 1 in FP32"
-            )
+        for name, low, high in (("growth_factor", 1.0, math.inf), ("backoff_factor", 0.0, 1.0)):
+            value = fl32(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if not low < value < high:
+                raise UsageError(
+                    f"{name} is {value!r}: it must lie between {low:g} and {high:g}, exclusive, in FP32"
+                )
         for name in ("growth_interval", "hysteresis", "patience"):
             check_whole(name, getattr(self, name), 1)
         for name in ("good_steps", "overflows", "stuck"):
@@ -249,12 +236,15 @@ class DynamicLossScale:
         Raises:
             LossScaleCollapseError: this was the `patience`-th skip in a row at the floor.
         """
-        after = advance(self, start(self), observation.found_inf, Numbers)
-        if after.stuck >= self.patience:
-            raise collapsed(self.floor, after.stuck)
-        return self._moved(
-            scale=fl32(after.scale), good_steps=after.good_steps, overflows=after.overflows, stuck=after.stuck
-        )
+        after: DynamicLossScale = _next(self, observation)
+        return after
+
+    def _with(self, state: ScaleArrays) -> DynamicLossScale:
+        # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
+        moved = object.__new__(type(self))
+        moved.__dict__.update(self.__dict__)
+        moved.__dict__.update(state.__dict__, scale=fl32(state.scale))
+        return moved
 
     @property
     def has_collapsed(self) -> bool:
@@ -262,14 +252,8 @@ class DynamicLossScale:
         return self.stuck >= self.patience
 
     def begun_anew(self) -> DynamicLossScale:
-        """The first state: a scale at its floor says what bad steps did to it, not how large gradients are."""
+        """The first state."""
         return replace(self, scale=self.init, good_steps=0, overflows=0, stuck=0)
-
-    def _moved(self, **state: float) -> DynamicLossScale:
-        """`dataclasses.replace` without the checks, which cost a small model more than its optimizer's arithmetic."""
-        moved = object.__new__(type(self))
-        moved.__dict__.update(self.__dict__, **state)
-        return moved
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, settings and state, as plain values for `from_state_dict`."""
@@ -281,13 +265,13 @@ LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 
 @dataclass(frozen=True)
 class ScaleArrays:
-    """The moving parts of a loss scale: arrays of shape (), or Python's numbers.
+    """The state of a loss scale: arrays of shape (), or Python's numbers.
 
     Args:
         scale: FP32, S for the next step.
         good_steps: int32, good steps since the last growth or overflow.
         overflows: int32, overflows in a row.
-        stuck: int32, overflows in a row at the floor; of a constant scale, at its one value.
+        stuck: int32, overflows in a row at the floor; of a constant scale, overflows in a row.
     """
 
     scale: Any
@@ -297,7 +281,7 @@ class ScaleArrays:
 
 
 class Numbers:
-    """The namespace of Python's numbers for `advance`, whose scale the caller rounds to FP32."""
+    """The namespace of Python's numbers for `advance`; the caller rounds the scale to FP32."""
 
     @staticmethod
     def where(condition: bool, yes: float, no: float) -> float:
@@ -306,7 +290,7 @@ class Numbers:
 
 
 def start(pure: LossScale) -> ScaleArrays:
-    """The state as plain numbers: what the arrays begin with."""
+    """The state as plain numbers."""
     if isinstance(pure, DynamicLossScale):
         return ScaleArrays(pure.scale, pure.good_steps, pure.overflows, pure.stuck)
     skips = pure.skips if isinstance(pure, StaticLossScale) else 0
@@ -314,18 +298,16 @@ def start(pure: LossScale) -> ScaleArrays:
 
 
 def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> ScaleArrays:
-    """The state after one step.
-
-    The naive code it equals is in `DynamicLossScale`'s docstring.
+    """The state after one step, as in `DynamicLossScale`'s docstring.
 
     Args:
-        pure: the fixed numbers (factors, interval, floor, ceiling, hysteresis, patience); its moving parts are stale.
+        pure: the settings; its own state is not read.
         state: before the step.
         found_inf: boolean, shape (): whether any gradient was NaN or infinite.
         xp: the framework's namespace, of which only `where` is used: `numpy`, `jax.numpy`, `tensorflow`, `torch`,
             `keras.ops`, or `Numbers`.
     """
-    # In each `where` the array comes first, for TensorFlow takes the format from there; a number fits in.
+    # In each `where` the array comes first, because TensorFlow takes the dtype from it.
     overflows = xp.where(found_inf, state.overflows + 1, 0)
     good_steps = xp.where(overflows < 1, state.good_steps + 1, 0)
     if not isinstance(pure, DynamicLossScale):
@@ -346,10 +328,10 @@ def advance(pure: LossScale, state: ScaleArrays, found_inf: Any, xp: Any) -> Sca
 
 
 def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
-    """The pure state that the arrays hold; waits for the device.
+    """The pure state that the arrays hold. Synchronizes with the device.
 
     Raises:
-        UsageError: the arrays hold what no loss scale can: someone wrote to them.
+        UsageError: the arrays hold values that no loss scale can have.
     """
     scale, *counts = (float(getattr(state, field.name)) for field in fields(state))
     good_steps, overflows, stuck = map(int, counts)
@@ -359,26 +341,36 @@ def on_host(pure: LossScale, state: ScaleArrays) -> LossScale:
 
 
 def check(pure: LossScale, state: ScaleArrays) -> None:
-    """Raise what the pure machine raised if the patience ran out; waits for the device.
+    """Raise if the patience ran out. Synchronizes with the device.
 
     Raises:
         LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale.
     """
-    if isinstance(pure, NoLossScale):
-        return
-    stuck = int(state.stuck)
-    if stuck < pure.patience:
-        return
-    if isinstance(pure, DynamicLossScale):
-        raise collapsed(pure.floor, stuck)
-    replace(pure, skips=stuck - 1).next(Observation(found_inf=True))
+    if not isinstance(pure, NoLossScale) and (stuck := int(state.stuck)) >= pure.patience:
+        raise collapsed(pure, stuck)
+
+
+def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScaleCollapseError:
+    """The error for a scale whose patience ran out after this many skipped steps."""
+    if isinstance(pure, StaticLossScale):
+        return LossScaleCollapseError(
+            f"{stuck} steps in a row were skipped: their gradients are not finite under the constant "
+            f"loss scale {power_text(pure.scale)}.",
+            NOT_THE_SCALE,
+            "Else use a smaller constant, StaticLossScale.from_largest(...), or loss_scale='dynamic'.",
+        )
+    return LossScaleCollapseError(
+        f"the loss scale is at its floor {power_text(pure.floor)} and the last {stuck} steps were skipped.",
+        NOT_THE_SCALE,
+        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
+    )
 
 
 _KINDS: dict[str, type[Any]] = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:
-    """The loss scale that `state_dict` saved. Keys that it does not know (a newer writer's) are passed over.
+    """The loss scale that `state_dict` saved. Unknown keys are ignored.
 
     Raises:
         UsageError: no such kind, or values out of range.
@@ -396,7 +388,7 @@ def from_state_dict(state: dict[str, Any]) -> LossScale:
 
 def fl32(value: float) -> float:
     """The nearest FP32 number, ties to even; beyond FP32's range an infinity, NaN stays NaN."""
-    if SMALLEST <= value <= LARGEST:  # no warning to silence: a run asks several times at each step
+    if SMALLEST <= value <= LARGEST:  # fast path: called several times per step
         return float(np.float32(value))
     with np.errstate(over="ignore", under="ignore"):
         return float(np.float32(value))
@@ -418,30 +410,17 @@ def checked_scale(name: str, value: object) -> float:
 
 
 def is_real(value: object) -> TypeGuard[float]:
-    """Whether this is a number, Python's or NumPy's; True and False are none here."""
+    """Whether this is a real number of Python or NumPy, and not a bool."""
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Nothing, for a whole number of at least `least`.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Raise UsageError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UsageError(f"{name} is {value!r}: it must be a whole number of at least {least}")
 
 
 def power_text(value: float) -> str:
-    """A scale as a person would write it: ``2^10``, or its digits where it is no power of two."""
+    """``2^10`` for a power of two, else the digits."""
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
-
-
-def collapsed(floor: float, stuck: int) -> LossScaleCollapseError:
-    """What is raised when a scale that backs off can back off no more."""
-    return LossScaleCollapseError(
-        f"the loss scale is at its floor {power_text(floor)} and the last {stuck} steps were skipped.",
-        NOT_THE_SCALE,
-        "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32.",
-    )

@@ -1,8 +1,7 @@
-"""Policy: which number format every op, module and tensor of a training run has, as a frozen value.
+"""Policy: the number format of every op, module and tensor of a training run, as a frozen value.
 
-A policy is resolved and printed before a model is touched. It knows nothing of kernels: `mezzo.core.rules`
-says what each op does unless a policy says otherwise, and `mezzo.pytorch` turns both into calls. The text
-forms are read and written in `mezzo.core.policy_text`.
+`mezzo.core.rules` has the rule of each op that a policy does not name, `mezzo.core.policy_text` reads and writes the
+text forms.
 """
 
 from __future__ import annotations
@@ -57,15 +56,7 @@ _FOREIGN_OP = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy says of one op.
-
-    Args:
-        op: the op's name as in the table.
-        rule: what happens to its inputs and outputs.
-        reason: why.
-        source: ``table``, or ``policy`` where the policy's own text decided.
-        remedy: for a banned op, what to use in its place.
-    """
+    """The rule of one op under a policy, and why. `source` is ``table`` or ``policy``; a banned op has a `remedy`."""
 
     op: str
     rule: Rule
@@ -179,9 +170,7 @@ class Policy:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether nothing is lowered: parameters, outputs, every op, every module and the optimizer's state
-        are FP32.
-        """
+        """Whether parameters, outputs, every op, every module and the optimizer's state are FP32."""
         return self.computed | {self.params, self.output, self.state} == {"fp32"}
 
     @property
@@ -196,7 +185,7 @@ class Policy:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is allowed but seldom meant, a sentence each; for `explain` and the command line to show."""
+        """Sentences about settings that are allowed but seldom meant."""
         return tuple(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -205,7 +194,7 @@ class Policy:
             yield "fp16 without a loss scale: gradients under 2^-25 become zero. loss_scale=dynamic keeps them."
         if isinstance(scale, StaticLossScale) and math.frexp(scale.scale)[0] != 0.5:
             yield (
-                f"loss_scale={self.loss_scale} is no power of two: it rounds every gradient once more than "
+                f"loss_scale={self.loss_scale} is not a power of two: it rounds every gradient once more than "
                 f"2**{math.frexp(scale.scale)[1] - 1} does."
             )
         if self.masters == "none":
@@ -224,9 +213,8 @@ class Policy:
                 yield f"op.{op}={rule} in place of {row.rule}: {row.reason}."
 
     def rule_for(self, op: str) -> Decision | None:
-        """The rule for an op: `softmax`, `aten::softmax.int`, or another library's `mylib::fused`.
-
-        None for an op that neither the table nor this policy knows: it runs in the format of its inputs.
+        """The rule for an op such as `softmax`, `aten::softmax.int` or `mylib::fused`; None for an unknown one, which
+        runs in the format of its inputs.
         """
         name = bare(op)
         own = self._own_rules.get(name)
@@ -240,25 +228,18 @@ class Policy:
         return Decision(name, *row.in_format(self.activations), "table", row.remedy)
 
     def format_for_module(self, path: str) -> str | None:
-        """The format that the last matching pattern gives to the module at this dotted path, or None.
-
-        A pattern names the module itself; what runs inside that module follows, since it runs while the
-        module does. `*` stands for one component or a part of one, `**` for any number of components.
-        """
-        for pattern, fmt in reversed(self.modules):
-            if matches(pattern, path):
-                return fmt
-        return None
+        """The format that the last matching pattern gives to the module at this dotted path, or None."""
+        return next((fmt for pattern, fmt in reversed(self.modules) if matches(pattern, path)), None)
 
     def format_inside(self, path: str) -> str | None:
-        """The format in which what runs in the module at this path computes: its own, or that of one around it."""
+        """The format of the module at this path: its own, or that of a module around it."""
         parts = path.split(".")
         found = (self.format_for_module(".".join(parts[:n])) for n in range(len(parts), 0, -1))
         return next((fmt for fmt in found if fmt is not None), None)
 
     def fingerprint(self) -> str:
         """A content hash of the policy and the op table, the same in every process."""
-        return self._fingerprint
+        return _hash(self.name, TABLE_VERSION)
 
     def make_loss_scale(self) -> LossScale:
         """The loss scale's first state.
@@ -285,7 +266,7 @@ class Policy:
         """The policy in a TOML file.
 
         Raises:
-            UsageError: a wrong key or value, with its line and the nearest right one; no such file; no TOML.
+            UsageError: a wrong key or value, with the nearest right one; no such file; not TOML.
         """
         return _assembled(read_toml(path), f"{os.fspath(path)}: ")
 
@@ -303,10 +284,6 @@ class Policy:
     @cached_property
     def _own_rules(self) -> Mapping[str, Rule]:
         return {bare(op): Rule(rule) for op, rule in self.ops}
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.name} {TABLE_VERSION}".encode()).hexdigest()[:16]
 
 
 def policy(spec: object) -> Policy:
@@ -331,7 +308,12 @@ def policy(spec: object) -> Policy:
     return _parsed(dtype_name(spec))
 
 
-@lru_cache(maxsize=256)  # a region may be entered with the same string at every step
+@lru_cache(maxsize=256)
+def _hash(name: str, version: str) -> str:
+    return hashlib.sha256(f"{name} {version}".encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)  # a context may be entered with the same string at every step
 def _parsed(spec: str) -> Policy:
     return _assembled(read_string(spec, PRESETS), f"policy {spec!r}: ")
 
@@ -360,8 +342,8 @@ def _checked(entry: Entry) -> Entry:
         rules = [rule.value for rule in Rule]
         if value in COMPUTE and value not in rules:
             raise UnknownNameError(
-                f"{where}{value} is a precision and no rule. An op's rule is one of {', '.join(sorted(rules))}; a "
-                f"precision of its own is given to a module: module.PATH={value}."
+                f"{where}{value} is a precision, not a rule. An op's rule is one of {', '.join(sorted(rules))}; only a "
+                f"module can have a precision of its own: module.PATH={value}."
             )
         if value not in rules:
             raise unknown_name("rule", value, rules, where=where)
@@ -379,7 +361,7 @@ def _checked(entry: Entry) -> Entry:
         return entry._replace(value=scaling_of(value, where))
     if key == "module" and not is_pattern(name):
         raise UsageError(
-            f"{where}{name!r} is no module pattern. Write a dotted path such as head, blocks.0.norm or "
+            f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "
             "blocks.*.norm: * is one component or a part of one, ** any number of components."
         )
     noun, allowed = _ALLOWED[key]

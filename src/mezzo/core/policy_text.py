@@ -1,7 +1,6 @@
-"""The text forms of a policy: the short string, the loss scale's own little syntax, module patterns, and the TOML file.
+"""The text forms of a policy: the short string, the loss scale, module patterns, and the TOML file.
 
-This file turns text into `Entry` values and back, and knows where each was written; what an entry may say is
-decided in `mezzo.core.policy`.
+This file turns text into `Entry` values and back; `mezzo.core.policy` checks them.
 
     bf16
     params=fp32,compute=bf16,output=fp32
@@ -19,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +42,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_TABLES = {"ops": "op", "modules": "module"}
 KEYS = ("compute", "params", "masters", "state", "output", "loss_scale", "recompute", "scaling", "hidden")
 
 _STATE = ("scale", "good_steps", "overflows", "stuck")
@@ -54,14 +54,7 @@ _PATTERN = re.compile(rf"{_COMPONENT}(?:\.{_COMPONENT})*")
 
 
 class Entry(NamedTuple):
-    """One thing that a policy's text says.
-
-    Args:
-        key: one of `KEYS`, or ``op`` or ``module``.
-        name: the op's name or the module pattern; empty for the other keys.
-        value: the text on the right-hand side.
-        where: how an error about it begins, for instance ``"policy.toml:3: "``.
-    """
+    """One setting. `key` is one of `KEYS`, or ``op`` or ``module`` with a `name`; errors begin with `where`."""
 
     key: str
     name: str
@@ -73,41 +66,31 @@ def read_string(text: str, presets: Mapping[str, object]) -> list[Entry]:
     """The entries of a short string: a preset's name first, if any, then `key=value` parts.
 
     Raises:
-        UsageError: an unknown preset or key, or a part that is no `key=value`.
+        UsageError: an unknown preset or key, or a part that is not `key=value`.
     """
     where = f"policy {text!r}: "
     entries = []
-    for index, part in enumerate(_split(text)):
+    for index, part in enumerate(re.split(r",(?![^(]*\))", text)):  # commas outside parentheses
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if equals:
             entries.append(_entry(key, value, where))
         elif index == 0 and key in presets:
             entries.append(Entry("compute", "", key, where))
         elif index == 0 and key in FORMATS:
-            raise UnknownNameError(_no_precision(key, presets, where))
+            using = [each.name for each in COMPUTE.values() if key in (each.forward, each.backward)]
+            hint = f"{using[0]} multiplies in it" if using else "no device trains in it"
+            raise UnknownNameError(
+                f"{where}{key} is a number format (mezzo formats {key}) and not a precision: {hint}. "
+                f"Use one of {', '.join(sorted(presets))}."
+            )
         elif index == 0:
             raise unknown_name("precision", key, presets, where=where)
         else:
             raise UsageError(
-                f"{where}{key!r} is no key=value. Only the first part may be a preset's name: "
+                f"{where}{key!r} is not key=value. Only the first part may be a preset's name: "
                 f"{', '.join(presets)}."
             )
     return entries
-
-
-def _no_precision(fmt: str, presets: Iterable[str], where: str) -> str:
-    """The message for the name of a number format in the place of a precision's."""
-    using = [each.name for each in COMPUTE.values() if fmt in (each.forward, each.backward)]
-    mend = f"{using[0]} multiplies in it" if using else "no path on any device trains in it"
-    return (
-        f"{where}{fmt} is a number format (mezzo formats {fmt}) and no precision: {mend}. "
-        f"Use one of {', '.join(sorted(presets))}."
-    )
-
-
-def _split(text: str) -> list[str]:
-    """The parts between the commas that stand outside parentheses."""
-    return re.split(r",(?![^(]*\))", text)
 
 
 def _entry(key: str, value: str, where: str) -> Entry:
@@ -125,11 +108,7 @@ def _entry(key: str, value: str, where: str) -> Entry:
 
 
 def loss_scale_of(text: str, where: str = "") -> LossScale:
-    """The loss scale that `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`) stands for.
-
-    Args:
-        text: one of them.
-        where: how an error begins.
+    """The loss scale for `none`, `dynamic`, `dynamic(init=1024)` or a number (`1024`, `2**10`).
 
     Raises:
         UsageError: anything else, an unknown setting, or a value out of range.
@@ -149,11 +128,7 @@ def loss_scale_of(text: str, where: str = "") -> LossScale:
 
 
 def as_loss_scale(given: LossScale | float | str | None, where: str) -> LossScale | None:
-    """The loss scale that an argument asks for, in any of the ways in which it may; None stays None.
-
-    Args:
-        given: a loss scale, a number, or the text of one.
-        where: how an error begins.
+    """The loss scale for an argument: a loss scale, a number, a text, or None, which stays None.
 
     Raises:
         UsageError: it is none of them, or out of range.
@@ -192,7 +167,7 @@ def _number(text: str) -> float:
         return math.ldexp(1.0, int(power[1])) if power else float(text)
     except (ValueError, OverflowError):
         raise UsageError(
-            f"{text!r} is no loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), "
+            f"{text!r} is not a loss scale. Use none, dynamic, dynamic(init=1024,growth_interval=100), "
             "or a number such as 1024 or 2**10."
         ) from None
 
@@ -227,37 +202,33 @@ def print_toml(entries: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TABLES = {"ops": "op", "modules": "module"}
-
-
 def read_toml(path: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of a TOML file, each with the line on which it stands.
+    """The entries of a TOML file.
 
     Raises:
-        UsageError: no such file, no TOML, an unknown key, or a value of the wrong type.
+        UsageError: no such file, not TOML, an unknown key, or a value of the wrong type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = tomllib.loads(text)
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"policy file {os.fspath(path)!r}: {error.strerror or error}. Give the path of a TOML file that can be "
             "read, such as the policy.toml that `mezzo calibrate` writes; or a preset, such as bf16"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"policy file {os.fspath(path)!r} is no TOML: {error}") from None
+        raise UsageError(f"policy file {os.fspath(path)!r} is not TOML: {error}") from None
     entries = []
     for keys, value in _leaves(data):
-        where = f"{os.fspath(path)}:{_line(text, keys)}: "
+        where = f"{os.fspath(path)}: {'.'.join(keys)}: "
         if keys[0] not in (*KEYS, *_TABLES):
             raise unknown_name("key", keys[0], [*KEYS, *_TABLES], where=where)
         if keys[0] in _TABLES and len(keys) == 1:
-            raise UsageError(f"{where}{keys[0]} is a table. Write a line [{keys[0]}] and the pairs under it.")
+            raise UsageError(f"{where}it is a table. Write a line [{keys[0]}] and the pairs under it.")
         if keys[0] in KEYS and len(keys) > 1:
             raise UsageError(f"{where}{keys[0]} is a single value, not a table")
         number = keys[0] == "loss_scale" and isinstance(value, (int, float)) and not isinstance(value, bool)
         if not isinstance(value, str) and not number:
-            raise UsageError(f"{where}{'.'.join(keys)} is {value!r}: write a string in quotes")
+            raise UsageError(f"{where}{value!r} is not a string. Write it in quotes")
         entries.append(Entry(_TABLES.get(keys[0], keys[0]), ".".join(keys[1:]), str(value), where))
     return entries
 
@@ -269,24 +240,6 @@ def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield from _leaves(value, (*above, key))
         else:
             yield (*above, key), value
-
-
-def _line(text: str, keys: tuple[str, ...]) -> int:
-    """The line of a path of keys, or of its table where it is an inline one. `tomllib` keeps no positions."""
-    table, found = "", 1
-    for number, line in enumerate(text.splitlines(), start=1):
-        key = re.match(r"""(?:"[^"]*"|'[^']*'|[^="'#])*""", line)
-        left = re.sub(r"""["'\s]""", "", key[0] if key else "")
-        if left.startswith("["):
-            table = left.strip("[]") + "."
-        if f"{table}{left}" == ".".join(keys):
-            return number
-        if left.strip("[]") == keys[0]:
-            found = number
-    return found
-
-
-# Module patterns: how a policy names the modules that it gives a format of their own.
 
 
 def is_pattern(text: str) -> bool:

@@ -3,9 +3,8 @@
 A histogram is gathered once, in FP32's exponents, and answers for every format, those that the run does not use
 included: would it overflow in fp16, in e4m3fn? Multiplying by a loss scale of 2^k moves it by k bins.
 
-An exponent is known to the binade. So a share says less than the numbers would in one place: of the values in a
-format's top binade, those above its largest number are not counted as overflowed (at most 1/2048 of that binade in
-fp16, an eighth in e4m3fn). `largest` is exact, and `overflows` asks it.
+An exponent is known to the binade, so of the values in a format's top binade, those above its largest number are not
+counted as overflowed (at most 1/2048 of that binade in fp16, an eighth in e4m3fn). `largest` is exact.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Histogram:
             return None
         smallest = (
             form.minexp - form.nmant
-        )  # exponent of the smallest subnormal; half of it is the tie to zero
+        )  # the smallest subnormal's exponent; half of it is the tie to zero
         under = sub = over = 0
         for place, count in enumerate(self.counts):
             exponent = self.lowest + place + shift
@@ -134,14 +133,10 @@ class Histogram:
     def lost(self, format: str | Format) -> float | None:
         """Of ratios update / weight, an estimate of the share too small to move a weight of this format.
 
-        An update is lost if it is below half a unit in the weight's last place. That is a ratio of
-        ``2**-(nmant + 1)`` for a weight that is a power of two, and half of it for one just below the next. So all
-        ratios in the binades under ``2**-(nmant + 2)`` are lost, none from ``2**-(nmant + 1)`` on, and of the binade
-        between half is counted: its mean for weights and ratios whose logarithms are spread evenly. The true share is
-        off by no more than that half; it is above the estimate where weights sit at powers of two (a new norm's 1).
-        Weights that are subnormal in the format lose more, which a ratio can't tell.
-
-        Zeros are left out: they ask for no move. None where no ratio is finite and above 0.
+        An update is lost if it is below half a unit in the weight's last place: a ratio between ``2**-(nmant + 2)``
+        and ``2**-(nmant + 1)``, depending on the weight's mantissa. So all ratios in smaller binades are lost, and of
+        the binade between half is counted, its mean if logarithms are spread evenly. Zeros are left out. None if no
+        ratio is finite and above 0.
 
         >>> Histogram(lowest=-10, counts=[1, 2, 1]).lost("bf16")  # one under 2^-9, two up to 2^-8, one above
         0.5
@@ -216,3 +211,35 @@ class RangeRow:
     format: str
     histogram: Histogram
     name: str = ""
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+MOST = 48
+"""Blocks of a strip; a histogram of more exponents has several in each."""
+
+
+def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
+    """A histogram as a line of text: a block for each exponent, and the shares that a format loses after a shift.
+
+    >>> exponent_strip(Histogram(-2, [3, 1, 1]), "fp16")
+    '2^-2 |█▃▃| 2^0, in fp16: all kept'
+
+    Raises:
+        UnknownNameError: no such format.
+    """
+    shares = histogram.shares(format, shift)
+    if shares is None:
+        return "(no number that is finite and not 0)"
+    width = math.ceil(len(histogram.counts) / MOST)
+    bars = [sum(histogram.counts[i : i + width]) for i in range(0, len(histogram.counts), width)]
+    drawn = "".join(_BLOCKS[7 * count // max(bars)] if count else " " for count in bars)
+    words = {"to zero": shares.underflow, "subnormal": shares.subnormal, "overflow": shares.overflow}
+    told = ", ".join(f"{percent(share)} {word}" for word, share in words.items() if share)
+    scaled = f" times 2^{shift}" if shift else ""
+    last = histogram.lowest + len(histogram.counts) - 1
+    return f"2^{histogram.lowest} |{drawn}| 2^{last}, in {format}{scaled}: {told or 'all kept'}"
+
+
+def percent(share: float) -> str:
+    """A share with two digits; a tiny one is not written as 0."""
+    return "under 0.01%" if 0 < share < 1e-4 else f"{100 * share:.2g}%"

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from mezzo.core.errors import UsageError
 from mezzo.core.formats import FORMATS, Format, bits
-from mezzo.core.numerals import power_of_two
 
 _BLOCK = 1 << 15
 """Values at a time: the dozen passes over a block stay in a core's own cache."""
@@ -38,11 +37,11 @@ class RoundingPlan:
         self.kept_mask = self.magnitude_mask >> self.shift << self.shift
         self.infinity = bits(math.inf, storage).code
         self.nan = self.infinity | 1 << (storage.nmant - 1)
-        self.largest = bits(form.exact_max, storage).code
-        self.smallest_normal = bits(power_of_two(form.minexp), storage).code
+        self.largest = bits(min(form.max, storage.max), storage).code
+        self.smallest_normal = bits(form.smallest_normal, storage).code
         self.anchor = 0.0
         if form.minexp > storage.minexp:
-            self.anchor = float(power_of_two(form.minexp - form.nmant + storage.nmant))
+            self.anchor = math.ldexp(1.0, form.minexp - form.nmant + storage.nmant)
         if overflow == "saturate":
             self.beyond = self.largest
         else:

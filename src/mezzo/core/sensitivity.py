@@ -113,31 +113,25 @@ class Sensitivity:
         def number(value: float) -> float | None:
             return value if math.isfinite(value) else None
 
+        modules = []
+        for one in self.modules:
+            changes = {name: number(change) for name, change in one.changes.items()}
+            modules.append({**asdict(one), "lowest": one.lowest, "changes": changes})
         return {
-            "formats": self.formats,
+            **asdict(self),
             "loss": number(self.loss),
-            "margin": self.margin,
             "limit": number(self.limit),
-            "steps": self.steps,
             "totals": {name: number(self.total(name)) for name in self.formats},
-            "modules": [
-                {
-                    **asdict(one),
-                    "lowest": one.lowest,
-                    "changes": {name: number(change) for name, change in one.changes.items()},
-                }
-                for one in self.modules
-            ],
-            "notes": self.notes,
+            "modules": modules,
         }
 
 
 def expected_square(roundings: Sequence[ModuleRounding]) -> float:
     """The expected squared change of the loss, from one module and format in several steps.
 
-    The mean over the steps of the larger of ``signed**2`` and ``squares``. Where errors are random, both have the same
-    expectation, and `squares` varies less. Where errors have a common direction (cancellation, saturation), only
-    `signed` shows it. docs/monitoring.md compares the sums with measured changes. Infinite if a sum is NaN or infinite.
+    The mean over the steps of the larger of ``signed**2`` and ``squares``. For random errors both have the same
+    expectation, and `squares` varies less. For errors with a common direction (cancellation, saturation) only
+    `signed` shows it. Infinite if a sum is NaN or infinite.
 
     >>> expected_square([ModuleRounding("a", "Linear", "bf16", signed=0.1, squares=0.04)])
     0.04
@@ -152,13 +146,7 @@ def expected_square(roundings: Sequence[ModuleRounding]) -> float:
 def rank(
     records: Sequence[SensitivityRecord], formats: Sequence[Format], margin: float = MARGIN
 ) -> Sensitivity | None:
-    """The ranking of the modules of some measured steps; None if nothing was measured.
-
-    Args:
-        records: one per step.
-        formats: those that were measured.
-        margin: see `Sensitivity`.
-    """
+    """The ranking of the modules, from a record per measured step; None if nothing was measured."""
     found: dict[str, dict[str, list[ModuleRounding]]] = {}
     kinds: dict[str, str] = {}
     for row in (row for record in records for row in record.rows):
@@ -169,6 +157,7 @@ def rank(
     loss = math.fsum(abs(record.loss) for record in records) / len(records)
     limit = margin * loss / math.sqrt(len(found))
     bits = {form.name: form.bits for form in formats}
+    widths = sorted(set(bits.values()), reverse=True)
     modules = []
     for module, by_format in found.items():
         changes = {name: math.sqrt(expected_square(rows)) for name, rows in by_format.items()}
@@ -180,13 +169,12 @@ def rank(
         bears = [name for name, change in changes.items() if change <= limit]
         bears.sort(key=lambda name: (bits[name], changes[name]))
         modules.append(ModuleSensitivity(module, kinds[module], changes, causes, bears))
-    modules.sort(key=lambda one: _calm(one, formats))
+
+    def calm(one: ModuleSensitivity) -> tuple[float, ...]:
+        """Refused formats, those with most bits first, then the change in the first format."""
+        refused = [bits[name] for name in bits if name in one.changes and name not in one.bears]
+        return (*(-refused.count(width) for width in widths), -one.changes.get(formats[0].name, 0.0))
+
+    modules.sort(key=calm)
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Sensitivity(list(bits), modules, loss, margin, limit, len(records), notes)
-
-
-def _calm(one: ModuleSensitivity, formats: Sequence[Format]) -> tuple[float, ...]:
-    """What modules are sorted by: refused formats, those with most bits first, then the change in the first format."""
-    refused = [form.bits for form in formats if form.name in one.changes and form.name not in one.bears]
-    widths = sorted({form.bits for form in formats}, reverse=True)
-    return (*(-refused.count(bits) for bits in widths), -one.changes.get(formats[0].name, 0.0))

@@ -23,31 +23,39 @@ TENSOR_CORES_FROM: Mapping[str, Capability] = MappingProxyType(
     {"fp16": (7, 0), "tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9), "fp4": (10, 0)}
 )
 
+# The first compute capability of each architecture.
 ARCHITECTURES: Mapping[Capability, str] = MappingProxyType(
     {
-        **dict.fromkeys([(5, 0), (5, 2), (5, 3)], "Maxwell"),
-        **dict.fromkeys([(6, 0), (6, 1), (6, 2)], "Pascal"),
-        **dict.fromkeys([(7, 0), (7, 2)], "Volta"),
+        (5, 0): "Maxwell",
+        (6, 0): "Pascal",
+        (7, 0): "Volta",
         (7, 5): "Turing",
-        **dict.fromkeys([(8, 0), (8, 6), (8, 7)], "Ampere"),
+        (8, 0): "Ampere",
         (8, 9): "Ada Lovelace",
         (9, 0): "Hopper",
-        **dict.fromkeys([(10, 0), (10, 3), (11, 0), (12, 0), (12, 1)], "Blackwell"),
+        (10, 0): "Blackwell",
     }
 )
 
 
+def architecture(capability: Capability) -> str:
+    """The name of the architecture with a compute capability.
+
+    Raises:
+        UsageError: it is older than those that CUDA supports.
+    """
+    names = [name for first, name in ARCHITECTURES.items() if capability >= first]
+    if not names or capability >= (13, 0):
+        raise UsageError(
+            "no GPU is known with compute capability {}.{}: give one from 5.0 to 12.1".format(*capability)
+        )
+    return names[-1]
+
+
 @dataclass(frozen=True)
 class GpuModel:
-    """One GPU by its datasheet.
-
-    Args:
-        name: as `nvidia-smi` and the datasheet agree on it, without "NVIDIA".
-        capability: its CUDA compute capability.
-        memory_gb: memory in 10^9 bytes, as sold.
-        bandwidth: memory bandwidth in 10^9 bytes a second.
-        peaks: dense matrix peaks in 10^12 operations a second, by format; fp32 is without tensor cores.
-        source: the document that gives these figures, and its year.
+    """One GPU by its datasheet: memory in GB, bandwidth in GB/s, dense peaks in TFLOP/s by format (fp32 without tensor
+    cores), and the document that gives these figures.
     """
 
     name: str
@@ -115,37 +123,31 @@ def parse_capability(text: str) -> Capability:
     """The compute capability written as ``"8.9"``.
 
     Raises:
-        UsageError: not two numbers with a dot, or one that no GPU has; the message names the nearest.
+        UsageError: not two numbers with a dot, or one that no GPU has.
     """
     match = re.fullmatch(r"\s*(\d+)\.(\d)\s*", text)
-    known = ["{}.{}".format(*one) for one in ARCHITECTURES]
     if match is None:
         raise UsageError(
-            f"{text!r} is not a compute capability: write major.minor, one of {', '.join(known)} "
-            "(`nvidia-smi --query-gpu=name,compute_cap --format=csv` tells a GPU's)"
+            f"{text!r} is not a compute capability: write major.minor, such as 8.9 "
+            "(`nvidia-smi --query-gpu=name,compute_cap --format=csv` prints a GPU's)"
         )
-    if text.strip() not in known:
-        raise unknown_name("compute capability", text.strip(), known)
-    return int(match[1]), int(match[2])
+    capability = int(match[1]), int(match[2])
+    architecture(capability)
+    return capability
 
 
 def find(name: str) -> tuple[GpuModel, ...]:
-    """The models of that name; several where the name leaves the form open (``"A100"``).
+    """The models of that name; several if the name is a common beginning (``"A100"``).
 
     Case, spaces, dashes and the words NVIDIA, Tesla and GeForce do not matter.
 
     Raises:
         UnknownNameError: none; the message names the nearest.
     """
-    wanted = _plain(name)
-    for other, model in ALSO.items():
-        if _plain(other) == wanted:
-            wanted = _plain(model)
-    same = tuple(model for model in MODELS if _plain(model.name) == wanted)
-    if same or not wanted:
-        found = same
-    else:
-        found = tuple(model for model in MODELS if _words(model.name)[: len(_words(name))] == _words(name))
+    also = {"".join(_words(other)): model for other, model in ALSO.items()}
+    wanted = _words(also.get("".join(_words(name)), name))
+    same = tuple(model for model in MODELS if "".join(_words(model.name)) == "".join(wanted))
+    found = same or tuple(model for model in MODELS if wanted and _words(model.name)[: len(wanted)] == wanted)
     if not found:
         raise unknown_name("GPU", name, [model.name.removeprefix("GeForce ") for model in MODELS])
     return found
@@ -154,10 +156,6 @@ def find(name: str) -> tuple[GpuModel, ...]:
 def _words(name: str) -> list[str]:
     words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
     return [word for word in words if word not in ("nvidia", "tesla", "geforce", "gpu")]
-
-
-def _plain(name: str) -> str:
-    return "".join(_words(name))
 
 
 @dataclass(frozen=True)
@@ -176,20 +174,15 @@ def from_capability(capability: Capability) -> Recommendation:
     formats = formats_at(capability)
     this = "and this is {}.{}.".format(*capability)
     if "bf16" in formats:
-        return Recommendation(
-            "bf16",
-            (
-                f"bf16: tensor cores multiply it from compute capability 8.0, {this}",
-                "bf16 comes before fp16: as fast, and with fp32's range, so it needs no loss scale.",
-            ),
+        reasons = (
+            f"bf16: tensor cores multiply it from compute capability 8.0, {this}",
+            "bf16 comes before fp16: as fast, and with fp32's range, so it needs no loss scale.",
         )
+        return Recommendation("bf16", reasons)
     if "fp16" in formats:
-        return Recommendation(
-            "fp16",
-            (
-                f"fp16: tensor cores multiply it from compute capability 7.0, {this}",
-                "bf16 needs 8.0: below that PyTorch runs it without tensor cores, slower than fp32.",
-                FP16_RANGE,
-            ),
+        reasons = (
+            f"fp16: tensor cores multiply it from compute capability 7.0, {this}",
+            f"bf16 needs 8.0: below that PyTorch runs it without tensor cores, slower than fp32. {FP16_RANGE}",
         )
+        return Recommendation("fp16", reasons)
     return Recommendation("fp32", (f"fp32: there are tensor cores from compute capability 7.0, {this}",))

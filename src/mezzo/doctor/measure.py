@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +36,10 @@ Task = Callable[[], object]
 
 @dataclass(frozen=True)
 class Rate:
-    """One measured figure.
+    """One measured figure: 10^9 operations (or bytes read and written) per run, and the seconds of each run.
 
-    Args:
-        what: ``"matmul"``, ``"conv step"`` (forward and backward of a convolution) or ``"copy"``.
-        format: the format measured in.
-        work: operations, or bytes read and written, of one run, in units of 10^9.
-        seconds: how long each run took; empty if it could not run.
-        reason: why it could not.
+    `what` is ``"matmul"``, ``"conv step"`` (forward and backward of a convolution) or ``"copy"``. Without `seconds` it
+    could not run, for this `reason`.
     """
 
     what: str
@@ -101,11 +98,8 @@ def measure(
 ) -> list[Rate]:
     """Measure every format on a device; what cannot run there is in the list with its reason.
 
-    Args:
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
-        sizes: of the work; by default what fits the kind of device.
-        budget: seconds of timed runs, all together; a format without a fast path may add one slow run.
-        tell: receives the part that is done, from 0 to 1.
+    `budget` is the seconds of all timed runs together; a format without a fast path may add one slow run. `tell`
+    receives the share that is done, from 0 to 1.
     """
     sizes = sizes or (CPU_SIZES if device_type == "cpu" else GPU_SIZES)
     rates, tasks = list[Rate](), list[Task]()
@@ -134,15 +128,10 @@ def take_turns(
     tell: Callable[[float], object] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, ...]]:
-    """Seconds of every task, run in turn so that a machine's drift falls on all of them alike.
+    """Seconds of every task, run in turn so that drift affects all of them alike.
 
-    Args:
-        tasks: what to run; a task that alone takes a third of the budget runs once.
-        budget: seconds for all of them together.
-        least: repeats of every task whatever the budget, slow ones apart.
-        most: repeats after which nothing is learnt.
-        tell: receives the part that is done, from 0 to 1.
-        clock: for tests.
+    Each runs `least` to `most` times within the `budget` in seconds; a task that takes a third of it runs once. `tell`
+    receives the share that is done, from 0 to 1.
     """
     taken: list[list[float]] = [[] for _ in tasks]
     begun, spent = clock(), 0.0
@@ -247,31 +236,26 @@ def recommend(
     """The precision to use, from measured rates. bf16 is preferred to fp16: it has FP32's range.
 
     Args:
-        rates: (what, format) -> rate, higher is faster, NaN where it could not run; ``what`` is
-            ``"matmul"`` or ``"conv step"``.
+        rates: (what, format) -> rate, higher is faster, NaN if it could not run.
         native: the 16-bit formats that the device trains in natively.
         device: the device's name in a sentence, for instance ``"this CPU"``.
     """
     native, reasons, chosen = frozenset(native), list[str](), "fp32"
     for form in ("bf16", "fp16"):
         matmul, conv = (
-            rates.get((what, form), float("nan")) / rates.get((what, "fp32"), float("nan"))
+            rates.get((what, form), math.nan) / rates.get((what, "fp32"), math.nan)
             for what in ("matmul", "conv step")
         )
-        measured = f"matrix products run {_times(matmul)}, a convolution's training step {_times(conv)}"
-        emulated = "Mezzo computes it in fp32 between casts, at about fp32's speed, to try its numerics."
+        measured = f"against fp32, matrix products run {_times(matmul)}, a convolution's training step {_times(conv)}"
+        if form not in native:
+            found = "nor can PyTorch run it there" if math.isnan(conv) else measured
+            reasons.append(
+                f"{form}: {device} does not train in {form} natively: {found}. Mezzo computes it in fp32 between "
+                "casts, at about fp32's speed, to try its numerics."
+            )
         # One kind of work gains and none loses; NaN, what cannot run, is a loss.
-        is_worth_it = max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv))
-        if form not in native and conv != conv:
-            reasons.append(
-                f"{form}: {device} does not train in {form} natively, nor can PyTorch run it there. {emulated}"
-            )
-        elif form not in native:
-            reasons.append(
-                f"{form}: {device} does not train in {form} natively: against fp32, {measured}. {emulated}"
-            )
-        elif is_worth_it:
-            reasons.append(f"{form}: {device} computes in {form} itself; against fp32, {measured}.")
+        elif max(matmul, conv) >= WORTH_IT and all(one >= 1 / WORTH_IT for one in (matmul, conv)):
+            reasons.append(f"{form}: {device} computes in {form} itself; {measured}.")
             chosen = form if chosen == "fp32" else chosen
         else:
             reasons.append(f"{form}: {device} has {form}, but gains too little by it here: {measured}.")
@@ -284,7 +268,7 @@ def recommend(
 
 
 def _times(speedup: float) -> str:
-    if speedup != speedup:
+    if math.isnan(speedup):
         return "not at all"
     if 0.95 <= speedup <= 1.05:
         return "as fast"

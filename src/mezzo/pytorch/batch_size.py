@@ -1,8 +1,8 @@
-"""The largest batch size that fits into memory, found by trial, and the speed of each size tried.
+"""The largest batch size whose training step fits into memory, and the speed of each size tried.
 
-Sizes grow by a factor until one fails; then the gap is halved down to one multiple. Where bytes are measured against a
-limit, a line through the nearest two measured sizes predicts the size at the limit, and the search goes there. A size
-that is predicted to take far more than the limit is not tried: a CPU that allocates too much does not fail but swaps.
+Sizes grow by a factor until one fails, then the gap is halved down to one multiple. If bytes are measured against a
+limit, a line through the nearest two measured sizes predicts the size at the limit, and that size is tried next. A size
+predicted to take far more than the limit is not tried: a CPU that allocates too much does not fail but swaps.
 """
 
 from __future__ import annotations
@@ -29,22 +29,17 @@ from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.snapshot import Snapshot
 
 BEYOND = 0.10
-"""A size is tried if it is predicted to take no more than this share above the limit."""
-
+"""A size is tried if it is predicted to take at most this share above the limit."""
 UNCHANGING = 64
-"""If sizes this factor apart take the same bytes, the batch size was not what varied."""
-
+"""If sizes this factor apart take the same bytes, the step does not use the batch size."""
 MARGIN, LEAST_MARGIN = 0.10, 512 * 1024**2
-"""Of the memory that a machine has left, this share or these bytes (the larger) are for what are no tensors."""
-
+"""Share and bytes (the larger counts) of the available memory that are left for everything but tensors."""
 MATTERS = 0.02
 """The fastest size is named if it is faster than the largest by more than this share."""
+OVER, OUT_OF_MEMORY = "over the limit", "out of memory"
 
-OVER = "over the limit"
-OUT_OF_MEMORY = "out of memory"
-
-# How torch, CUDA's libraries and Python say that an allocation failed.
-_SAYINGS = (
+# In the errors of torch, CUDA's libraries and Python for a failed allocation.
+_OUT_OF_MEMORY_TEXTS = (
     "OutOfMemoryError",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -55,8 +50,6 @@ _SAYINGS = (
     "DefaultCPUAllocator: not enough memory",
     "MemoryError",
 )
-
-Step = Callable[[int], object]
 
 
 class NothingFitsError(MezzoError, RuntimeError):
@@ -129,7 +122,7 @@ class BatchSizeResult:
 
     @property
     def fastest(self) -> int:
-        """The batch size that fits and trains the most samples per second; the largest if none was timed.
+        """The batch size that trains the most samples per second; the largest if none was timed.
 
         Raises:
             NothingFitsError: none fits.
@@ -149,7 +142,7 @@ class BatchSizeResult:
         return ["  ".join([*(c.rjust(w) for c, w in zip(row[:-1], widths)), row[-1]]) for row in rows]
 
     def sentence(self, name: str = "batch size ") -> str:
-        """The recommendation. `name` is what precedes a size, such as ``"--batch="``."""
+        """The recommendation. `name` precedes each size, for instance ``"--batch="``."""
         if not self.fits:
             smallest = min(self.trials, key=lambda trial: trial.size)
             if smallest.peak_bytes is None or self.limit is None:
@@ -191,13 +184,13 @@ class BatchSizeResult:
 
 @dataclass(frozen=True)
 class Search:
-    """Which sizes are tried. Below, `limit` is the bytes that a step may take; None if only failure counts.
+    """Which sizes are tried. The methods' `limit` is the bytes that a step may take; None if only failure counts.
 
     Args:
         start: the first size, rounded up to a multiple.
         multiple_of: every size is a multiple of it; it is also the smallest size.
         factor: how sizes grow, above 1.
-        max_size: no size above it is tried.
+        max_size: the largest size tried.
 
     Raises:
         UsageError: an argument out of range.
@@ -233,7 +226,7 @@ class Search:
         if high is not None:
             if high - low <= step:
                 return None
-            # Every other time halve: aiming alone may creep.
+            # Every other trial halves, because aiming alone may approach slowly.
             middle = (low + high) // 2 // step * step
             size = aimed if aimed is not None and len(trials) % 2 and aimed < high else middle
             return min(max(size, low + step), high - step)
@@ -256,8 +249,8 @@ class Search:
         self, trials: Sequence[Trial], limit: int | None, device: str, notes: Iterable[str] = ()
     ) -> BatchSizeResult:
         """The result after the last trial, with notes on how the search ended."""
-        end, found, refused = _data_end(trials), [], None
-        if end < math.inf:
+        found, refused = [], None
+        if (end := _data_end(trials)) < math.inf:
             found.append(
                 f"from size {end} on the bytes no longer grow with the size: the data may hold no more samples, so "
                 "larger sizes don't count"
@@ -305,6 +298,7 @@ def _bracket(trials: Sequence[Trial]) -> tuple[int, int | None]:
 
 
 def _line(trials: Sequence[Trial]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The two measured (size, bytes) nearest to the limit; (0, 0) stands for a missing one."""
     points = sorted((t.size, t.peak_bytes) for t in trials if t.peak_bytes is not None)
     low, _ = _bracket(trials)
     below = [point for point in points if point[0] <= low]
@@ -314,7 +308,7 @@ def _line(trials: Sequence[Trial]) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _is_far_beyond(trials: Sequence[Trial], size: int, limit: int) -> bool:
-    """Whether a size is predicted to take far more than the limit. A line through one size proves nothing."""
+    """Whether a size is predicted to take far more than the limit; False until two sizes were measured."""
     measured = sum(trial.peak_bytes is not None for trial in trials)
     return measured > 1 and predicted_bytes(trials, size) > limit * (1 + BEYOND)
 
@@ -325,7 +319,7 @@ def _speed(value: float | None) -> str:
 
 
 def find_batch_size(
-    step: Step,
+    step: Callable[[int], object],
     start: int = 8,
     *,
     limit: int | str | None = None,
@@ -341,22 +335,21 @@ def find_batch_size(
 ) -> BatchSizeResult:
     """The largest batch size whose training step fits into memory, and how fast each size tried is.
 
-    On a GPU a size fails when an allocation does. A CPU does not fail but swaps, so there the bytes of all tensors at
-    the step's peak are compared with `limit`, and a size that is predicted to take far more is not tried.
+    On a GPU a size fails when an allocation does. A CPU swaps instead, so there the bytes of all tensors at the step's
+    peak are compared with `limit`.
 
     Each size runs one step to warm up, one to measure memory, and `rounds` that are timed. **They train the model**:
     pass the model and the optimizer, and they are restored to the bit, gradients, buffers and random state included
-    (random state is always restored). What you don't pass keeps what the trials did to it.
+    (random state is always restored).
 
     Args:
-        step: runs one whole training step with this many samples: batch, forward, backward, optimizer. It makes a
-            batch of exactly that many samples.
+        step: runs one whole training step with a batch of exactly this many samples.
         start: the first size. Sizes grow from it, and shrink if it doesn't fit.
         limit: bytes, or text such as ``"4 GiB"``. Default on a CPU: what the machine or the container has left, less
             10 % or 512 MiB, plus what tensors hold already. Default on a GPU: none.
         device: a CPU or a CUDA device whose memory is measured. Default: the model's; without a model, CUDA if
             this process has used it, else the CPU.
-        max_size: no size above it is tried.
+        max_size: the largest size tried.
         multiple_of: sizes are multiples of it.
         factor: how sizes grow.
         rounds: timed steps per size; 0 times none.
@@ -373,7 +366,7 @@ def find_batch_size(
         NothingFitsError: not even one multiple fits; the message says what it took.
         UsageError: an argument out of range; no limit is known on this system; the bytes don't depend on the size;
             several ranks (a rank that runs out of memory would leave the others waiting).
-        Exception: what the step raises that isn't about memory, after everything is restored.
+        Exception: any other error of the step, after everything is restored.
 
     >>> import torch, mezzo
     >>> model = torch.nn.Linear(100, 10)
@@ -403,10 +396,11 @@ def find_batch_size(
             "Call it before init_process_group, or in a separate process."
         )
     snapshot = Snapshot(models, [*optimizers, *restore])
+    most: int | None = None
     if limit is not None:
-        most: int | None = parse_bytes(limit)
-    else:
-        most = _limit_of_machine(place) if place.type == "cpu" else None
+        most = parse_bytes(limit)
+    elif place.type == "cpu":
+        most = _limit_of_machine(place)
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
@@ -436,42 +430,37 @@ def find_batch_size(
     return result
 
 
-def _try_size(step: Step, size: int, device: torch.device, limit: int | None, rounds: int) -> Trial:
-    """Run steps of one size: one to warm up, one measured for memory, `rounds` timed.
-
-    Everything that a failed step held is freed, and the device's cache is emptied.
-    """
-    cuda = device.type == "cuda"
+def _try_size(
+    step: Callable[[int], object], size: int, device: torch.device, limit: int | None, rounds: int
+) -> Trial:
+    """Run steps of one size: one to warm up, one measured for memory, `rounds` timed."""
+    cuda, why = device.type == "cuda", ""
+    wait: Callable[[], object] = torch.cuda.synchronize if cuda else lambda: None
     with torch.cuda.device(device) if cuda else contextlib.nullcontext():
-        why = ""
         try:
-            trial = _run_steps(step, size, device, limit, rounds)
+            step(size)
+            gc.collect()  # reference cycles of an earlier size don't count for this one
+            peak = _peak_bytes(device, lambda: step(size))
+            if limit is not None and peak > limit:
+                return Trial(size, fits=False, peak_bytes=peak, why=OVER)
+            seconds = []
+            for _ in range(rounds):
+                wait()
+                start = time.perf_counter()
+                step(size)
+                wait()
+                seconds.append(time.perf_counter() - start)
+            return Trial(size, True, peak, statistics.median(seconds) if seconds else None)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             # Kept as text: outside this block no traceback holds the failed step's tensors.
             why = ". ".join(str(error).split(". ")[:2]).strip() or OUT_OF_MEMORY
-        if cuda:
-            gc.collect()
-            torch.cuda.empty_cache()
-    return Trial(size, fits=False, why=why) if why else trial
-
-
-def _run_steps(step: Step, size: int, device: torch.device, limit: int | None, rounds: int) -> Trial:
-    step(size)
-    gc.collect()  # reference cycles of an earlier size don't count for this one
-    peak = _peak_bytes(device, lambda: step(size))
-    if limit is not None and peak > limit:
-        return Trial(size, fits=False, peak_bytes=peak, why=OVER)
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds = []
-    for _ in range(rounds):
-        wait()
-        start = time.perf_counter()
-        step(size)
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return Trial(size, fits=True, peak_bytes=peak, seconds=statistics.median(seconds) if seconds else None)
+        finally:
+            if cuda:
+                gc.collect()
+                torch.cuda.empty_cache()
+    return Trial(size, fits=False, why=why)
 
 
 def _peak_bytes(device: torch.device, run: Callable[[], object] = lambda: None) -> int:
@@ -509,11 +498,9 @@ def _limit_of_machine(place: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or the one that it was raised from, says that memory ran out."""
+    """Whether an exception, or one that it was raised from, says that memory ran out."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, RuntimeError) and says_out_of_memory(str(error)):
+        if isinstance(error, (RuntimeError, MemoryError)) and says_out_of_memory(repr(error)):
             return True
         error = error.__cause__
     return False
@@ -521,7 +508,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def says_out_of_memory(text: str) -> bool:
     """Whether an error's text, or the end of a log, says that memory ran out."""
-    return any(saying in text for saying in _SAYINGS)
+    return any(one in text for one in _OUT_OF_MEMORY_TEXTS)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -36,8 +36,7 @@ from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import Seeds
 
 if TYPE_CHECKING:
-    from mezzo.core.trial import TrialDecision
-    from mezzo.pytorch.auto import TimedTrial
+    from mezzo.pytorch.auto import TimedTrial, TrialDecision
     from mezzo.pytorch.run.observers import Observers
     from mezzo.pytorch.training.networks import Networks
 
@@ -255,13 +254,12 @@ class Session:
             return
         self.device_type = device_type
         if self.policy.compute == "auto":
-            from mezzo.core.trial import PrecisionTrial
             from mezzo.pytorch.auto import TimedTrial, resolve
 
             self.policy, self.precision_reason = resolve(self.policy, device_type)
             self._settle()
             if self.policy.compute != "fp32":
-                self.trial = TimedTrial(PrecisionTrial(self.policy.compute), device_type)
+                self.trial = TimedTrial(self.policy.compute, device_type)
 
     def enter(self) -> Policy:
         """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""

@@ -32,7 +32,7 @@ from mezzo.core.policy import policy as policy_of
 from mezzo.core.policy_text import as_loss_scale
 from mezzo.core.ranges import RangeRow
 from mezzo.core.records import RecordWriter
-from mezzo.core.trial import TrialDecision
+from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer

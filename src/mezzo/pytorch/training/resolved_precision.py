@@ -14,7 +14,6 @@ from torch import nn
 
 from mezzo.core.loss_scale import LossScale
 from mezzo.core.policy import PRESETS, Policy
-from mezzo.core.trial import PrecisionTrial, TrialDecision
 from mezzo.pytorch import auto
 from mezzo.pytorch.autocast.context import Context, autocast
 from mezzo.pytorch.autocast.modules import ModuleOverrides, apply_module_overrides, with_heads
@@ -49,12 +48,12 @@ class ResolvedPrecision:
         self._asked_scale = loss_scale
         self._overrides: ModuleOverrides | None = None
         self.trial: auto.TimedTrial | None = None
-        self.decision: TrialDecision | None = None
+        self.decision: auto.TrialDecision | None = None
         resolved, reason = auto.resolve(asked, device_type)
         if asked.compute == "auto" and resolved.compute != "fp32":
-            self.trial = auto.TimedTrial(PrecisionTrial(resolved.compute), device_type)
+            self.trial = auto.TimedTrial(resolved.compute, device_type)
         else:
-            self.decision = TrialDecision(resolved.compute, math.nan, why or reason)
+            self.decision = auto.TrialDecision(resolved.compute, math.nan, why or reason)
         self._apply(resolved)
 
     def _apply(self, policy: Policy) -> None:
@@ -102,7 +101,7 @@ class ResolvedPrecision:
             if self.trial.decision is not None:
                 self.settle(self.trial.decision)
 
-    def settle(self, decision: TrialDecision) -> None:
+    def settle(self, decision: auto.TrialDecision) -> None:
         """The trial is over."""
         self.trial, self.decision = None, decision
         if decision.precision != self.policy.compute:

@@ -9,7 +9,7 @@ import torch
 
 from mezzo.core.errors import UsageError
 from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
-from mezzo.core.trial import TrialDecision
+from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
 
