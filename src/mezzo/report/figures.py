@@ -311,8 +311,9 @@ def _told(track: Track) -> str:
     looked = [finding for _, finding in skipped if finding is not None]
     alarms = sum(finding.alarms for finding in looked)
     causes = f"; of {len(looked):,} looked into, {counted(alarms, 'alarm')}" if looked else ""
+    places = listed([update.index for update, _ in skipped], NAMED)
     return (
-        f"{len(skipped):,} of {updates} skipped, at {listed([update.index for update, _ in skipped], NAMED)}{why}{causes}; "
+        f"{len(skipped):,} of {updates} skipped, at {places}{why}{causes}; "
         f"the last scale is {scale_text(track.updates[-1].loss_scale)}."
     )
 
