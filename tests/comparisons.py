@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,23 @@ HOSTILE = (
     '</script></style></svg><img src=x onerror="window.stolen=1"><script>window.stolen=1</script>'
     "'\"&\x00\x1b[31m\u202e{{7*7}}\udcff"
 )
+_CODES = {"\x00": "\\x00", "\x1b": "\\x1b", "\u202e": "\\u202e", "\udcff": "\\udcff"}
+HOSTILE_SHOWN = " ".join(HOSTILE.translate(str.maketrans(_CODES)).split())
 MACHINE = {
     "os": "Linux 6.1",
-    "python": "3.11.7",
     "torch": "2.13.0+cpu",
-    "mezzo": "0.1.0",
     "cpu": "AMD EPYC 9R14",
     "cores": 2,
     "isa": ["avx2", "avx512f", "avx512_bf16"],
     "gpu": None,
-    "threads": 2,
 }
+BF16, FP32 = "bf16 -> bf16", "fp32 -> fp32"
 OPS = [
-    OpFormats(
-        "convolution", "lower", "bf16 -> bf16", "bf16 -> bf16", 3, 6, "tensor cores and half the bytes"
-    ),
-    OpFormats("addmm", "lower", "bf16 -> bf16", "bf16 -> bf16", 2, 5, "tensor cores and half the bytes"),
-    OpFormats("relu", "promote", "bf16 -> bf16", "bf16 -> bf16", 3, 0, "follows its input"),
-    OpFormats("log_softmax", "fp32", "fp32 -> fp32", "fp32 -> fp32", 1, 1, "ends the model: exp overflows"),
-    OpFormats(
-        "nll_loss_forward", "fp32", "fp32 -> fp32", "fp32 -> fp32", 1, 0, "a loss is a sum over the batch"
-    ),
+    OpFormats("convolution", "lower", BF16, BF16, 3, 6, "tensor cores and half the bytes"),
+    OpFormats("addmm", "lower", BF16, BF16, 2, 5, "tensor cores and half the bytes"),
+    OpFormats("relu", "promote", BF16, BF16, 3, 0, "follows its input"),
+    OpFormats("log_softmax", "fp32", FP32, FP32, 1, 1, "ends the model: exp overflows"),
+    OpFormats("nll_loss_forward", "fp32", FP32, FP32, 1, 0, "a loss is a sum over the batch"),
 ]
 
 
@@ -74,35 +70,18 @@ def write(directory: Path, verdict: Mapping[str, Any], runs: Mapping[str, Writte
     folder.mkdir(parents=True)
     (directory / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
     for name, run in runs.items():
-        seed = int(name.rsplit("-", 1)[1])
+        seed, twin = int(name.rsplit("-", 1)[1]), "-ulp-" in name
         writer = RecordWriter(folder / f"{name}.jsonl")
         writer.write(
             RunStarted(
-                run.script,
-                list(run.argv),
-                run.policy,
-                seed,
-                "-ulp-" in name,
-                dict(run.machine),
-                "2026-11-21T04:00:00+00:00",
+                run.script, list(run.argv), run.policy, seed, twin, dict(run.machine), "2026-11-21T04:00:00"
             )
         )
-        for index, loss in enumerate(run.losses):
-            writer.write(LossRecord(index, float(loss), 0.01 * index))
+        for i, loss in enumerate(run.losses):
+            writer.write(LossRecord(i, float(loss), 0.01 * i))
             if run.scales:
-                reason = run.skipped.get(index, "")
-                writer.write(
-                    UpdateRecord(
-                        index,
-                        0,
-                        not reason,
-                        bool(reason),
-                        run.scales[index],
-                        0.01 * index + 0.005,
-                        reason,
-                        index < 3,
-                    )
-                )
+                why, at = run.skipped.get(i, ""), 0.01 * i + 0.005
+                writer.write(UpdateRecord(i, 0, not why, bool(why), run.scales[i], at, why, i < 3))
         if run.peak is not None:
             writer.write(MemoryRecord(run.peak, "tensor bytes"))
         if run.ops:
@@ -115,16 +94,16 @@ def write(directory: Path, verdict: Mapping[str, Any], runs: Mapping[str, Writte
     return directory
 
 
-def curve(steps: int, seed: int, shift: float = 0.0, noise: float = 0.25) -> list[float]:
-    """A loss that falls as a real one does, noisy from batch to batch; ``shift`` moves its end."""
+def curve(steps: int, seed: int, noise: float = 0.25) -> list[float]:
+    """A loss that falls as a real one does, noisy from batch to batch."""
     draw = np.random.default_rng(seed)
     t = np.arange(steps) / max(1, steps - 1)
-    clean = 2.3 * np.exp(-6 * t) + 0.04 + shift * t
+    clean = 2.3 * np.exp(-6 * t) + 0.04
     return (clean * np.exp(noise * draw.standard_normal(steps))).tolist()
 
 
 def drift(losses: Sequence[float], seed: int, size: float) -> list[float]:
-    """The same losses with a relative noise that grows over the run: what rounding does to a trajectory."""
+    """The same losses with a relative noise that grows over the run, as rounding changes a trajectory."""
     draw = np.random.default_rng(1000 + seed)
     t = np.arange(len(losses)) / max(1, len(losses))
     return (np.array(losses) * np.exp(size * t * draw.standard_normal(len(losses)))).tolist()
@@ -150,88 +129,62 @@ def candidate(**changes: Any) -> dict[str, Any]:
     return {**values, **changes}
 
 
+def verdict(candidates: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"schema": 1, "baseline": "fp32", "candidates": candidates, "machine": MACHINE, **more}
+
+
 def healthy(directory: Path, steps: int = 300, seeds: int = 3) -> Path:
     """bf16 equivalent, fp16 consistent with two skips a run: seeds, FP32 twins, a metric, memory, ops."""
     runs: dict[str, Written] = {}
     scales = [2.0 ** (16 - min(2, index // 2)) if index < 200 else 2.0**15 for index in range(steps)]
+    skips = dict.fromkeys((1, 3), "inf in the gradients")
+    notes = ["2 updates were skipped while the loss scale found its height."]
+    in_fp16 = [
+        replace(op, planned=op.planned.replace("bf16", "fp16"), observed=op.observed.replace("bf16", "fp16"))
+        for op in OPS
+    ]
+    in_fp16[2] = replace(in_fp16[2], observed=FP32)
     for seed in range(seeds):
-        base = curve(steps, seed)
-        plain = [1.0] * steps
+        base, plain = curve(steps, seed), [1.0] * steps
+        twin, bf16, fp16 = (drift(base, n + seed, size) for n, size in ((50, 0.06), (0, 0.08), (90, 0.07)))
         runs[f"fp32-{seed}"] = Written(base, plain, peak=412_000_000)
-        runs[f"fp32-ulp-{seed}"] = Written(drift(base, 50 + seed, 0.06), plain, peak=None)
-        runs[f"bf16-{seed}"] = Written(
-            drift(base, seed, 0.08), plain, peak=251_000_000, ops=OPS, policy="bf16"
-        )
-        runs[f"fp16-{seed}"] = Written(
-            drift(base, 90 + seed, 0.07),
-            scales,
-            {1: "inf in the gradients", 3: "inf in the gradients"},
-            255_000_000,
-            [_in_fp16(op) for op in OPS],
-            policy="fp16",
-            notes=["2 updates were skipped while the loss scale found its height."],
-        )
+        runs[f"fp32-ulp-{seed}"] = Written(twin, plain, peak=None)
+        runs[f"bf16-{seed}"] = Written(bf16, plain, peak=251_000_000, ops=OPS, policy="bf16")
+        runs[f"fp16-{seed}"] = Written(fp16, scales, skips, 255_000_000, in_fp16, policy="fp16", notes=notes)
     pairs = [
         {"seed": k, "loss_gap": -0.0003, "metric": 98.3 + 0.1 * k, "fp32_metric": 98.2 + 0.15 * k}
         for k in range(seeds)
     ]
-    verdict = {
-        "schema": 1,
-        "baseline": "fp32",
-        "candidates": {
-            "bf16": candidate(
-                seeds=seeds,
-                steps=steps,
-                loss_gap_interval=[-0.0011, 0.0005],
-                power=0.93,
-                pairs=pairs,
-                fp32_loss=0.0415,
-                loss_gap_relative=-0.0072,
-                margin_relative=0.005,
-                noise_floor=0.0009,
-                seed_noise=0.0031,
-                pairs_needed=3,
-                fp32_metric=98.35,
-                metric_gap=0.05,
-                metric_better="higher",
-                metric_gap_interval=[-0.02, 0.12],
-                metric_margin=0.2,
-                metric_power=0.99,
-                steps_timed=840,
-                notes=["seed 0: a note of the verdict"],
-                exit_status=0,
-            ),
-            "fp16": candidate(
-                seeds=seeds,
-                steps=steps,
-                parity="consistent",
-                speedup=0.97,
-                speedup_interval=[0.94, 1.0],
-                skipped_steps=2 * seeds,
-                loss_gap=0.0008,
-                loss_gap_interval=[-0.0009, 0.0025],
-                peak_memory_ratio=0.62,
-                pairs=pairs,
-                reason="No harm seen; the gap's interval reaches past the margin.",
-            ),
-        },
-        "machine": MACHINE,
-        "request": {
-            "demo": "digits",
-            "target": "digits.py",
-            "precisions": ["bf16", "fp16"],
-            "seeds": seeds,
-            "argv": ["--epochs", "3"],
-        },
-    }
-    return write(directory, verdict, runs)
-
-
-def _in_fp16(op: OpFormats) -> OpFormats:
-    observed = "fp32 -> fp32" if op.op == "relu" else op.observed.replace("bf16", "fp16")
-    return OpFormats(
-        op.op, op.rule, op.planned.replace("bf16", "fp16"), observed, op.calls, op.casts, op.reason
+    shared: dict[str, Any] = {"seeds": seeds, "steps": steps, "pairs": pairs}
+    bf16_one = candidate(
+        **shared,
+        loss_gap_interval=[-0.0011, 0.0005],
+        power=0.93,
+        fp32_loss=0.0415,
+        loss_gap_relative=-0.0072,
+        margin_relative=0.005,
+        noise_floor=0.0009,
+        fp32_metric=98.35,
+        metric_gap=0.05,
+        metric_better="higher",
+        metric_gap_interval=[-0.02, 0.12],
+        metric_margin=0.2,
+        notes=["seed 0: a note of the verdict"],
     )
+    fp16_one = candidate(
+        **shared,
+        parity="consistent",
+        speedup=0.97,
+        speedup_interval=[0.94, 1.0],
+        skipped_steps=2 * seeds,
+        loss_gap=0.0008,
+        loss_gap_interval=[-0.0009, 0.0025],
+        peak_memory_ratio=0.62,
+        reason="No harm seen; the gap's interval reaches past the margin.",
+    )
+    asked = {"demo": "digits", "target": "digits.py", "precisions": ["bf16", "fp16"], "seeds": seeds}
+    request = {**asked, "argv": ["--epochs", "3"]}
+    return write(directory, verdict({"bf16": bf16_one, "fp16": fp16_one}, request=request), runs)
 
 
 def hostile(directory: Path) -> Path:
@@ -251,33 +204,19 @@ def hostile(directory: Path) -> Path:
         HOSTILE,
         {HOSTILE.replace("\udcff", ""): HOSTILE, "cpu": HOSTILE, "nested": {HOSTILE: [HOSTILE]}},
     )
-    odd = candidate(reason=HOSTILE, parity=HOSTILE)
-    verdict = {
-        "schema": 1,
-        "baseline": "fp32",
-        "candidates": {HOSTILE: odd, "bf16": candidate(reason=HOSTILE)},
-        "machine": {HOSTILE: HOSTILE},
-        "request": {"target": HOSTILE, "argv": [HOSTILE], "metric": HOSTILE, "precisions": [HOSTILE]},
-    }
-    return write(directory, verdict, {"fp32-0": run, "bf16-0": run, "zz-0": run})
+    ones = {HOSTILE: candidate(reason=HOSTILE, parity=HOSTILE), "bf16": candidate(reason=HOSTILE)}
+    request = {"target": HOSTILE, "argv": [HOSTILE], "metric": HOSTILE, "precisions": [HOSTILE]}
+    found = verdict(ones, request=request) | {"machine": {HOSTILE: HOSTILE}}
+    return write(directory, found, {"fp32-0": run, "bf16-0": run, "zz-0": run})
 
 
 def one_seed(directory: Path) -> Path:
     """One pair, no metric, no memory, no updates, nothing skipped."""
     base = curve(40, 0)
-    values = candidate(
-        parity="consistent",
-        seeds=1,
-        steps=40,
-        final_metric=None,
-        peak_memory_ratio=None,
-        speedup_interval=None,
-        reason="One pair, and the gap lies within the margin.",
-    )
+    none = dict.fromkeys(("final_metric", "peak_memory_ratio", "speedup_interval"))
+    one = candidate(parity="consistent", seeds=1, steps=40, **none)
     runs = {"fp32-0": Written(base, peak=None), "bf16-0": Written(drift(base, 1, 0.05), peak=None)}
-    return write(
-        directory, {"schema": 1, "baseline": "fp32", "candidates": {"bf16": values}, "machine": MACHINE}, runs
-    )
+    return write(directory, verdict({"bf16": one}), runs)
 
 
 def failed(directory: Path) -> Path:
@@ -286,54 +225,31 @@ def failed(directory: Path) -> Path:
     sick = drift(base, 1, 0.05)
     sick[60:] = [value * 10 ** (2 * i) for i, value in enumerate(sick[60:75])] + [math.inf] + [math.nan] * 44
     gone = dict.fromkeys(
-        ("speedup", "speedup_interval", "peak_memory_ratio", "loss_gap", "final_loss", "final_metric"), None
+        ("speedup", "speedup_interval", "peak_memory_ratio", "loss_gap", "final_loss", "final_metric")
     )
+    skips = dict.fromkeys(range(60, 120), "inf in the gradients")
+    log = "Traceback (most recent call last):\nRuntimeError: no such kernel"
     runs = {
         "fp32-0": Written(base, [1.0] * 120),
-        "fp16-0": Written(
-            sick, [2.0**-i for i in range(120)], {i: "inf in the gradients" for i in range(60, 120)}
-        ),
-        "bf16-0": Written(
-            drift(base[:30], 2, 0.05),
-            status=1,
-            log="Traceback (most recent call last):\nRuntimeError: no such kernel",
-        ),
+        "fp16-0": Written(sick, [2.0**-i for i in range(120)], skips),
+        "bf16-0": Written(drift(base[:30], 2, 0.05), status=1, log=log),
         "tf32-0": Written(base[:50], status=None),
     }
-    verdict = {
-        "schema": 1,
-        "baseline": "fp32",
-        "machine": {},
-        "candidates": {
-            "fp16": candidate(
-                parity="divergent",
-                seeds=1,
-                final_loss="nan",
-                loss_gap="nan",
-                skipped_steps=60,
-                reason="The loss is NaN from step 76 on.",
-            ),
-            "bf16": candidate(
-                parity="divergent",
-                seeds=0,
-                reason="The script failed in bf16 with exit status 1.",
-                exit_status=1,
-                **gone,
-            ),
-            "tf32": candidate(parity="inconclusive", seeds=0, **gone),
-            "fp8": candidate(parity="inconclusive", seeds=0, reason="No run finished.", **gone),
-        },
+    nan = {"final_loss": "nan", "loss_gap": "nan", "skipped_steps": 60}
+    ones = {
+        "fp16": candidate(parity="divergent", seeds=1, reason="The loss is NaN from step 76 on.", **nan),
+        "bf16": candidate(parity="divergent", seeds=0, reason="It failed.", exit_status=1, **gone),
+        "tf32": candidate(parity="inconclusive", seeds=0, **gone),
+        "fp8": candidate(parity="inconclusive", seeds=0, reason="No run finished.", **gone),
     }
-    return write(directory, verdict, runs)
+    return write(directory, verdict(ones) | {"machine": {}}, runs)
 
 
 def one_step(directory: Path) -> Path:
     """A training of a single step."""
     runs = {"fp32-0": Written([2.3], [1.0]), "bf16-0": Written([2.31], [1.0])}
-    values = candidate(seeds=1, steps=1, parity="inconclusive", reason="One step says nothing.")
-    return write(
-        directory, {"schema": 1, "baseline": "fp32", "candidates": {"bf16": values}, "machine": MACHINE}, runs
-    )
+    one = candidate(seeds=1, steps=1, parity="inconclusive", reason="One step says nothing.")
+    return write(directory, verdict({"bf16": one}), runs)
 
 
 def bare(directory: Path) -> Path:
@@ -343,41 +259,14 @@ def bare(directory: Path) -> Path:
 
 def many_ops(directory: Path) -> Path:
     """A candidate with more ops than one wants to see, two of them not as planned."""
-    ops = [
-        OpFormats(
-            f"op_{i:02}",
-            "lower",
-            "bf16 -> bf16",
-            "bf16 -> bf16",
-            i,
-            1,
-            "matmul",
-            f"blocks.{i}.attention.projection",
-        )
-        for i in range(60)
-    ]
-    ops[7] = OpFormats("op_07", "fp32", "fp32 -> fp32", "bf16 -> bf16", 7, 0, "a sum", "blocks.7.norm")
-    ops[9] = OpFormats("op_09", "lower", "bf16 -> bf16", "fp32 -> fp32", 9, 0, "matmul", "head")
+    ops = [OpFormats(f"op_{i:02}", "lower", BF16, BF16, i, 1, "matmul", f"blocks.{i}.up") for i in range(60)]
+    ops[7] = OpFormats("op_07", "fp32", FP32, BF16, 7, 0, "a sum", "blocks.7.norm")
+    ops[9] = OpFormats("op_09", "lower", BF16, FP32, 9, 0, "matmul", "head")
     base = curve(50, 0)
     runs = {"fp32-0": Written(base), "bf16-0": Written(base, ops=ops)}
-    return write(
-        directory,
-        {
-            "schema": 1,
-            "baseline": "fp32",
-            "candidates": {"bf16": candidate(seeds=1, steps=50)},
-            "machine": MACHINE,
-        },
-        runs,
-    )
+    return write(directory, verdict({"bf16": candidate(seeds=1, steps=50)}), runs)
 
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
-    "healthy": healthy,
-    "hostile": hostile,
-    "one_seed": one_seed,
-    "failed": failed,
-    "one_step": one_step,
-    "bare": bare,
-    "many_ops": many_ops,
+    one.__name__: one for one in (healthy, hostile, one_seed, failed, one_step, bare, many_ops)
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from comparisons import HOSTILE, MACHINE, OPS, curve
 from mezzo.core.overflow import OUTSIDE, OverflowReport, TensorFacts
-from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.ranges import WHAT, Histogram, RangeRow
 from mezzo.core.records import (
     LossRecord,
     MemoryRecord,
@@ -24,15 +24,8 @@ from mezzo.core.records import (
     UpdateRecord,
 )
 
-MODULES = (
-    "embedding",
-    *(
-        f"blocks.{i}.{part}"
-        for i in range(3)
-        for part in ("norm", "attention.query", "attention.out", "mlp.up")
-    ),
-    "head",
-)
+_PARTS = ("norm", "attention.query", "attention.out", "mlp.up")
+MODULES = ("embedding", *(f"blocks.{i}.{part}" for i in range(3) for part in _PARTS), "head")
 EXP = OverflowReport(
     cause="overflow",
     module="blocks.1.attention",
@@ -40,17 +33,9 @@ EXP = OverflowReport(
     direction="forward",
     inputs=[TensorFacts("input 0", [32, 4, 64, 64], "fp16", 14.25, 0.00012, 12, 0, 0)],
     outputs=[TensorFacts("output", [32, 4, 64, 64], "fp16", 65504.0, 0.25, 0, 3, 0)],
-    propagators=[
-        "blocks.1.attention: Tensor.sum",
-        "blocks.1.attention: Tensor.__truediv__",
-        "blocks.1: linear",
-    ],
+    propagators=["blocks.1.attention: Tensor.sum", "blocks.1: linear"],
     line="model.py:48: weights = torch.exp(scores)",
-    remedies=[
-        "Run this operation in FP32: precision='fp16,op.exp=fp32'.",
-        "Subtract the row's maximum before exp, as softmax does.",
-        "Use bf16: its range is FP32's.",
-    ],
+    remedies=["Run this operation in FP32: precision='fp16,op.exp=fp32'.", "Use bf16: its range is FP32's."],
     seconds=0.21,
     kept_bytes=8_400_000,
 )
@@ -64,7 +49,6 @@ ROOT = OverflowReport(
     line="train.py:91: penalty = (weights ** 2).sum().sqrt()",
     how="live",
     remedies=["Add a small number under the root: (x + 1e-12).sqrt()."],
-    seconds=0.004,
 )
 SCALE = OverflowReport(
     cause="loss scale",
@@ -72,8 +56,6 @@ SCALE = OverflowReport(
     op="AddmmBackward0",
     direction="backward",
     inputs=[TensorFacts("gradient of output", [32, 10], "fp16", 61000.0, 0.001, 0, 0, 0)],
-    seconds=0.03,
-    kept_bytes=1_200_000,
 )
 
 
@@ -108,23 +90,15 @@ def rows(draw: np.random.Generator, modules: Sequence[str], progress: float, for
     for depth, module in enumerate(modules):
         deep = depth / max(1, len(modules) - 1)
         wide = 6.0 if module.endswith("query") else 1.0
-        found += [
-            RangeRow(module, "weight", "fp32", lognormal(draw, -4.5, 1.2), "weight"),
-            RangeRow(module, "activation", format, lognormal(draw, wide - 1, 1.5 + 0.8 * wide, zeros=0.3)),
-            RangeRow(
-                module, "activation gradient", format, lognormal(draw, -31 + 9 * deep - 4 * progress, 3.0)
-            ),
-            RangeRow(
-                module,
-                "weight gradient",
-                "fp32",
-                lognormal(draw, -22 + 5 * deep - 3 * progress, 2.5),
-                "weight",
-            ),
-            RangeRow(
-                module, "update ratio", "fp32", lognormal(draw, -7 - 5 * progress - deep, 1.5), "weight"
-            ),
-        ]
+        for what, in_format, mean, spread, zeros, name in (
+            ("weight", "fp32", -4.5, 1.2, 0.0, "weight"),
+            ("activation", format, wide - 1, 1.5 + 0.8 * wide, 0.3, ""),
+            ("activation gradient", format, -31 + 9 * deep - 4 * progress, 3.0, 0.0, ""),
+            ("weight gradient", "fp32", -22 + 5 * deep - 3 * progress, 2.5, 0.0, "weight"),
+            ("update ratio", "fp32", -7 - 5 * progress - deep, 1.5, 0.0, "weight"),
+        ):
+            histogram = lognormal(draw, mean, spread, zeros=zeros)
+            found.append(RangeRow(module, what, in_format, histogram, name))
     return found
 
 
@@ -141,20 +115,15 @@ def records(
     draw = np.random.default_rng(seed)
     causes = {1: SCALE, 3: SCALE, 90: EXP, 91: EXP, 170: ROOT} if findings and format == "fp16" else {}
     scale, found = (2.0**16 if format == "fp16" else 1.0), []
-    made: list[Record] = [
-        RunStarted(
-            "train.py", ["--epochs", "3"], format, seed, False, dict(MACHINE), "2026-11-21T04:00:00+00:00"
-        )
-    ]
+    started = RunStarted(
+        "train.py", ["--epochs", "3"], format, seed, False, dict(MACHINE), "2026-11-21T04:00:00"
+    )
+    made: list[Record] = [started]
     for index, loss in enumerate(curve(steps, seed)):
-        at = 0.05 * index
-        skipped = index in causes
+        at, skipped = 0.05 * index, index in causes
+        why = "inf in the gradients" if skipped else ""
         made.append(LossRecord(index, math.inf if causes.get(index) is EXP else loss, at))
-        made.append(
-            UpdateRecord(
-                index, 0, not skipped, skipped, scale, at + 0.04, "inf in the gradients" if skipped else ""
-            )
-        )
+        made.append(UpdateRecord(index, 0, not skipped, skipped, scale, at + 0.04, why))
         if index % every == 0:
             made.append(RangesRecord(index, 0, at, scale, rows(draw, modules, index / max(1, steps), format)))
         if skipped:
@@ -163,6 +132,12 @@ def records(
             scale /= 2
     made += [MemoryRecord(255_000_000, "tensor bytes"), OpsRecord(list(OPS))]
     return [*made, RunEnded(0, 0.05 * steps, ["5 updates were skipped."] if found else [])]
+
+
+def skip(index: int, finding: OverflowReport | None = None, scale: float = 8.0) -> list[Record]:
+    """A skipped update, and its overflow report."""
+    made: list[Record] = [UpdateRecord(index, 0, False, True, scale, 0.0, "inf")]
+    return made if finding is None else [*made, OverflowRecord(index, 0, 0.0, scale, finding)]
 
 
 def write(path: Path, made: Sequence[Record]) -> Path:
@@ -177,37 +152,15 @@ def write(path: Path, made: Sequence[Record]) -> Path:
 
 def hostile() -> list[Record]:
     """Every text of a watched run's records replaced by one that tries to break out of the page."""
-    draw = np.random.default_rng(0)
-    facts = TensorFacts(HOSTILE, [2, 3], HOSTILE, 1.0, 0.5, 1, 1, 1)
-    finding = OverflowReport(
-        HOSTILE,
-        HOSTILE,
-        HOSTILE,
-        HOSTILE,
-        [facts],
-        [facts],
-        [HOSTILE],
-        HOSTILE,
-        HOSTILE,
-        [HOSTILE],
-        note=HOSTILE,
-    )
-    seen = [
-        RangeRow(HOSTILE, what, HOSTILE, lognormal(draw, -8, 2), HOSTILE)
-        for what in (
-            "weight",
-            "activation",
-            "activation gradient",
-            "weight gradient",
-            "update ratio",
-            HOSTILE,
-        )
-    ]
+    draw, text = np.random.default_rng(0), HOSTILE
+    facts = [TensorFacts(text, [2, 3], text, 1.0, 0.5, 1, 1, 1)]
+    finding = OverflowReport(text, text, text, text, facts, facts, [text], text, text, [text], note=text)
+    seen = [RangeRow(text, what, text, lognormal(draw, -8, 2), text) for what in (*WHAT, text)]
     return [
-        RunStarted(HOSTILE, [HOSTILE], HOSTILE, 0, False, {"cpu": HOSTILE}, HOSTILE),
+        RunStarted(text, [text], text, 0, False, {"cpu": text}, text),
         LossRecord(0, 1.0, 0.0),
-        UpdateRecord(0, 0, False, True, 2.0**10, 0.0, HOSTILE),
+        UpdateRecord(0, 0, False, True, 2.0**10, 0.0, text),
         RangesRecord(0, 0, 0.0, 2.0**10, seen),
         OverflowRecord(0, 0, 0.0, 2.0**10, finding),
-        RunEnded(1, 1.0, [HOSTILE]),
+        RunEnded(1, 1.0, [text]),
     ]

@@ -17,7 +17,7 @@ from mezzo.compare import folder as folder_module
 from mezzo.compare.comparison import compare, schedule
 from mezzo.compare.folder import strict
 from mezzo.compare.measure import Metric
-from mezzo.compare.progress import Bar, Lines, Watcher, watcher
+from mezzo.compare.progress import Watcher, watcher
 from mezzo.compare.request import Request, candidates
 from mezzo.compare.runs import run_child
 from mezzo.core.errors import MezzoError, ScriptError, UnknownNameError, UnsupportedPrecisionError, UsageError

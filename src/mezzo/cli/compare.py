@@ -1,5 +1,4 @@
-"""Train a script in FP32 and in each candidate precision, and say whether 16 bits are faster, smaller and as
-good.
+"""Train a script in FP32 and in each candidate precision, and say whether 16 bits are faster, smaller and as good.
 
 The script is not changed and need not know of Mezzo. Every run is a process of its own; runs of the same
 number get the same seeds in every precision, so that they can be paired. Nothing of this touches the
@@ -58,49 +57,25 @@ PASSES_ON = True
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Declare the arguments."""
     add_target(parser, DEMOS)
-    parser.add_argument(
-        "--framework",
-        choices=tuple(FRAMEWORKS),
-        help="what the script trains with (default pytorch, or what the demo trains with)",
-    )
-    parser.add_argument(
-        "--precision",
-        action="append",
-        metavar="P",
-        help="presets, policy strings or .toml files, with commas or given again (default bf16,fp16)",
-    )
-    parser.add_argument(
-        "--seeds", type=whole("pairs", 3), default=3, metavar="N", help="pairs of runs (default 3)"
-    )
-    parser.add_argument(
-        "--margin",
-        type=share(),
-        default=0.005,
-        metavar="X",
-        help="the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)",
-    )
-    parser.add_argument(
-        "--metric", metavar="REGEX", help="where the final metric is printed; its first group is the number"
-    )
-    parser.add_argument(
-        "--metric-better",
-        choices=("auto", "higher", "lower"),
-        default="auto",
-        help="which way is better (auto: lower if the pattern names a loss or an error)",
-    )
-    parser.add_argument(
-        "--metric-margin",
-        type=number(0.2),
-        metavar="X",
-        help="the same for the metric, in its units (default 0.2 points; as --margin if lower is better)",
-    )
-    parser.add_argument("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
-    parser.add_argument(
-        "--fresh", action="store_true", help="delete the comparison in that folder and start over"
-    )
-    parser.add_argument("--json", action="store_true", help="print verdict.json in place of the table")
+    add = parser.add_argument
+    framework = "what the script trains with (default pytorch, or what the demo trains with)"
+    add("--framework", choices=tuple(FRAMEWORKS), help=framework)
+    precision = "presets, policy strings or .toml files, with commas or given again (default bf16,fp16)"
+    add("--precision", action="append", metavar="P", help=precision)
+    add("--seeds", type=whole("pairs", 3), default=3, metavar="N", help="pairs of runs (default 3)")
+    margin = "the largest harm you accept, as a share of FP32's final loss: 0.005 or 0.5%% (the default)"
+    add("--margin", type=share(), default=0.005, metavar="X", help=margin)
+    metric = "where the final metric is printed; its first group is the number"
+    add("--metric", metavar="REGEX", help=metric)
+    better = "which way is better (auto: lower if the pattern names a loss or an error)"
+    add("--metric-better", choices=("auto", "higher", "lower"), default="auto", help=better)
+    margin = "the same for the metric, in its units (default 0.2 points; as --margin if lower is better)"
+    add("--metric-margin", type=number(0.2), metavar="X", help=margin)
+    add("--out", metavar="DIR", help="the folder to write (default mezzo-compare-SCRIPT)")
+    add("--fresh", action="store_true", help="delete the comparison in that folder and start over")
+    add("--json", action="store_true", help="print verdict.json in place of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,7 +147,8 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
     """Print a verdict: a table on a terminal where it fits, else lines for each candidate."""
     candidates: Mapping[str, Mapping[str, Any]] = verdict["candidates"]
     table = _table(str(verdict["baseline"]), candidates)
-    if console.is_terminal and console.measure(table, options=_wide(console)).maximum <= console.width:
+    wide = console.options.update(max_width=10_000)
+    if console.is_terminal and console.measure(table, options=wide).maximum <= console.width:
         console.print(table)
     else:
         for name, one in candidates.items():
@@ -180,7 +156,7 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
             for label, _, value in _rows(one)[1:]:
                 if value != MISSING:
                     console.print(f"  {label:<15}{value}", markup=False, highlight=False, soft_wrap=True)
-    wraps = console.is_terminal or "COLUMNS" in os.environ  # who names a width wants it, in a pipe too
+    wraps = console.is_terminal or "COLUMNS" in os.environ  # a width that is set applies in a pipe too
     for name, one in candidates.items():
         line = Text.assemble((name, "bold"), " is ", _word(one), ". ", one["reason"])
         console.print(line, soft_wrap=not wraps)
@@ -196,64 +172,47 @@ def show(console: Console, verdict: Mapping[str, Any], report: Path | None, reru
     console.print(f"Again:  {shlex.join(rerun)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _wide(console: Console) -> Any:
-    return console.options.update(max_width=10_000)
-
-
 def _word(one: Mapping[str, Any]) -> tuple[str, str]:
     return one["parity"], STYLES.get(one["parity"], "")
 
 
 def _table(baseline: str, candidates: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A quantity a row, a precision a column, so that eighty columns hold FP32 and two candidates."""
-    table = Table()
-    table.add_column("")
+    """A row per quantity, a column per precision: eighty columns hold FP32 and two candidates."""
+    table = Table("")
     for name in (baseline, *candidates):
         table.add_column(Text(name), justify="right")
-    columns = {name: _rows(one) for name, one in candidates.items()}
-    for i, (label, _, _) in enumerate(next(iter(columns.values()))):
-        ours = [rows[i][2] for rows in columns.values()]
-        fp32 = next((rows[i][1] for rows in columns.values() if rows[i][1]), "")
+    for rows in zip(*map(_rows, candidates.values())):  # one quantity, each candidate
+        ours = [value for _, _, value in rows]
+        fp32 = next((value for _, value, _ in rows if value), "")
         if any(value != MISSING for value in ours):
-            table.add_row(label, fp32, *(Text(value, style=STYLES.get(value, "")) for value in ours))
+            table.add_row(rows[0][0], fp32, *(Text(value, style=STYLES.get(value, "")) for value in ours))
     return table
 
 
 def _rows(one: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Each quantity: its name, FP32's value, the candidate's."""
-    peak, fp32_peak = one["peak_memory_bytes"], one["fp32_peak_memory_bytes"]
+
+    def shown(key: str, form: str, missing: str = MISSING) -> str:
+        return missing if one[key] is None else form.format(one[key])
+
+    def size(value: float | None) -> str:
+        return "" if value is None else f"{value / MB:.3g} MB"
+
+    speed, memory = shown("speedup", "{:.2f}x"), shown("peak_memory_ratio", "{:.2f}x")
+    if one["speedup"] is not None and one["speedup_interval"]:
+        speed += shown("speedup_interval", " ({0[0]:.2f} to {0[1]:.2f})")
+    if memory != MISSING:
+        memory += f" ({size(one['peak_memory_bytes'])})"
     return [
         ("parity", "", one["parity"]),
-        ("speed", "1.00x" if one["speedup"] else "", _times(one["speedup"], one["speedup_interval"])),
-        ("peak memory", _size(fp32_peak), _memory(peak, one["peak_memory_ratio"])),
-        ("final loss", _number(one["fp32_loss"]), _number(one["final_loss"]) or MISSING),
-        ("loss gap", "", MISSING if one["loss_gap"] is None else f"{one['loss_gap']:+.2g}"),
-        ("90 % interval", "", _interval(one["loss_gap_interval"])),
-        ("margin", "", MISSING if one["margin"] is None else f"±{one['margin']:.3g}"),
-        ("metric", _number(one["fp32_metric"]), _number(one["final_metric"]) or MISSING),
+        ("speed", "1.00x" if one["speedup"] else "", speed),
+        ("peak memory", size(one["fp32_peak_memory_bytes"]), memory),
+        ("final loss", shown("fp32_loss", "{:.5g}", ""), shown("final_loss", "{:.5g}")),
+        ("loss gap", "", shown("loss_gap", "{:+.2g}")),
+        ("90 % interval", "", shown("loss_gap_interval", "{0[0]:+.2g} to {0[1]:+.2g}")),
+        ("margin", "", shown("margin", "±{:.3g}")),
+        ("metric", shown("fp32_metric", "{:.5g}", ""), shown("final_metric", "{:.5g}")),
         ("pairs", "", f"{one['seeds']} x {one['steps']} steps" if one["steps"] else MISSING),
         ("skipped", "", str(one["skipped_steps"]) if one["steps"] else MISSING),
-        ("power (loss)", "", MISSING if one["power"] is None else f"{one['power']:.0%}"),
+        ("power (loss)", "", shown("power", "{:.0%}")),
     ]
-
-
-def _times(value: float | None, interval: list[float] | None) -> str:
-    if value is None:
-        return MISSING
-    return f"{value:.2f}x" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
-
-
-def _size(value: int | None) -> str:
-    return "" if value is None else f"{value / MB:.3g} MB"
-
-
-def _memory(peak: int | None, ratio: float | None) -> str:
-    return MISSING if ratio is None else f"{ratio:.2f}x ({_size(peak)})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.5g}"
-
-
-def _interval(interval: list[float] | None) -> str:
-    return f"{interval[0]:+.2g} to {interval[1]:+.2g}" if interval else MISSING

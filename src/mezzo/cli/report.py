@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{place / 'verdict.json'}: nested too deeply. Run `mezzo compare` again."
         ) from error
     except OSError as error:
-        mend = ". Check its permissions" if isinstance(error, PermissionError) else ""
-        raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{mend}") from error
+        fix = ". Check its permissions" if isinstance(error, PermissionError) else ""
+        raise UsageError(f"{error.filename or arguments.place}: {error.strerror or error}{fix}") from error
     print(json.dumps({"schema": 1, "report": str(page)}) if arguments.json else page)
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         raise UsageError(f"no browser was found to open {page} with: open it by hand")

@@ -1,1 +1,1 @@
-"""Runs in pairs, and what they prove."""
+"""`mezzo compare`: paired runs in child processes, and the verdict from their records."""

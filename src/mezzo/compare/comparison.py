@@ -1,8 +1,8 @@
-"""The comparison: pairs of runs one at a time, in alternating order, and the verdict that they give.
+"""The comparison: pairs of runs one at a time, in alternating order, and their verdict.
 
 Every run is a child process that runs the unmodified script under one precision with one seed offset. Runs
-never overlap, so that each has the machine to itself; the order turns round from one seed to the next, so
-that a machine that grows slower or faster over the hour favours nobody.
+never overlap, so that each has the machine to itself; the order is reversed from one seed to the next, so
+that a machine that becomes slower or faster over time favours no precision.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import json
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
-from mezzo.compare.request import BASELINE, TWIN, Request, framework, source_of
+from mezzo.compare.request import BASELINE, TWIN, Request, framework, script_file
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
@@ -29,13 +28,11 @@ from mezzo.core.whole_file import write_whole
 KILLED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 NO_SPACE = "No space left on device"
 LEAST_SPACE = 1 << 20
+_USAGE = 40  # lines: a script that was asked for its --help trains nothing
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One run that is to be done: its name, its precision, its seed's number, and whether it is a one-ulp
-    twin.
-    """
+class Planned(NamedTuple):
+    """One run to be done: its name, precision and seed number, and whether it is a one-ulp twin."""
 
     name: str
     precision: str
@@ -44,17 +41,16 @@ class Planned:
 
 
 def schedule(request: Request) -> list[Planned]:
-    """Every run, in order. FP32 is first, since without it there is nothing to compare with; then the order
-    alternates.
+    """Every run, in order: FP32 first, since it may fail by itself; then the order alternates.
 
     >>> request = Request("-m", is_module=True, precisions=("bf16", "fp16"), seeds=2)
     >>> [run.name for run in schedule(request)]
     ['fp32-0', 'bf16-0', 'fp16-0', 'fp32-ulp-0', 'fp16-1', 'bf16-1', 'fp32-1']
     """
-    runs = []
+    runs: list[Planned] = []
     for k in range(request.seeds):
-        names = [(BASELINE, BASELINE), *((file_name(name), name) for name in request.precisions)]
-        runs += [Planned(f"{file}-{k}", name, k) for file, name in (names if k % 2 == 0 else reversed(names))]
+        pair = [Planned(f"{file_name(name)}-{k}", name, k) for name in (BASELINE, *request.precisions)]
+        runs += pair if k % 2 == 0 else reversed(pair)
         if k == 0:
             runs.append(Planned(f"{TWIN}-0", BASELINE, 0, nudge=True))
     return runs
@@ -70,20 +66,19 @@ def compare(
 ) -> dict[str, Any]:
     """Run what has not run yet, judge, and write `verdict.json`; the verdict as it was written.
 
-    Finished runs in the folder are kept, so after an interrupt the same call goes on where it stopped.
+    Finished runs in the folder are kept, so after an interrupt the same call continues where it stopped.
 
     Args:
         request: what is compared.
-        folder: where everything is written; made if need be.
+        folder: where everything is written; created if needed.
         fresh: delete a comparison that is there and start over.
-        watcher: told of every run; by default nothing is said.
-        command: what runs a request's file, in place of the framework's own command (for tests).
+        watcher: shows the progress of every run; by default nothing is printed.
+        command: runs a request's file, instead of the framework's own command (for tests).
 
     Raises:
         ScriptError: the script fails in FP32, never trains, trains with another framework, or has a loss that is not
             finite.
-        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the
-        metric's
+        UsageError: the folder belongs to another comparison or can't be written, the disk is full, or the metric's
             pattern matches nothing.
         UnsupportedPrecisionError: a candidate that this machine can't run.
         KeyboardInterrupt: interrupted; the run under way is deleted and those that finished are kept.
@@ -113,14 +108,8 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         if not run.succeeded:
             told.begin(plan.name, index, len(planned), steps)
             forget_run(folder, plan.name)
-            child = request.child(
-                folder,
-                plan.name,
-                plan.precision,
-                seed_offset=plan.seed,
-                nudge=plan.nudge,
-                observe=not plan.nudge,
-            )
+            options = {"seed_offset": plan.seed, "nudge": plan.nudge, "observe": not plan.nudge}
+            child = request.child(folder, plan.name, plan.precision, **options)
             try:
                 run, status = run_to_end(command, child, told)
             except BaseException:
@@ -130,14 +119,14 @@ def _run_all(request: Request, folder: Path, told: Watcher, command: tuple[str, 
         if not run.succeeded:
             failed.add(plan.precision)
         elif plan.precision == BASELINE:
-            _check_baseline(request, plan, run)
+            _check_baseline(request, run)
         steps = steps or run.steps
         runs.setdefault(TWIN if plan.nudge else plan.precision, {})[plan.seed] = run
     return runs
 
 
 def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
-    """What an earlier call left of a run. Damaged records are deleted, so that the run is made again."""
+    """What an earlier call left of a run. Damaged records are deleted, so that the run is repeated."""
     try:
         return read_run(folder / "runs", name)
     except UsageError as error:
@@ -149,80 +138,71 @@ def _kept(folder: Path, name: str, told: Watcher) -> FinishedRun:
 def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, status: int) -> None:
     """Raise what ends the comparison: FP32's failures, and those that say nothing about a precision."""
     refused = _refused(run, status)
-    if refused or not run.succeeded:
-        try:
-            if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
-                raise full(folder)
-            if -status in KILLED_FROM_OUTSIDE:
-                raise MezzoError(
-                    f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
-                    "Finished runs are kept: the same command goes on from here."
-                )
-            if refused:
-                raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
-            if plan.precision == BASELINE:
-                if other := _other_framework(request, run):
-                    raise ScriptError(f"{request.target} {other}. Its output ended:\n{run.failure()}")
+    if run.succeeded and not refused:
+        return
+    try:
+        if NO_SPACE in run.failure() or shutil.disk_usage(folder).free < LEAST_SPACE:
+            raise full(folder)
+        if -status in KILLED_FROM_OUTSIDE:
+            raise MezzoError(
+                f"run {plan.name} was killed by signal {-status} (9 is often the system, out of memory). "
+                "Finished runs are kept: the same command goes on from here."
+            )
+        if refused:
+            raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
+        if plan.precision == BASELINE:
+            why = _other_framework(request, run)
+            if why is None:
                 how = f"ended with exit status {status}" if status else "ended before its records did"
-                raise ScriptError(
-                    f"{request.target} {how} in FP32, without mixed precision, so there is nothing to "
-                    f"compare with. Mend the script first. Its output ended:\n{run.failure()}"
-                )
-        except MezzoError:
-            # No later call may take this for a candidate's result; the log stays for the user.
-            (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
-            raise
+                why = f"{how} in FP32, without mixed precision, so there is nothing to compare with. Fix it first"
+            raise ScriptError(f"{request.target} {why}. Its output ended:\n{run.failure()}")
+    except MezzoError:
+        # A later call must not read this as a candidate's result; the log stays for the user.
+        (folder / "runs" / f"{plan.name}.jsonl").unlink(missing_ok=True)
+        raise
 
 
 def _refused(run: FinishedRun, status: int) -> str:
-    """What Mezzo said when it refused the run; empty where it did not.
+    """Mezzo's own message if it refused the run, else "".
 
-    A status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
+    An exit status that the records do not have is Mezzo's: the script had ended otherwise, or had not begun.
     """
-    lines = run.said
     own = run.ended is None or run.ended.status != status or not run.losses
-    if status != 2 or not own or not lines or not lines[-1].startswith("mezzo: "):
-        return ""
-    return lines[-1].removeprefix("mezzo: ")
+    said = run.said[-1] if status == 2 and own and run.said else ""
+    return said.removeprefix("mezzo: ") if said.startswith("mezzo: ") else ""
 
 
 def _other_framework(request: Request, run: FinishedRun) -> str | None:
-    """What a failed run says for another framework: it may have failed for being run as this one's."""
+    """Signs in a failed run of another framework, which may be why it failed."""
     its = framework(request.framework)
     if run.started is not None:
         return its.mistaken(run) if "keras" in run.machine else None
-    return its.guessed(source_of(request.target)) if not request.is_module else None
+    if request.is_module:
+        return None
+    return its.guessed(script_file(request.target).read_text(encoding="utf-8", errors="replace"))
 
 
-def _check_baseline(request: Request, plan: Planned, run: FinishedRun) -> None:
+def _check_baseline(request: Request, run: FinishedRun) -> None:
     its = framework(request.framework)
     if mistaken := its.mistaken(run):
         raise ScriptError(f"{request.target} {mistaken}.{_ending(run, _USAGE)}")
     losses = np.array([record.loss for record in run.losses])
     if not losses.size:
         said = ("never called", "no step was observed")
-        notes = [
-            note for note in (run.ended.notes if run.ended else []) if not any(word in note for word in said)
-        ]
-        told = f"{request.target} {its.untrained} {' '.join(notes)}".rstrip()
-        raise ScriptError(told + _ending(run, _USAGE))
+        notes = run.ended.notes if run.ended else []
+        others = [note for note in notes if not any(word in note for word in said)]
+        raise ScriptError(" ".join([request.target, its.untrained, *others]) + _ending(run, _USAGE))
     if not np.isfinite(losses).all():
         step = int(np.flatnonzero(~np.isfinite(losses))[0])
         raise ScriptError(
-            f"{request.target}: the loss of {plan.name} is {losses[step]} at step {step} in FP32, "
-            "without mixed precision, so there is nothing sound to compare with. Lower the learning rate, or "
-            "mend the script."
+            f"{request.target}: the loss of {run.name} is {losses[step]} at step {step} in FP32, without mixed "
+            "precision, so there is nothing sound to compare with. Lower the learning rate, or fix the script."
         )
     if request.how_metric is not None and run.metric(request.how_metric) is None:
-        raise UsageError(
-            f"--metric {request.metric!r} matches nothing that the script printed."
-            + (_ending(run, 5) or " It printed nothing.")
-        )
-
-
-_USAGE = 40  # lines: a script that was asked for its --help trains nothing
+        ending = _ending(run, 5) or " It printed nothing."
+        raise UsageError(f"--metric {request.metric!r} matches nothing that the script printed.{ending}")
 
 
 def _ending(run: FinishedRun, lines: int) -> str:
-    """The last lines that a script printed, as an error goes on with them; empty where it printed nothing."""
+    """The last lines that a script printed, for the end of an error; empty if it printed nothing."""
     return "\n".join([" Its output ended:", *run.said[-lines:]]) if run.said else ""

@@ -24,7 +24,7 @@ LOCK = ".lock"
 
 
 def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
-    """Make the folder ready for the request's runs; whether it holds runs that are kept.
+    """Make the folder ready for the request's runs; return whether it holds runs that are kept.
 
     A folder that holds another comparison is left as it is, unless none of its candidates has run yet.
 
@@ -32,27 +32,22 @@ def prepare(folder: Path, request: Request, *, fresh: bool = False) -> bool:
         UsageError: the folder holds something else, or a comparison that was declared otherwise.
         OSError: the folder can't be written.
     """
-    declared = request.declared()
-    path = folder / FILE
+    declared, path, runs = request.declared(), folder / FILE, folder / "runs"
     if fresh:
         _clear(folder)
-    resumed = path.exists()
-    if resumed:
+    if path.exists():
         changed = differences(declared, read_request(path))
-        if changed and _candidates_seen(folder):
+        if changed and any(not run.name.startswith(f"{BASELINE}-") for run in runs.glob("*.jsonl")):
             raise UsageError(
                 f"{folder}: holds a comparison that was declared otherwise: {'; '.join(changed)}. "
                 "Start over with --fresh (its runs are deleted), or choose another --out."
             )
-        if any(
-            not change.startswith(("seeds", "margin", "metric", "precisions", "policies"))
-            for change in changed
-        ):
+        kept = ("seeds", "margin", "metric", "precisions", "policies")
+        if not all(change.startswith(kept) for change in changed):
             _clear(folder)  # FP32 runs of another script or version are of no use
-            resumed = False
-    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    runs.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(declared, indent=2) + "\n")
-    return resumed and any((folder / "runs").glob("*.jsonl"))
+    return any(runs.glob("*.jsonl"))
 
 
 @contextlib.contextmanager
@@ -112,7 +107,7 @@ def forget_run(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the errors of a folder that can't be written into one line.
+    """Report an OSError of a folder that can't be written in one line.
 
     Raises:
         UsageError: an OSError was raised.
@@ -159,10 +154,6 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _candidates_seen(folder: Path) -> bool:
-    return any(not path.name.startswith(f"{BASELINE}-") for path in (folder / "runs").glob("*.jsonl"))
 
 
 def strict(value: Any) -> Any:

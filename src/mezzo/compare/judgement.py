@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from mezzo.compare.folder import strict
@@ -24,19 +24,20 @@ Runs = dict[str, dict[int, FinishedRun]]
 def verdict(request: Request, runs: Runs) -> dict[str, Any]:
     """The whole of `verdict.json`; its keys are explained in `docs/verdict.md`."""
     baseline = runs[BASELINE]
-    first = baseline[min(baseline)]
-    results = {k: run.result(request.how_metric) for k, run in baseline.items()}
-    twins = {k: run.result(request.how_metric) for k, run in runs.get(TWIN, {}).items()}
+    results = {
+        name: {k: run.result(request.how_metric) for k, run in some.items() if run.succeeded}
+        for name, some in runs.items()
+    }
     margins = _margins(request, baseline)
     return {
         "schema": SCHEMA,
         "framework": request.framework,
         "baseline": BASELINE,
         "candidates": {
-            name: _candidate(request, runs.get(name, {}), baseline, results, twins, margins)
+            name: _candidate(request, name, runs.get(name, {}), baseline, results, margins)
             for name in request.precisions
         },
-        "machine": strict(first.machine),
+        "machine": strict(baseline[min(baseline)].machine),
         "request": strict(asdict(request)),
     }
 
@@ -51,10 +52,10 @@ def _margins(request: Request, baseline: Mapping[int, FinishedRun]) -> Margins:
 
 def _candidate(
     request: Request,
+    name: str,
     runs: Mapping[int, FinishedRun],
     baseline: Mapping[int, FinishedRun],
-    results: Mapping[int, RunResult],
-    twins: Mapping[int, RunResult],
+    results: Mapping[str, Mapping[int, RunResult]],
     margins: Margins,
 ) -> dict[str, Any]:
     finished = {k: run for k, run in runs.items() if run.succeeded}
@@ -62,59 +63,60 @@ def _candidate(
     if failed is not None:
         judged = Verdict(Parity.DIVERGENT, _failure(failed), len(finished))
     else:
-        judged = judge(
-            results, {k: run.result(request.how_metric) for k, run in finished.items()}, twins, margins
-        )
-    numbers = sorted(set(baseline) & set(finished))
-    fast = speed([(baseline[k].times(), finished[k].times()) for k in numbers])
+        judged = judge(results[BASELINE], results.get(name, {}), results.get(TWIN, {}), margins)
+    pairs = [(baseline[k], finished[k]) for k in sorted(set(baseline) & set(finished))]
+    fast = speed([(fp32.times(), ours.times()) for fp32, ours in pairs])
+    reason = judged.reason
     if fast is not None:
         low, high = fast.interval
-        text = f"Step time: {fast.speedup:.2f} times FP32's speed ({low:.2f} to {high:.2f}): {fast.word}."
-        judged = replace(judged, reason=f"{judged.reason} {text}")
-    peak, fp32_peak, how = _peaks([baseline[k] for k in numbers], [finished[k] for k in numbers])
-    ratio = peak / fp32_peak if peak and fp32_peak else None
-    loss, metric = judged.loss, judged.metric
-    status = (
-        failed.ended.status
-        if failed is not None and failed.ended is not None
-        else 0
-        if failed is None
-        else None
-    )
+        reason += f" Step time: {fast.speedup:.2f} times FP32's speed ({low:.2f} to {high:.2f}): {fast.word}."
+    memory = _memory(pairs)
+    loss, metric = _quantity(judged.loss), _quantity(judged.metric)
+    status = 0 if failed is None else failed.ended.status if failed.ended is not None else None
     found: dict[str, Any] = strict(
         {
             "parity": judged.parity.value,
-            "reason": judged.reason,
+            "reason": reason,
             "speedup": fast.speedup if fast else None,
-            "speedup_interval": list(fast.interval) if fast else None,
+            "speedup_interval": fast.interval if fast else None,
             "speed_word": fast.word if fast else None,
             "steps_timed": fast.steps if fast else 0,
-            "peak_memory_ratio": ratio,
-            "peak_memory_bytes": peak,
-            "fp32_peak_memory_bytes": fp32_peak,
-            "memory_how": how,
+            **memory,
             "seeds": judged.pairs,
-            "margin": loss.margin if loss else None,
+            "margin": loss["margin"],
             "margin_relative": margins.loss,
-            "loss_gap": loss.gap if loss else None,
-            "loss_gap_relative": loss.gap / abs(loss.baseline) if loss and loss.baseline else None,
-            "loss_gap_interval": list(loss.interval) if loss and loss.interval else None,
-            "final_loss": loss.candidate if loss else None,
-            "fp32_loss": loss.baseline if loss else None,
-            "loss_parity": loss.parity.value if loss else None,
-            "power": loss.power if loss else None,
-            "pairs_needed": loss.pairs_needed if loss else None,
-            "noise_floor": loss.twin_noise if loss else None,
-            "seed_noise": loss.seed_noise if loss else None,
-            "resolution": loss.resolution if loss else None,
-            **_metric(metric, margins),
+            "loss_gap": loss["gap"],
+            "loss_gap_relative": loss["gap"] / abs(loss["baseline"]) if loss["baseline"] else None,
+            "loss_gap_interval": loss["interval"],
+            "final_loss": loss["candidate"],
+            "fp32_loss": loss["baseline"],
+            "loss_parity": loss["parity"],
+            "power": loss["power"],
+            "pairs_needed": loss["pairs_needed"],
+            "noise_floor": loss["twin_noise"],
+            "seed_noise": loss["seed_noise"],
+            "resolution": loss["resolution"],
+            "final_metric": metric["candidate"],
+            "fp32_metric": metric["baseline"],
+            "metric_gap": metric["gap"],
+            "metric_gap_interval": metric["interval"],
+            "metric_margin": metric["margin"],
+            "metric_better": ("higher" if margins.metric_higher else "lower") if judged.metric else None,
+            "metric_parity": metric["parity"],
+            "metric_power": metric["power"],
+            "metric_noise_floor": metric["twin_noise"],
+            "metric_seed_noise": metric["seed_noise"],
             "steps": int(statistics.median(run.steps for run in finished.values())) if finished else 0,
             "skipped_steps": sum(update.skipped for run in runs.values() for update in run.updates),
             "pairs": [
                 {"seed": k, "loss_gap": gap, "metric": ours, "fp32_metric": theirs}
                 for k, gap, ours, theirs in judged.differences
             ],
-            "notes": [*judged.notes, *_lacking(request, runs, ratio, fast), *_run_notes(runs)],
+            "notes": [
+                *judged.notes,
+                *_lacking(request, runs, memory["peak_memory_ratio"], fast),
+                *dict.fromkeys(note for run in runs.values() if run.ended for note in run.ended.notes),
+            ],
             "failed": failed is not None,
             "exit_status": status,
         }
@@ -122,43 +124,57 @@ def _candidate(
     return found
 
 
-def _metric(metric: Comparison | None, margins: Margins) -> dict[str, Any]:
-    return {
-        "final_metric": metric.candidate if metric else None,
-        "fp32_metric": metric.baseline if metric else None,
-        "metric_gap": metric.gap if metric else None,
-        "metric_gap_interval": list(metric.interval) if metric and metric.interval else None,
-        "metric_margin": metric.margin if metric else None,
-        "metric_better": ("higher" if margins.metric_higher else "lower") if metric else None,
-        "metric_parity": metric.parity.value if metric else None,
-        "metric_power": metric.power if metric else None,
-        "metric_noise_floor": metric.twin_noise if metric else None,
-        "metric_seed_noise": metric.seed_noise if metric else None,
-    }
+def _quantity(part: Comparison | None) -> dict[str, Any]:
+    """A comparison's fields, each None if there is no comparison."""
+    return (
+        {**asdict(part), "parity": part.parity.value}
+        if part
+        else dict.fromkeys(Comparison.__dataclass_fields__)
+    )
 
 
 def _failure(run: FinishedRun) -> str:
-    last = next(
-        (line for line in reversed(run.failure().splitlines()) if line.strip()), "nothing was printed"
-    )
-    where = f"runs/{run.log.name}"
+    lines = [line.strip() for line in run.failure().splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing was printed"
     if run.ended is None:
-        return f"Failed: {run.name} died without an end (see {where}): {last.strip()}"
-    status = run.ended.status
-    return f"Failed: {run.name} ended with exit status {status}, FP32 did not (see {where}): {last.strip()}"
+        how = "died without an end"
+    else:
+        how = f"ended with exit status {run.ended.status}, FP32 did not"
+    return f"Failed: {run.name} {how} (see runs/{run.log.name}): {last}"
+
+
+def _memory(pairs: list[tuple[FinishedRun, FinishedRun]]) -> dict[str, Any]:
+    """Median peaks of FP32 and the candidate; None if they were not measured, or not in the same way."""
+    found = [
+        (fp32.memory, ours.memory)
+        for fp32, ours in pairs
+        if fp32.memory and ours.memory and fp32.memory.how == ours.memory.how
+    ]
+    if not found:
+        keys = ("peak_memory_ratio", "peak_memory_bytes", "fp32_peak_memory_bytes", "memory_how")
+        return dict.fromkeys(keys)
+    theirs = int(statistics.median(fp32.peak_bytes for fp32, _ in found))
+    peak = int(statistics.median(ours.peak_bytes for _, ours in found))
+    return {
+        "peak_memory_ratio": peak / theirs if peak and theirs else None,
+        "peak_memory_bytes": peak,
+        "fp32_peak_memory_bytes": theirs,
+        "memory_how": found[0][1].how,
+    }
+
+
+_IN_16_BITS = "stored in 16 bits, computed in FP32"
+# How formats that no device here has are emulated.
+_HOW = {
+    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format",
+    "tf32": "factors are rounded and multiplied in FP32, which shows what TF32 does to the numbers",
+}
 
 
 def _lacking(
     request: Request, runs: Mapping[int, FinishedRun], memory: float | None, fast: Speed | None
 ) -> list[str]:
-    """What a reader of the speeds must know: the 16-bit formats that the device only stores.
-
-    Args:
-        request: whose framework runs them.
-        runs: of a candidate.
-        memory: its peak over FP32's.
-        fast: its speed.
-    """
+    """Notes on the formats of a candidate's runs that the device does not compute in, given its memory and speed."""
     notes: dict[str, None] = {}
     for run in runs.values():
         native = run.machine.get("native_formats")
@@ -176,50 +192,19 @@ def _lacking(
     return list(notes)
 
 
-_IN_16_BITS = "stored in 16 bits, computed in FP32"
-# What is done in a format that no device here has.
-_HOW = {
-    "fp8": "factors are rounded to 8 bits and kept so, and multiplied in a wider format",
-    "tf32": "factors are rounded and multiplied in FP32, which shows what TF32 does to the numbers",
-}
-
-
 def saved(memory: float | None, fast: Speed | None) -> str:
-    """What a candidate saves, in words that follow the figures as they are printed.
+    """What a candidate saves, in words that agree with the figures as they are printed.
 
     Args:
-        memory: its peak over FP32's; None where it was not measured.
-        fast: its speed; None where it was not measured.
+        memory: its peak over FP32's; None if it was not measured.
+        fast: its speed; None if it was not measured.
     """
     less = memory is not None and round(memory, 2) < 1.0
-    of_memory = (
-        "was not measured" if memory is None else "is saved" if less else f"is not saved ({memory:.2f}x)"
-    )
-    not_told = "is not" if less else "is not saved"
-    of_time = (
-        {"faster": "is saved", "slower": "is lost"}.get(fast.word, not_told) if fast else "was not measured"
-    )
+    of_memory = "was not measured"
+    if memory is not None:
+        of_memory = "is saved" if less else f"is not saved ({memory:.2f}x)"
+    of_time = "was not measured"
+    if fast is not None:
+        neither = "is not" if less else "is not saved"
+        of_time = {"faster": "is saved", "slower": "is lost"}.get(fast.word, neither)
     return f"memory {of_memory}, time {of_time}"
-
-
-def _run_notes(runs: Mapping[int, FinishedRun]) -> list[str]:
-    notes: dict[str, None] = {}
-    for run in runs.values():
-        notes.update(dict.fromkeys(run.ended.notes if run.ended else ()))
-    return list(notes)
-
-
-def _peaks(
-    baseline: list[FinishedRun], candidate: list[FinishedRun]
-) -> tuple[int | None, int | None, str | None]:
-    """Median peaks of both, and how they were measured; None where they were not, or not in the same way."""
-    pairs = [
-        (ours.memory, theirs.memory)
-        for ours, theirs in zip(candidate, baseline)
-        if ours.memory and theirs.memory and ours.memory.how == theirs.memory.how
-    ]
-    if not pairs:
-        return None, None, None
-    ours = int(statistics.median(pair[0].peak_bytes for pair in pairs))
-    theirs = int(statistics.median(pair[1].peak_bytes for pair in pairs))
-    return ours, theirs, pairs[0][0].how

@@ -1,15 +1,14 @@
-"""What a run's records and output say: step times, and the ratio of two precisions with its interval; the final metric.
+"""Step times and the final metric of a run: the speed of two precisions with its interval, the metric from the output.
 
-A step's time is the time between two consecutive updates of the first optimizer (between two losses, where a
+A step's time is the time between two consecutive updates of the first optimizer (between two losses, if the
 script steps no optimizer that was seen), so it holds everything a training step costs: data, forward,
 backward, update. Warm-up and the steps in which memory or formats were watched are dropped. Medians are
 compared, because a validation pass or a neighbour on the machine makes a few steps long and none short.
 
-The metric is read from what the script prints. What can't be known from a number is declared here. *Direction*: higher
-is better, unless the pattern's own text names a loss, an error or another quantity of which less is better. *Units*: a
-number that is followed by `%`, or that lies above 1.5 in an FP32 run, is in percent, and the default margin is 0.2
-points; else it is a fraction, and it is 0.002. Where less is better the default margin is relative, like the loss's: a
-validation loss has no points.
+The metric is read from the script's output. A number alone does not tell its *direction*: higher is better, unless the
+pattern's own text names a loss, an error or another quantity of which less is better. Nor its *units*: a number that is
+followed by `%`, or above 1.5 in an FP32 run, is in percent, and the default margin is 0.2 points; else it is a
+fraction, and it is 0.002. If less is better the default margin is relative, like the loss's.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ WARM_UP_SHARE = 0.05
 FEWEST_STEPS = 5
 CONFIDENCE = 0.95
 DRAWS = 2000
-MOST_STEPS = 400
-"""Of a long run this many steps, evenly spread, are resampled."""
+MOST_STEPS = 400  # of a long run this many steps, evenly spread, are resampled
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """FP32's time over the candidate's: above 1 the candidate is faster.
+    """FP32's time over the candidate's (above 1 the candidate is faster) with its 95 % interval.
 
-    `interval` is a 95 % one. `steps` counts the timed steps of both precisions, `pairs` the pairs of runs.
+    `steps` counts the timed steps of both precisions, `pairs` the pairs of runs.
     """
 
     speedup: float
@@ -52,7 +50,7 @@ class Speed:
 
     @property
     def word(self) -> str:
-        """``faster`` or ``slower`` where the interval leaves 1 out, and else ``not told apart``."""
+        """``faster`` or ``slower`` if the interval excludes 1, else ``not told apart``."""
         low, high = self.interval
         return "faster" if low > 1.0 else "slower" if high < 1.0 else "not told apart"
 
@@ -65,60 +63,49 @@ def step_times(updates: Sequence[UpdateRecord], losses: Sequence[LossRecord] = (
     time too.
     """
     first = [update for update in updates if update.optimizer == 0]
+    watched = np.zeros(len(losses), dtype=bool)
+    at = np.array([loss.at for loss in losses])
     if len(first) > 1:
         at = np.array([update.at for update in first])
         watched = np.array([update.observed for update in first])
-        usable = ~(watched[1:] | watched[:-1])
-    else:
-        at = np.array([loss.at for loss in losses])
-        usable = np.ones(max(0, len(at) - 1), dtype=bool)
     if len(at) < 2:
         return np.zeros(0)
+    usable = ~(watched[1:] | watched[:-1])
     usable[: max(WARM_UP, int(WARM_UP_SHARE * len(at)))] = False
     times: Floats = np.diff(at)[usable]
     return times
 
 
 def speed(pairs: Sequence[tuple[Floats, Floats]], seed: int = 0) -> Speed | None:
-    """The ratio of median step times over the pairs (FP32's times, the candidate's), with a bootstrap
-    interval.
+    """The ratio of median step times over the pairs (FP32's times, the candidate's), with a bootstrap interval.
 
     The ratio is the geometric mean over pairs of ``median(fp32) / median(candidate)``. Pairs are resampled,
     and within each run blocks of consecutive steps; deviations between pairs are widened by Student's t,
-    since three pairs resampled look more certain than they are. With one pair only the steps speak, and a
-    machine that was busier during one of the two runs goes unnoticed.
+    since three pairs resampled look more certain than they are. One pair gives the variation of its steps only: it
+    cannot show that the machine was busier during one of the two runs.
 
-    None where no pair has five timed steps on both sides. The same input gives the same interval.
+    None if no pair has five timed steps on both sides. The same input gives the same interval.
     """
     usable = [(a, b) for a, b in pairs if min(len(a), len(b)) >= FEWEST_STEPS and min(a.min(), b.min()) > 0]
     if not usable:
         return None
     rng = np.random.default_rng(seed)
+    n, level = len(usable), 0.5 + CONFIDENCE / 2
     ratios = np.array([np.log(np.median(a) / np.median(b)) for a, b in usable])
     drawn = np.stack(
         [np.log(_medians(a, rng) / _medians(b, rng)) for a, b in usable], axis=-1
     )  # [draws, pairs]
-    n = len(usable)
+    means = drawn[:, 0]
     if n > 1:
-        few = (
-            np.sqrt(n / (n - 1))
-            * t_quantile(0.5 + CONFIDENCE / 2, n - 1)
-            / t_quantile(0.5 + CONFIDENCE / 2, 10_000)
-        )
+        few = np.sqrt(n / (n - 1)) * t_quantile(level, n - 1) / t_quantile(level, 10_000)
         picks = rng.integers(0, n, drawn.shape)
         between = few * (ratios[picks] - ratios.mean())
         within = np.take_along_axis(drawn - ratios, picks, axis=-1)
         means = ratios.mean() + (between + within).mean(axis=-1)
-    else:
-        means = drawn[:, 0]
-    low, high = np.exp(np.quantile(means, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2]))
+    low, high = np.exp(np.quantile(means, [1 - level, level]))
     middle = float(np.exp(ratios.mean()))
-    return Speed(
-        middle,
-        (min(float(low), middle), max(float(high), middle)),
-        n,
-        sum(len(a) + len(b) for a, b in usable),
-    )
+    interval = (min(float(low), middle), max(float(high), middle))
+    return Speed(middle, interval, n, sum(len(a) + len(b) for a, b in usable))
 
 
 def _medians(times: Floats, rng: np.random.Generator) -> Floats:
@@ -133,7 +120,6 @@ def _medians(times: Floats, rng: np.random.Generator) -> Floats:
 
 
 POINTS = 0.2
-PERCENT_ABOVE = 1.5
 LESS_IS_BETTER = (
     "loss", "err", "perplexity", "ppl", "mse", "mae", "nll", "bpc", "bpb", 
     "wer", "cer", "fid", "distance", "entropy",
@@ -145,15 +131,12 @@ class Metric:
     """How the metric is found and judged.
 
     Args:
-        pattern: a regular expression with at least one group: the number. The last match in the output
-        counts.
+        pattern: a regular expression with at least one group: the number. The last match in the output counts.
         better: ``"higher"``, ``"lower"``, or ``"auto"``: by the words in the pattern.
-        margin: the largest acceptable harm in the metric's units; None for the default that the module
-        declares.
+        margin: the largest acceptable harm in the metric's units; None for the module's default.
 
     Raises:
-        UsageError: the pattern is no regular expression or has no group; another word for `better`; a margin
-        <= 0.
+        UsageError: the pattern is not a regular expression or has no group; another word for `better`; a margin <= 0.
     """
 
     pattern: str
@@ -169,9 +152,9 @@ class Metric:
                 "backslash before a sign that stands for itself; for instance 'accuracy: ([0-9.]+)'"
             ) from error
         if not groups:
+            example = "as in 'accuracy: ([0-9.]+)'"
             raise UsageError(
-                f"--metric {self.pattern!r}: no group. Put parentheses around the number, "
-                "as in 'accuracy: ([0-9.]+)'."
+                f"--metric {self.pattern!r}: no group. Put parentheses around the number, {example}."
             )
         if self.better not in ("auto", "higher", "lower"):
             raise UsageError(f"--metric-better {self.better!r}: use one of auto, higher, lower")
@@ -186,26 +169,23 @@ class Metric:
         return self.better == "higher"
 
     def read(self, text: str) -> tuple[float, bool] | None:
-        """The last match's number, and whether a percent sign follows it; None where nothing matches.
+        """The last match's number, and whether a percent sign follows it; None if nothing matches.
 
         Raises:
-            UsageError: the group holds something that is no number.
+            UsageError: the group holds something that is not a number.
         """
-        last = None
-        for last in re.finditer(self.pattern, text, re.MULTILINE):  # noqa: B007
-            pass
-        if last is None:
+        matches = list(re.finditer(self.pattern, text, re.MULTILINE))
+        if not matches:
             return None
-        found = last.group(1) or ""
+        found = (matches[-1].group(1) or "").strip()
         try:
-            value = float(found.strip().rstrip("%"))
+            value = float(found.rstrip("%"))
         except ValueError:
             raise UsageError(
-                f"--metric {self.pattern!r}: its group matched {found!r}, which is no number. "
+                f"--metric {self.pattern!r}: its group matched {found!r}, which is not a number. "
                 "Let the first group hold the number alone."
             ) from None
-        percent = found.strip().endswith("%") or re.match(r"\s*%", text[last.end(1) :]) is not None
-        return value, percent
+        return value, found.endswith("%") or re.match(r"\s*%", text[matches[-1].end(1) :]) is not None
 
     def margins(self, loss: float, percent: bool) -> Margins:
         """The margins of a comparison: the loss's share as given, and the metric's."""

@@ -1,4 +1,4 @@
-"""One training run in a process of its own: started, watched, never left behind; and read back from what it left.
+"""One training run in a child process: started, watched, ended with this one; and what it left, read back.
 
 A child writes into a folder that no other attempt shares. Its files get their final names after it has ended, so a
 process that outlives its parent cannot write into the files of a later run.
@@ -44,7 +44,7 @@ _GUARD = "import os, sys\nif not sys.stdin.buffer.read(1): os.killpg(int(sys.arg
 
 @contextlib.contextmanager
 def attempt(request: RunRequest) -> Iterator[RunRequest]:
-    """The request with its records in a new folder. On exit records and log move to where they were asked for."""
+    """The request with its records in a new folder. On exit records and log move to their final place."""
     assert request.records is not None
     final = request.records
     place = Path(tempfile.mkdtemp(prefix=ATTEMPT, dir=final.parent))
@@ -65,9 +65,9 @@ def run_child(
 
     The request's file and the log, which holds both output streams, are next to the request's records.
 
-    The child has a session of its own, so that on an interrupt it goes with every worker it started: it is
-    asked to end, and after five seconds made to. If this process is killed, a guard process kills the session. While
-    the child runs, `on_steps` receives the number of steps in the records.
+    The child has its own session, so that an interrupt ends every worker it started too: it gets SIGTERM, and SIGKILL
+    after five seconds. If this process is killed, a guard process kills the session. While the child runs, `on_steps`
+    receives the number of steps in the records.
 
     Raises:
         OSError: a file can't be written, or the command can't be started.
@@ -94,12 +94,12 @@ def run_child(
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            while True:
+            status = None
+            while status is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = child.wait(POLL_SECONDS)
-                    on_steps(counter.count())
-                    return status
                 on_steps(counter.count())
+            return status
         finally:
             _end(child)
             if guard is not None:
@@ -123,9 +123,7 @@ class _StepCounter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._at = 0
-        self._updates = 0
-        self._losses = 0
+        self._at = self._updates = self._losses = 0
 
     def count(self) -> int:
         try:
@@ -136,17 +134,15 @@ class _StepCounter:
             return 0
         whole = text[: text.rfind(b"\n") + 1]
         self._at += len(whole)
-        self._losses += whole.count(b'{"kind": "loss"')
-        self._updates += sum(
-            line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
-            for line in whole.splitlines()
-        )
+        for line in whole.splitlines():
+            self._losses += line.startswith(b'{"kind": "loss"')
+            self._updates += line.startswith(b'{"kind": "update"') and b'"optimizer": 0,' in line
         return self._updates or self._losses
 
 
 @contextlib.contextmanager
 def terminated_like_an_interrupt() -> Iterator[None]:
-    """SIGTERM ends what is done here as Ctrl-C does, so that no child is left behind."""
+    """Treat SIGTERM as Ctrl-C, so that no child is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -175,9 +171,7 @@ RERUNS = re.compile(r"closure run again (\d+) times")  # a reason of mezzo.pytor
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What `runs/NAME.jsonl` and `runs/NAME.log` hold. `ended` is None for a run that was killed or never
-    began.
-    """
+    """`runs/NAME.jsonl` and `runs/NAME.log`. `ended` is None for a run that was killed or never began."""
 
     name: str
     started: records.RunStarted | None
@@ -194,7 +188,7 @@ class FinishedRun:
 
     @cached_property
     def output(self) -> str:
-        """What the script printed, both streams in order; empty where there is no log."""
+        """What the script printed, both streams in order; empty if there is no log."""
         try:
             return self.log.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -202,7 +196,7 @@ class FinishedRun:
 
     @property
     def said(self) -> list[str]:
-        """The lines of what the script printed, without those that TensorFlow's libraries log by themselves."""
+        """The lines that the script printed, without those that TensorFlow's libraries log by themselves."""
         return [line for line in self.output.rstrip().splitlines() if not CHATTER.match(line)]
 
     def metric(self, metric: Metric | None) -> tuple[float, bool] | None:
@@ -210,13 +204,12 @@ class FinishedRun:
         return metric.read(self.output) if metric else None
 
     def result(self, metric: Metric | None = None) -> RunResult:
-        """What a verdict is made from."""
+        """The input of a verdict."""
         found = self.metric(metric)
-        moved = sum(update.moved for update in self.updates)
         return RunResult(
             losses=np.array([record.loss for record in self.losses], dtype=np.float64),
             metric=found[0] if found else None,
-            moved=moved if self.updates else None,
+            moved=sum(update.moved for update in self.updates) if self.updates else None,
             skipped=sum(update.skipped for update in self.updates),
             reruns=sum(int(again[1]) for update in self.updates if (again := RERUNS.match(update.reason))),
         )
@@ -227,12 +220,12 @@ class FinishedRun:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What the run said of the machine it ran on."""
+        """The machine as the run recorded it."""
         return self.started.machine if self.started else {}
 
     @property
     def steps(self) -> int:
-        """Updates of the first optimizer; losses, where no optimizer's step was seen."""
+        """Updates of the first optimizer; losses, if no optimizer's step was seen."""
         return sum(update.optimizer == 0 for update in self.updates) or len(self.losses)
 
     def failure(self) -> str:
@@ -247,31 +240,21 @@ class FinishedRun:
 
 def read_run(runs: Path, name: str) -> FinishedRun:
     """Read a run's records; a run that left none has neither a start nor an end."""
-    once: dict[str, Any] = {}
-    losses: list[records.LossRecord] = []
-    updates: list[records.UpdateRecord] = []
     path = runs / f"{name}.jsonl"
-    if path.exists():
-        for record in records.read(path):
-            if isinstance(record, records.LossRecord):
-                losses.append(record)
-            elif isinstance(record, records.UpdateRecord):
-                updates.append(record)
-            else:
-                once[record.kind] = record
-    return FinishedRun(
-        name,
-        once.get("run"),
-        tuple(losses),
-        tuple(updates),
-        once.get("memory"),
-        once.get("end"),
-        runs / f"{name}.log",
-    )
+    kept: dict[str, list[Any]] = {"loss": [], "update": []}
+    once: dict[str, Any] = {}
+    for record in records.read(path) if path.exists() else ():
+        if record.kind in kept:
+            kept[record.kind].append(record)
+        else:
+            once[record.kind] = record
+    losses, updates = map(tuple, kept.values())
+    log = runs / f"{name}.log"
+    return FinishedRun(name, once.get("run"), losses, updates, once.get("memory"), once.get("end"), log)
 
 
 def run_to_end(command: Sequence[str], request: RunRequest, told: Watcher) -> tuple[FinishedRun, int]:
-    """Run a request in a child process, of whose beginning `told` has been told: what it left, its exit status."""
+    """Run a request in a child process and show its progress; return what it left, and its exit status."""
     assert request.records is not None
     try:
         with attempt(request) as here:

@@ -38,13 +38,11 @@ ORDER = list(Parity)
 class Comparison:
     """One quantity, FP32's against the candidate's, over the pairs.
 
-    `gap` is candidate - FP32 in the quantity's own units, `interval` its 90 % interval (None with one
-    pair), `margin` the same units. The noise floors are those of a single run: `twin_noise` is what one ulp
-    in the initial weights does to FP32, `seed_noise` what another seed does (None: not measured). `power`
-    estimates the chance that this many pairs, this noisy, prove equivalence if there is no gap;
-    `pairs_needed` is how many would have 80 % of it; both are None with fewer than three pairs, which
-    show no spread of the differences that either could be planned from. `resolution` is the harm that the
-    runs cannot exclude.
+    `gap` is candidate - FP32 in the quantity's own units, `interval` its 90 % interval (None with one pair), `margin`
+    in the same units. The noise floors are those of a single run: `twin_noise` of one ulp in FP32's initial weights,
+    `seed_noise` of another seed (None: not measured). `power` estimates the chance that this many pairs, this noisy,
+    prove equivalence if there is no gap; `pairs_needed` is how many would have 80 % of it; both are None with fewer
+    than three pairs. `resolution` is the harm that the runs cannot exclude.
     """
 
     quantity: str
@@ -73,9 +71,9 @@ def compare(
 ) -> Comparison:
     """Judge one quantity.
 
-    With three or more pairs harm is established where the whole 90 % interval is worse than the margin. The
-    spread between seeds excuses nothing: pairing has removed it. The twin is a second estimate of the noise,
-    against pairs that agree by chance: a mean harm within it is inconclusive.
+    With three or more pairs harm is established if the whole 90 % interval is worse than the margin. The spread between
+    seeds is no excuse: pairing has removed it. The twin is a second estimate of the noise, for pairs that agree by
+    chance: a mean harm within it is inconclusive.
 
     Args:
         quantity: its name, for the sentence.
@@ -88,31 +86,27 @@ def compare(
     """
     d = candidate - baseline
     n = len(d)
+    enough = n >= FEWEST_FOR_TOST
+    shrink = float(np.sqrt(n))
     gap = float(d.mean())
     harm = worse * gap
     ends = paired_interval(d) if n > 1 else None
     interval = (float(ends[0]), float(ends[1])) if ends is not None else None
+    low, high = sorted(worse * end for end in interval) if interval else (-np.inf, np.inf)  # of the harm
     twin = NOISE_WIDTH * root_mean_square(twin_gaps) if twin_gaps else None
     # Two unrelated FP32 runs differ by sqrt(2) of one's deviation.
     seeds = NOISE_WIDTH * float(np.sqrt(2.0) * baseline.std(ddof=1)) if n > 1 else None
     noise = max((floor for floor in (twin, seeds) if floor is not None), default=None)
-    shrink = float(np.sqrt(n))
-    enough = n >= FEWEST_FOR_TOST
-    low, high = sorted(worse * end for end in interval) if interval else (-np.inf, np.inf)  # of the harm
     beyond = low > margin
     excused = twin is not None and harm <= twin / shrink
-    equivalent = enough and -margin < low and high < margin
-    far = equivalent and far_outside(worse * d, margin)
     if enough:
         harmful = beyond and not excused
         resolution: float | None = max(0.0, high)
+    elif noise is not None:
+        harmful = bool((worse * d > 0).all()) and harm > SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH)
+        resolution = max(0.0, harm) + noise / shrink
     else:
-        harmful = (
-            noise is not None
-            and bool((worse * d > 0).all())
-            and harm > SINGLE_PAIR_FACTOR * max(margin, noise / NOISE_WIDTH)
-        )
-        resolution = max(0.0, harm) + noise / shrink if noise is not None else None
+        harmful, resolution = False, None
 
     within = [
         (harm <= margin, "within the margin" if harm > -margin else "on the better side of FP32"),
@@ -123,15 +117,15 @@ def compare(
     named = next((text for holds, text in within if holds), "")
     if harmful:
         parity, why = Parity.DIVERGENT, "harm is established"
-    elif far:
-        one = f"one pair's harm of {float((worse * d).max()):.3g} lies far outside it"
-        parity, why = Parity.CONSISTENT, f"the interval lies within the margin, but {one}"
-    elif equivalent:
+    elif enough and -margin < low and high < margin:
         parity, why = Parity.EQUIVALENT, "the interval lies within the margin"
+        if far_outside(worse * d, margin):
+            one = f"one pair's harm of {float((worse * d).max()):.3g} lies far outside it"
+            parity, why = Parity.CONSISTENT, f"{why}, but {one}"
     elif beyond:
-        excuse = (
-            "one ulp in the initial weights changes FP32 by as much" if enough else "two pairs are too few"
-        )
+        excuse = "two pairs are too few"
+        if enough:
+            excuse = "one ulp in the initial weights changes FP32 by as much"
         parity, why = Parity.INCONCLUSIVE, f"the interval lies beyond the margin, but {excuse}"
     elif resolution is not None and resolution > coarse:
         parity = Parity.INCONCLUSIVE
@@ -139,25 +133,12 @@ def compare(
     elif named:
         parity, why = Parity.CONSISTENT, f"the gap is {named}"
     else:
-        parity, why = (
-            Parity.INCONCLUSIVE,
-            "the gap is beyond the margin and beyond the noise, yet not established",
-        )
+        parity = Parity.INCONCLUSIVE
+        why = "the gap is beyond the margin and beyond the noise, yet not established"
     power, needed = planned(d, margin) if enough else (None, None)
+    means = float(baseline.mean()), float(candidate.mean())
     return Comparison(
-        quantity,
-        float(baseline.mean()),
-        float(candidate.mean()),
-        gap,
-        interval,
-        margin,
-        twin,
-        seeds,
-        power,
-        needed,
-        resolution,
-        parity,
-        why,
+        quantity, *means, gap, interval, margin, twin, seeds, power, needed, resolution, parity, why
     )
 
 

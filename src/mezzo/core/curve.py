@@ -1,8 +1,8 @@
 """A run's losses read as a curve: where it starts, where it ends, and its windows.
 
-What every run is reduced to is declared here, once: the *final loss* is the mean of the last tenth of the
-losses, and of no fewer than five; the *tail* is the last fiftieth, and no fewer than five; the *start* is
-the mean of the first fiftieth, of no fewer than three. (All of them, where a run recorded fewer.)
+The *final loss* is the mean of the last tenth of the losses, and of no fewer than five; the *tail* is the last
+fiftieth, and no fewer than five; the *start* is the mean of the first fiftieth, of no fewer than three. (All of them,
+if a run recorded fewer.)
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ def final_count(count: int) -> int:
 
 
 def final_loss(losses: Sequence[float] | Floats) -> float:
-    """The mean of the last tenth of the losses, of at least five; NaN where one is, or none is there."""
-    return _mean(np.asarray(losses, dtype=np.float64)[-final_count(len(losses)) :])
+    """The mean of the last tenth of the losses, of at least five; NaN if one is, or there is none."""
+    return _mean(losses[-final_count(len(losses)) :])
 
 
 def tail_loss(losses: Sequence[float] | Floats) -> float:
-    """The mean of the last fiftieth, of at least five: it shows a run that dives at the very end."""
-    return _mean(np.asarray(losses, dtype=np.float64)[-max(LEAST, len(losses) // 50) :])
+    """The mean of the last fiftieth, of at least five: it shows a run that diverges at the very end."""
+    return _mean(losses[-max(LEAST, len(losses) // 50) :])
 
 
 def start_loss(losses: Sequence[float] | Floats) -> float:
     """The mean of the first fiftieth of the losses, of at least three."""
-    return _mean(np.asarray(losses, dtype=np.float64)[: max(3, len(losses) // 50)])
+    return _mean(losses[: max(3, len(losses) // 50)])
 
 
 def window_losses(losses: Sequence[float] | Floats) -> Floats:
-    """The means of ten windows of (nearly) equal length, in order; fewer windows where there are under
-    fifty losses.
+    """The means of ten windows of (nearly) equal length, in order; fewer windows for under fifty losses.
 
     NaN for a window that holds a NaN.
     """
@@ -49,5 +48,5 @@ def window_losses(losses: Sequence[float] | Floats) -> Floats:
     return np.asarray([_mean(part) for part in np.array_split(values, count)], dtype=np.float64)
 
 
-def _mean(values: Floats) -> float:
-    return float(values.mean()) if values.size else float("nan")
+def _mean(values: Sequence[float] | Floats) -> float:
+    return float(np.asarray(values, dtype=np.float64).mean()) if len(values) else float("nan")

@@ -4,18 +4,16 @@ The margin is an input, declared before the runs, and is never widened by the no
 pair is one FP32 run and one candidate run with the same seeds; *harm* is the difference in the worse
 direction (a higher loss, a lower accuracy). The words:
 
-- **equivalent**: three or more pairs, and the 90 % interval of the mean difference lies within the margin
-(paired
-  TOST), for the loss and for the metric where there is one.
+- **equivalent**: three or more pairs, and the 90 % interval of the mean difference lies within the margin (paired
+  TOST), for the loss and for the metric if there is one.
 - **divergent**: harm is established. Three or more pairs: the whole interval is worse than the margin, of the
   loss or of the metric, and the mean worse than the noise of FP32's one-ulp twin. One or two pairs: the gap is
   ten times the larger of margin and noise. Any number: a loss that is not finite though its step was not
   skipped, a candidate whose optimizer never moved, a run that ended early, or a run that lost a quarter of what
   FP32 learned while no FP32 run came near.
-- **consistent**: harm is not established, and the gap lies within the margin, or within a noise that is
-named.
+- **consistent**: harm is not established, and the gap lies within the margin, or within a noise that is named.
 - **inconclusive**: the gap is beyond both and yet not established, the noise is so large that it says
-nothing, or the run has another length than FP32's.
+  nothing, or the run has another length than FP32's.
 
 `docs/verdict.md` explains the words; tests simulate how often each is wrong.
 """
@@ -41,9 +39,10 @@ class RunResult:
     """What one finished run is judged by.
 
     Args:
-        losses: the recorded losses in order, one for each outermost backward. metric: the script's final
-        metric, if one was asked for and found. moved: optimizer steps that moved the parameters; None where
-        the script steps no optimizer that was seen. skipped: optimizer steps that the loss scale vetoed.
+        losses: the recorded losses in order, one for each outermost backward.
+        metric: the script's final metric, if one was asked for and found.
+        moved: optimizer steps that moved the parameters; None if no optimizer's step was seen.
+        skipped: optimizer steps that were skipped because of the loss scale.
         reruns: calls of a closure within a step that were repeated at a smaller loss scale.
     """
 
@@ -87,9 +86,8 @@ class Margins:
 class Verdict:
     """The word for one candidate, the sentence behind it, and the comparisons that it rests on.
 
-    `pairs` counts distinct pairs: FP32 runs that came out bit-equal under different seeds are one.
-    `differences` holds, for each pair, its seed's number, candidate - FP32 of the final loss, and both
-    metrics.
+    `pairs` counts distinct pairs: bit-equal FP32 runs under different seeds are one. `differences` holds, for each
+    pair, its seed's number, candidate - FP32 of the final loss, and both metrics.
     """
 
     parity: Parity
@@ -144,44 +142,30 @@ def judge(
     base_end = np.array([fp32[k] for k in firsts])
     ends = np.array([np.mean([ours[k] for k in group]) for group in groups])
     learned = float(np.mean([start_loss(baseline[k].losses) for k in firsts]) - base_end.mean())
-    has_metric = all(run.metric is not None for k in numbers for run in (baseline[k], candidate[k]))
-
     margin = margins.loss * abs(float(base_end.mean()))
     twin_gaps = [gap for k, twin in twins.items() for gap in _late_gaps(baseline[k], twin)]
-    loss = compare(
-        "final loss",
-        base_end,
-        ends,
-        1.0,
-        margin,
-        twin_gaps,
-        max(COARSE * margin, COARSE_SHARE * learned),
-    )
+    coarse = max(COARSE * margin, COARSE_SHARE * learned)
+    loss = compare("final loss", base_end, ends, 1.0, margin, twin_gaps, coarse)
+    base_metrics, our_metrics = _metrics(baseline, numbers), _metrics(candidate, numbers)
     metric = None
-    if has_metric:
-        base_metric = np.array([baseline[k].metric for k in firsts], dtype=np.float64)
-        our_metric = np.array(
-            [np.mean([candidate[k].metric for k in group]) for group in groups], dtype=np.float64
-        )
+    if len(base_metrics) == len(our_metrics) == len(numbers):
+        base_metric = np.array([base_metrics[k] for k in firsts])
+        our_metric = np.array([np.mean([our_metrics[k] for k in group]) for group in groups])
         size = margins.metric * (abs(float(base_metric.mean())) if margins.metric_relative else 1.0)
         gaps = [
-            float(twin.metric) - float(other)
+            twin.metric - other
             for k, twin in twins.items()
             if twin.metric is not None and (other := baseline[k].metric) is not None
         ]
         worse = -1.0 if margins.metric_higher else 1.0
         metric = compare("metric", base_metric, our_metric, worse, size, gaps, COARSE * size)
-
     differences = tuple(
-        (
-            k,
-            ours[k] - fp32[k],
-            candidate[k].metric if has_metric else None,
-            baseline[k].metric if has_metric else None,
-        )
+        (k, ours[k] - fp32[k], *((our_metrics[k], base_metrics[k]) if metric else (None, None)))
         for k in numbers
     )
-    parity, reason = _weigh(loss, metric, plan=length is None)
+    parts = [loss] if metric is None else [loss, metric]
+    parity = max((part.parity for part in parts), key=ORDER.index)
+    reason = " ".join(sentence(part, plan=length is None) for part in parts)
     collapse = _collapse(baseline, candidate, twins, numbers, learned)
     if collapse:
         parity, reason = Parity.DIVERGENT, collapse
@@ -195,6 +179,10 @@ def judge(
     return Verdict(parity, reason, len(groups), loss, metric, differences, tuple(notes))
 
 
+def _metrics(runs: Mapping[int, RunResult], numbers: list[int]) -> dict[int, float]:
+    return {k: float(metric) for k in numbers if (metric := runs[k].metric) is not None}
+
+
 def _check_baseline(runs: Mapping[int, RunResult]) -> None:
     for k, run in sorted(runs.items()):
         losses = np.asarray(run.losses, dtype=np.float64)
@@ -206,7 +194,7 @@ def _check_baseline(runs: Mapping[int, RunResult]) -> None:
             step = int(np.flatnonzero(~np.isfinite(losses))[0])
             raise ScriptError(
                 f"the FP32 run with seed {k} has a loss of {losses[step]} at step {step}: there is "
-                "nothing sound to compare with. Lower the learning rate, or mend the script, until it trains."
+                "nothing sound to compare with. Lower the learning rate, or fix the script, until it trains."
             )
 
 
@@ -239,9 +227,9 @@ def _length(
 ) -> tuple[Parity, str] | None:
     """The best word left to a candidate whose run is not as long as FP32's, and why; None where all are.
 
-    FP32's own runs may differ (early stopping): they cover as much again on either side, down to half of the
-    shortest. A skipped step explains missing losses of its closure, or one step's losses more. A run without
-    any of the last tenth (of the updates, or of the losses where no optimizer was seen) ended early.
+    FP32's own runs may differ (early stopping): a candidate may differ by as much again on either side, down to half
+    of the shortest. A skipped step explains missing losses of its closure, or one step's losses more. A run without
+    any of the last tenth (of the updates, or of the losses if no optimizer was seen) ended early.
     """
     worst = None
     for k in sorted(set(baseline) & set(candidate)):
@@ -308,13 +296,6 @@ def _late_gaps(run: RunResult, twin: RunResult) -> list[float]:
     gaps = window_losses(twin.losses[:n]) - window_losses(run.losses[:n])
     late: list[float] = gaps[len(gaps) // 2 :].tolist()
     return late
-
-
-def _weigh(loss: Comparison, metric: Comparison | None, plan: bool) -> tuple[Parity, str]:
-    """The worse of the two words, and the sentence."""
-    parts = [loss] if metric is None else [loss, metric]
-    parity = max((part.parity for part in parts), key=ORDER.index)
-    return parity, " ".join(sentence(part, plan) for part in parts)
 
 
 def _collapse(

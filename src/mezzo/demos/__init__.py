@@ -1,7 +1,7 @@
-"""Ordinary FP32 training scripts that know nothing of Mezzo, and the table that finds them by name.
+"""Ordinary FP32 training scripts that do not use Mezzo, and the table that finds them by name.
 
-A demo is a script that anyone could have written: `mezzo compare --demo NAME` runs it exactly as it runs a
-script of the user's own, in a process of its own. Nothing of Mezzo is imported in it (CI checks that).
+`mezzo compare --demo NAME` runs a demo exactly as it runs a user's own script, in a child process. Demos import nothing
+of Mezzo (CI checks that).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo's name, its script, the pattern of its final metric (one group), what it shows in a line, and the
-    framework that it trains with, as `mezzo compare --framework` names it.
+    """A demo: its script, the pattern of its final metric (one group), a one-line summary.
+
+    `framework` is the word of `mezzo compare --framework`.
     """
 
     name: str
@@ -25,40 +26,21 @@ class Demo:
 
 
 _HERE = Path(__file__).parent
+_ACCURACY, _LOSS = r"accuracy: ([0-9.]+) %", r"validation loss: ([0-9.]+)"
+_DIGITS = "a convolutional network on scikit-learn's handwritten digits"
+_GPT = "a character-level transformer on the source text of Python's standard library"
+_LSTM = "a character-level LSTM on the same text, its hidden state carried from window to window"
+_TRANSFER = "a convolutional network in Keras, pretrained on the digits 0 to 4 and fine-tuned to 5 to 9"
 
 DEMOS = {
-    demo.name: demo
-    for demo in (
-        Demo(
-            "digits",
-            _HERE / "digits.py",
-            r"test accuracy: ([0-9.]+) %",
-            "a convolutional network on scikit-learn's handwritten digits",
-        ),
-        Demo(
-            "text-gpt",
-            _HERE / "text_gpt.py",
-            r"validation loss: ([0-9.]+)",
-            "a character-level transformer on the source text of Python's standard library",
-        ),
-        Demo(
-            "text-lstm",
-            _HERE / "text_lstm.py",
-            r"validation loss: ([0-9.]+)",
-            "a character-level LSTM on the same text, its hidden state carried from window to window",
-        ),
-        Demo(
-            "transfer",
-            _HERE / "transfer.py",
-            r"accuracy: ([0-9.]+) %",
-            "a convolutional network in Keras, pretrained on the digits 0 to 4 and fine-tuned to 5 to 9",
-            framework="keras",
-        ),
-    )
+    "digits": Demo("digits", _HERE / "digits.py", f"test {_ACCURACY}", _DIGITS),
+    "text-gpt": Demo("text-gpt", _HERE / "text_gpt.py", _LOSS, _GPT),
+    "text-lstm": Demo("text-lstm", _HERE / "text_lstm.py", _LOSS, _LSTM),
+    "transfer": Demo("transfer", _HERE / "transfer.py", _ACCURACY, _TRANSFER, framework="keras"),
 }
 
 PYTORCH = {name: demo for name, demo in DEMOS.items() if demo.framework == "pytorch"}
-"""Those that the verbs for PyTorch alone can run."""
+"""The demos of the commands that support PyTorch only."""
 
 
 def find(name: str) -> Demo:
@@ -70,5 +52,5 @@ def find(name: str) -> Demo:
     if name in DEMOS:
         return DEMOS[name]
     near = difflib.get_close_matches(name, DEMOS, n=1, cutoff=0.4)
-    mend = f" Did you mean {near[0]!r}?" if near else ""
-    raise LookupError(f"unknown demo {name!r}. Use one of {', '.join(sorted(DEMOS))}.{mend}")
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise LookupError(f"unknown demo {name!r}. Use one of {', '.join(sorted(DEMOS))}.{hint}")

@@ -64,17 +64,13 @@ def shifted(images: Tensor, pixels: int) -> Tensor:
 def main() -> None:
     """Train, print the loss as it goes, and end with the accuracy on images that were never trained on."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--epochs", type=int, default=8, help="passes over the training images (default %(default)s)"
-    )
-    parser.add_argument("--batch", type=int, default=64, help="images a step (default %(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=64, help="channels of the first stage (default %(default)s)"
-    )
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the training images")
+    parser.add_argument("--batch", type=int, default=64, help="images a step")
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
     arguments = parser.parse_args()
 
     torch.manual_seed(arguments.seed)

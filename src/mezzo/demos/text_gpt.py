@@ -86,23 +86,17 @@ def batch(
 def main() -> None:
     """Train, print the loss as it goes, and end with the loss on text that was never trained on."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help="windows a step (default %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="characters a window (default %(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=256, help="channels of the residual stream (default %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="transformer blocks (default %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument(
-        "--characters", type=int, default=2_000_000, help="length of the text (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of weights and windows (default %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=120, help="training steps")
+    parser.add_argument("--batch", type=int, default=16, help="windows a step")
+    parser.add_argument("--context", type=int, default=128, help="characters a window")
+    parser.add_argument("--width", type=int, default=256, help="channels of the residual stream")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--characters", type=int, default=2_000_000, help="length of the text")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and windows")
     arguments = parser.parse_args()
 
     torch.manual_seed(arguments.seed)

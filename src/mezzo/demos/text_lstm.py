@@ -61,32 +61,24 @@ def windows(text: Tensor, streams: int, context: int) -> Iterator[tuple[Tensor, 
 
 
 def detached(state: State) -> State:
-    """The same state, of which backward knows no past."""
+    """The same state, where backward stops."""
     return state[0].detach(), state[1].detach()
 
 
 def main() -> None:
     """Train, print the loss as it goes, and end with the loss on text that was never trained on."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300, help="training steps (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="streams of text (default %(default)s)")
-    parser.add_argument("--context", type=int, default=64, help="characters a window (default %(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=256, help="channels of every layer (default %(default)s)"
-    )
-    parser.add_argument("--layers", type=int, default=2, help="LSTM layers (default %(default)s)")
-    parser.add_argument(
-        "--dropout", type=float, default=0.1, help="share of channels dropped (default %(default)s)"
-    )
-    parser.add_argument("--lr", type=float, default=8e-3, help="peak learning rate (default %(default)s)")
-    parser.add_argument(
-        "--characters", type=int, default=2_000_000, help="length of the text (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of weights and dropout (default %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--batch", type=int, default=32, help="streams of text")
+    parser.add_argument("--context", type=int, default=64, help="characters a window")
+    parser.add_argument("--width", type=int, default=256, help="channels of every layer")
+    parser.add_argument("--layers", type=int, default=2, help="LSTM layers")
+    parser.add_argument("--dropout", type=float, default=0.1, help="share of channels dropped")
+    parser.add_argument("--lr", type=float, default=8e-3, help="peak learning rate")
+    parser.add_argument("--characters", type=int, default=2_000_000, help="length of the text")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and dropout")
     arguments = parser.parse_args()
 
     torch.manual_seed(arguments.seed)
@@ -105,13 +97,11 @@ def main() -> None:
     state: State | None = None
     stream = windows(training, arguments.batch, arguments.context)
     for step in range(arguments.steps):
-        try:
-            inputs, targets = next(stream)
-        except (
-            StopIteration
-        ):  # the text is read: from the start again, as a reader who knows nothing of its end
+        window = next(stream, None)
+        if window is None:  # the end of the text: start again, without the state
             state, stream = None, windows(training, arguments.batch, arguments.context)
-            inputs, targets = next(stream)
+            window = next(stream)
+        inputs, targets = window
         logits, state = model(inputs, state)
         state = detached(state)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -100,28 +100,20 @@ def right(model: Any, data: Any) -> float:
 def main() -> None:
     """Pretrain, train the head, fine-tune, and end with the accuracy on images that were never trained on."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--pretrain-epochs", type=int, default=3, help="passes over 0 to 4 (default %(default)s; 0: none)"
-    )
+    parser.add_argument("--pretrain-epochs", type=int, default=3, help="passes over 0 to 4; 0: none")
     parser.add_argument(
         "--epochs",
         type=int,
         default=10,
-        help="passes for the head, and again for the fine-tuning (default %(default)s)",
+        help="passes for the head, and again for the fine-tuning",
     )
-    parser.add_argument("--batch-size", type=int, default=45, help="images a step (default %(default)s)")
-    parser.add_argument(
-        "--width", type=int, default=64, help="channels of the first stage (default %(default)s)"
-    )
-    parser.add_argument(
-        "--image-size", type=int, default=24, help="side of the images, a multiple of 8 (default %(default)s)"
-    )
-    parser.add_argument(
-        "--shots", type=int, default=2, help="labelled images of each new digit (default %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=45, help="images a step")
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    parser.add_argument("--image-size", type=int, default=24, help="side of the images, a multiple of 8")
+    parser.add_argument("--shots", type=int, default=2, help="labelled images of each new digit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
     arguments = parser.parse_args()
     if arguments.image_size < 8 or arguments.image_size % 8:
         parser.error(

@@ -13,18 +13,20 @@ from mezzo.report.run import read_run
 
 __all__ = ["build", "build_any", "build_run"]
 
+_WRITERS = (
+    "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, MixedPrecision(records=RecordWriter(FILE)) and "
+    "mezzo.keras.PrecisionMonitor write them"
+)
+
 
 def build(directory: str | os.PathLike[str]) -> Path:
     """Write ``DIR/report.html`` from ``DIR/verdict.json`` and ``DIR/runs/*.jsonl``, and return its path.
 
-    Equals ``(directory / "report.html").write_text(render(read(directory)))``, except that the file appears whole or
-    not at all. It is one file that asks the network for nothing, and the same folder gives the same bytes.
-
-    Losses that are NaN or infinite are gaps in a curve and are told in words; runs that are missing, crashed or broken
-    are listed with their fault.
+    The page is one file that asks the network for nothing and appears whole or not at all. The same folder gives the
+    same bytes. Runs that are missing, crashed or broken are listed with their fault.
 
     Raises:
-        UsageError: there is no `verdict.json` in the folder, or it is not one that this version reads.
+        UsageError: there is no `verdict.json` in the folder, or this version cannot read it.
         OSError: the file cannot be written (a full disk); nothing is left behind.
     """
     folder = _named(directory)
@@ -35,8 +37,8 @@ def build_run(records: str | os.PathLike[str]) -> Path:
     """Write a page about runs without a verdict, and return its path.
 
     Args:
-        records: a folder with ``runs/*.jsonl``, or with ``*.jsonl``, whose page is ``DIR/report.html``; or one
-            ``.jsonl`` file, whose page stands beside it as ``NAME.html``.
+        records: a folder with ``runs/*.jsonl`` or ``*.jsonl``, whose page is ``DIR/report.html``; or one ``.jsonl``
+            file, whose page is ``NAME.html`` in the same folder.
 
     Raises:
         UsageError: there are no records, or no line in them is one.
@@ -50,20 +52,16 @@ def build_run(records: str | os.PathLike[str]) -> Path:
         target, name = place.with_suffix(".html"), place.stem
         files = [place] if place.is_file() else []
     if not files:
-        raise UsageError(
-            f"{place}: no run records. A report is made from a folder with runs/*.jsonl, or from a .jsonl file: "
-            "`mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT` and mezzo.keras.PrecisionMonitor write them."
-        )
+        expected = "A report is made from a folder with runs/*.jsonl, or from a .jsonl file"
+        raise UsageError(f"{place}: no run records. {expected}: {_WRITERS}.")
     runs = [read_run(file) for file in files]
     if not any(run.records for run in runs):
-        for file in files:  # one that cannot be read may hold some
+        for file in files:  # a file that cannot be read may hold records
             file.open("rb").close()
-        none = f"{place}: none of its {len(files)} .jsonl files holds a run record"
-        raise UsageError(
-            f"{none if len(files) > 1 else f'{files[0]}: holds no run record'}. Name the folder or the .jsonl file "
-            "that `mezzo run --watch SCRIPT`, `mezzo run --records FILE SCRIPT`, "
-            "MixedPrecision(records=RecordWriter(FILE)) or mezzo.keras.PrecisionMonitor wrote."
-        )
+        none = f"{files[0]}: holds no run record"
+        if len(files) > 1:
+            none = f"{place}: none of its {len(files)} .jsonl files holds a run record"
+        raise UsageError(f"{none}. Name the folder or the .jsonl file with the records: {_WRITERS}.")
     return write_whole(target, render_runs(runs, name))
 
 
@@ -73,7 +71,7 @@ def build_any(place: str | os.PathLike[str]) -> Path:
 
 
 def _named(place: str | os.PathLike[str]) -> Path:
-    # An empty name would be the folder that one happens to be in: a shell variable that was not set.
+    # An empty name would mean the current folder: usually a shell variable that was not set.
     if not os.fspath(place):
         raise UsageError(
             '"": no folder or file is named. Name one with run records, "." for the current folder.'

@@ -1,4 +1,4 @@
-"""Charts as values: axes, lines with bands, marks, bars, dots, histograms and maps. `charts.html` writes them as SVG.
+"""Charts as SVG: axes, curves with bands, marks, bars, dots, gauges. `charts.html` frames them.
 
 A chart is an SVG as wide as the page allows, and its text keeps its size. Curves lie in an inner drawing of 1000 by
 1000 units that is stretched to the frame; labels, marks and grid lines are placed by percentages in the outer one,
@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import ArrayLike
 
 from mezzo.report.numbers import power_of_two, printable, signed, significant, tick_label
-from mezzo.report.series import Array, sample
+from mezzo.report.series import Array, sample, thin, thin_band
 
 LOG_FROM = 20.0  # from this ratio of largest to smallest a loss axis is logarithmic
 LARGEST = 1e280
@@ -26,22 +26,11 @@ TABLE_ROWS = 13
 EDGE = 3.0  # a gap beyond so many margins is an arrow at the gauge's end
 MOST = 2.0  # how many times the longest bar an interval may make the axis
 CUT = "An arrow: it goes on to the number beside it."
-DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
-UP_TO = (
-    0.0,
-    0.001,
-    0.01,
-    0.05,
-    0.2,
-    0.5,
-    1.0,
-)  # a cell's level: the first of these that its share does not exceed
-BROKEN, UNSEEN = "x", "u"
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale from ``low`` to ``high`` (``low < high``; both above 0 where ``log``)."""
+    """A linear or logarithmic scale from ``low`` to ``high`` (``low < high``; both above 0 if ``log``)."""
 
     low: float
     high: float
@@ -56,14 +45,14 @@ class Axis:
             low, high = math.log(low), math.log(high)
         return np.asarray((found - low) / (high - low))
 
-    def holds(self, value: float) -> bool:
-        """Whether a value lies between both ends."""
-        return self.low < value < self.high
+    def percent(self, value: float) -> float:
+        """The place of one value, 0 to 100; what lies beyond an end is at the end."""
+        return round(100 * float(np.clip(self.place(value), 0, 1)), 2)
 
     def at(self, value: float, *, up: bool = False) -> str:
-        """The place of one value that the axis reaches, in percent; ``up`` counts from the top."""
-        place = float(np.clip(self.place(value), 0, 1))
-        return f"{100 * (1 - place if up else place):.2f}%"
+        """`percent` for an attribute; ``up`` counts from the top."""
+        place = self.percent(value)
+        return f"{100 - place if up else place:.2f}%"
 
     def ticks(self, about: int = 5) -> list[float]:
         """About so many round numbers on the axis: 1, 2 or 5 times a power of ten."""
@@ -95,7 +84,7 @@ def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bo
 
     Args:
         parts: the values to show.
-        log: whether it is logarithmic; None: where all are positive and span a ratio of `LOG_FROM`.
+        log: whether it is logarithmic; None: if all are positive and span a ratio of `LOG_FROM`.
         about_zero: whether zero must be on it.
     """
     values = np.concatenate([np.ravel(part) for part in parts] or [np.zeros(0)])
@@ -114,41 +103,44 @@ def axis_over(parts: Iterable[Array], *, log: bool | None = None, about_zero: bo
     return Axis(low - room, high + room)
 
 
-class Shape(NamedTuple):
-    """An SVG element: its name, its attributes, and a title that is shown on hovering."""
-
-    tag: str
-    attributes: Mapping[str, str | int | float]
-    title: str = ""
+# Shapes: SVG elements as escaped text.
 
 
-def shape(tag: str, style: str, title: str = "", **attributes: str | int | float) -> Shape:
-    """A `Shape` with a class."""
-    return Shape(tag, {**attributes, "class": style}, title)
+def shape(tag: str, style: str, content: str | Markup = "", **attributes: str | float) -> Markup:
+    """An SVG element with a class; ``content`` is a text's label, elements, or a title shown on hovering."""
+    named = {**attributes, "class": style}
+    written = Markup().join(Markup(' {}="{}"').format(name, value) for name, value in named.items())
+    if content and not isinstance(content, Markup):
+        content = Markup("{}" if tag == "text" else "<title>{}</title>").format(printable(content))
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, written, content)
 
 
 def box(
     axis: Axis, left: float, right: float, y: str | int, height: str | int, style: str, title: str = ""
-) -> Shape:
+) -> Markup:
     """A rectangle from one value of an axis to another."""
-    start, stop = axis.at(left), axis.at(right)
-    width = f"{float(stop[:-1]) - float(start[:-1]):.2f}%"
-    return shape("rect", style, title, x=start, y=y, width=width, height=height)
+    width = f"{axis.percent(right) - axis.percent(left):.2f}%"
+    return shape("rect", style, title, x=axis.at(left), y=y, width=width, height=height)
 
 
-def across(y: str, style: str) -> Shape:
-    """A horizontal line from edge to edge."""
-    return shape("line", style, x1=0, x2="100%", y1=y, y2=y)
+def across(y: str | int, style: str, start: str | int = 0, stop: str = "100%") -> Markup:
+    """A horizontal line, by default from edge to edge."""
+    return shape("line", style, x1=start, x2=stop, y1=y, y2=y)
 
 
-def down(x: str, style: str, title: str = "", top: str | int = 0, bottom: str | int = "100%") -> Shape:
-    """A vertical line, from edge to edge unless told otherwise."""
+def down(x: str, style: str, title: str = "", top: str | int = 0, bottom: str | int = "100%") -> Markup:
+    """A vertical line, by default from edge to edge."""
     return shape("line", style, title, x1=x, x2=x, y1=top, y2=bottom)
 
 
-def text(label: str, x: str | int, y: str | int, style: str = "label middle", dy: str = "") -> Shape:
+def text(label: str, x: str | int, y: str | int, style: str = "label middle", dy: str = "0") -> Markup:
     """A label."""
-    return Shape("text", {"x": x, "y": y, "dy": dy or "0", "class": style, "label": label})
+    return shape("text", style, label, x=x, y=y, dy=dy)
+
+
+def placed(x: str, y: int, content: Markup) -> Markup:
+    """Elements drawn in pixels around one place."""
+    return Markup('<svg x="{}" y="{}" overflow="visible">{}</svg>').format(x, y, content)
 
 
 class Key(NamedTuple):
@@ -159,14 +151,8 @@ class Key(NamedTuple):
     name: str
 
 
-_SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
-LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
-LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cell", "not seen")]
-"""The legend of a map."""
-
-
 class Table(NamedTuple):
-    """Numbers in a table: headings, and rows of (first cell, others, whether it departs, a small drawing)."""
+    """Numbers in a table: headings, and rows of (first cell, others, whether it is marked, a small drawing)."""
 
     head: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str], bool, Any]]
@@ -176,27 +162,29 @@ class Table(NamedTuple):
 class Chart:
     """Curves in a frame: add bands, lines and marks; the template draws what was added.
 
-    ``described`` tells a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
+    ``described`` is for a reader who cannot see it; ``unit`` stands below the heading; heights are marked as ``powers``
     of two or as plain numbers; ``height`` is a class of style.css, ``tall`` or ``low``.
     """
 
     title: str
-    described: str
     x: Axis
     y: Axis
-    x_name: str
     unit: str
+    x_name: str = "step"
+    described: str = ""
     height: str = "tall"
     powers: bool = False
     keys: list[Key] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    inner: list[Shape] = field(default_factory=list)
-    outer: list[Shape] = field(default_factory=list)
+    inner: list[Markup] = field(default_factory=list)
+    outer: list[Markup] = field(default_factory=list)
     readout: dict[str, Any] = field(default_factory=dict)
     table: Table | None = None
 
-    def band(self, x: Array, low: Array, high: Array, series: str, name: str = "") -> None:
-        """Shade between two curves; a gap in either is a gap."""
+    def band(self, low: Array, high: Array, series: str, name: str = "", x: Array | None = None) -> None:
+        """Shade between two curves, thinned unless ``x`` is given; a gap in either is a gap."""
+        if x is None:
+            x, low, high = thin_band(low, high)
         paths = []
         for part in _pieces(np.isfinite(low) & np.isfinite(high)):
             if part.stop - part.start > 1:  # one step alone has no width to shade
@@ -207,8 +195,12 @@ class Chart:
         if name:
             self.keys.append(Key(series, "band", name))
 
-    def line(self, x: Array, y: Array, series: str, name: str = "", style: str = "line") -> None:
-        """Draw a curve; a gap stays a gap, and a value alone between gaps is a dot."""
+    def line(
+        self, y: Array, series: str, name: str = "", style: str = "line", x: Array | None = None
+    ) -> None:
+        """Draw a curve, thinned unless ``x`` is given; a gap stays a gap, a value alone between gaps is a dot."""
+        if x is None:
+            x, y = thin(y)
         paths = []
         for part in _pieces(np.isfinite(y)):
             path = self._path(x[part], y[part])
@@ -220,9 +212,8 @@ class Chart:
 
     def span(self, low: float, high: float, start: float, stop: float, series: str, name: str) -> None:
         """Rule two heights from edge to edge, and shade what lies between them from ``start`` to ``stop``."""
-        top, bottom = self.y.at(high, up=True), self.y.at(low, up=True)
-        height = f"{float(bottom[:-1]) - float(top[:-1]):.2f}%"
-        self.outer.insert(0, box(self.x, start, stop, top, height, f"band {series}"))
+        height = f"{self.y.percent(high) - self.y.percent(low):.2f}%"
+        self.outer.insert(0, box(self.x, start, stop, self.y.at(high, up=True), height, f"band {series}"))
         for edge in (high, low):
             self.rule(edge, f"edge {series}")
         self.keys.append(Key(series, "band", name))
@@ -234,7 +225,9 @@ class Chart:
 
     def cross(self, x: float, series: str, label: str) -> None:
         """A cross at the top of the frame, with a label on hovering."""
-        self.outer.append(Shape("cross", {"x": self.x.at(x), "class": series}, label))
+        target = shape("rect", "target", label, x=-9, y=-9, width=18, height=18)
+        mark = shape("path", f"cross {series}", d="M-5-5L5 5M-5 5L5-5")
+        self.outer.append(placed(self.x.at(x), 0, target + mark))
 
     def tick(self, x: float, series: str, label: str) -> None:
         """A vertical stroke through the whole frame at one x."""
@@ -250,7 +243,7 @@ class Chart:
         self.table = Table([self.x_name, *(name for name, _ in columns)], rows)
 
     @property
-    def grid(self) -> list[Shape]:
+    def grid(self) -> list[Markup]:
         """Lines and labels behind the curves."""
         parts = []
         for value in self.y.powers(4) if self.powers else self.y.ticks(5):
@@ -276,7 +269,7 @@ def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
 
 
 class Row(NamedTuple):
-    """A row of a bar chart: a bar with an interval around its end, or dots by label, and what is printed beside."""
+    """A row of a bar chart: a bar with an interval around its end, or dots by label, and the printed value."""
 
     name: str
     series: str
@@ -284,7 +277,7 @@ class Row(NamedTuple):
     shown: str
     detail: str = ""
     interval: tuple[float, float] | None = None
-    dots: Mapping[str, float] = MappingProxyType({})
+    dots: Mapping[str, float] | None = None
 
 
 class Bars(NamedTuple):
@@ -292,9 +285,9 @@ class Bars(NamedTuple):
 
     title: str
     unit: str
-    rows: Sequence[tuple[Row, Sequence[Shape]]]
+    rows: Sequence[tuple[Row, Sequence[Markup]]]
     height: int
-    ticks: Sequence[Shape] = ()
+    ticks: Sequence[Markup] = ()
 
 
 def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
@@ -304,15 +297,16 @@ def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
     most = min(whole, MOST * shown)
     axis = Axis(0.0, most / 0.98)  # a little room on the right: the whisker's cap is not cut
 
-    def drawn(row: Row) -> list[Shape]:
+    def drawn(row: Row) -> list[Markup]:
         parts = [] if row.value is None else [box(axis, 0.0, row.value, 3, 14, f"fill {row.series}")]
         parts.append(down(axis.at(reference), "reference", bottom=20))
         if row.interval:
             low, high = (axis.at(min(edge, most)) for edge in row.interval)
-            goes_on = Shape("arrow", {"x": high, "y": 10, "class": "whisker", "d": "M-5-4L0 0L-5 4"})
-            end = goes_on if row.interval[1] > most else down(high, "whisker", "", 6, 14)
-            line = shape("line", "whisker", x1=low, x2=high, y1=10, y2=10)
-            parts += [line, down(low, "whisker", "", 6, 14), end]
+            parts += [across(10, "whisker", low, high), down(low, "whisker", "", 6, 14)]
+            if row.interval[1] > most:
+                parts.append(placed(high, 10, shape("path", "whisker", d="M-5-4L0 0L-5 4")))
+            else:
+                parts.append(down(high, "whisker", "", 6, 14))
         return parts
 
     return Bars(title, f"{unit} {CUT}" if whole > most else unit, [(row, drawn(row)) for row in rows], 20)
@@ -320,30 +314,22 @@ def bars(title: str, unit: str, rows: Sequence[Row], reference: float) -> Bars:
 
 def dots(title: str, unit: str, rows: Sequence[Row]) -> Bars:
     """A dot for each value of a row, on one scale with ticks below."""
-    axis = axis_over([np.array(list(row.dots.values())) for row in rows], log=False)
+    axis = axis_over([np.array(list((row.dots or {}).values())) for row in rows], log=False)
     # One number alone gives no scale.
     ticks = next((found for about in (4, 6, 9) if len(found := axis.ticks(about)) > 1), axis.ticks(20))
+    grid = [down(axis.at(tick), "grid") for tick in ticks]
 
-    def drawn(row: Row) -> list[Shape]:
-        return [down(axis.at(tick), "grid") for tick in ticks] + [
-            shape(
-                "circle",
-                f"dot {row.series}",
-                f"{label}: {significant(value, 5)}",
-                cx=axis.at(value),
-                cy=14,
-                r=4.5,
-            )
-            for label, value in row.dots.items()
-        ]
+    def dot(label: str, value: float, series: str) -> Markup:
+        words = f"{label}: {significant(value, 5)}"
+        return shape("circle", f"dot {series}", words, cx=axis.at(value), cy=14, r=4.5)
 
-    labels = [text(tick_label(tick), axis.at(tick), 12) for tick in ticks]
-    return Bars(title, unit, [(row, drawn(row)) for row in rows], 28, labels)
+    drawn = [(row, [*grid, *(dot(*one, row.series) for one in (row.dots or {}).items())]) for row in rows]
+    return Bars(title, unit, drawn, 28, [text(tick_label(tick), axis.at(tick), 12) for tick in ticks])
 
 
 def gauge(
     value: float | None, margin: float | None, interval: tuple[float, float] | None, series: str
-) -> tuple[str, list[Shape]] | None:
+) -> tuple[str, list[Markup]] | None:
     """A gap from FP32, its interval and the margin on one line, described and drawn; all in one unit.
 
     None without a gap and a margin above 0.
@@ -360,64 +346,12 @@ def gauge(
     if interval:
         described += f", interval {signed(interval[0])} to {signed(interval[1])}"
         low, high = axis.at(interval[0]), axis.at(interval[1])
-        parts.append(shape("line", f"gapline {series}", x1=low, x2=high, y1=12, y2=12))
+        parts.append(across(12, f"gapline {series}", low, high))
         parts += [down(end, f"gapline {series}", "", 8, 16) for end in (low, high)]
     if abs(value) > half:
         turn = "M-5-5L2 0L-5 5" if value > 0 else "M5-5L-2 0L5 5"
-        parts.append(Shape("arrow", {"x": axis.at(value), "y": 12, "class": f"cross {series}", "d": turn}))
+        parts.append(placed(axis.at(value), 12, shape("path", f"cross {series}", d=turn)))
     elif math.isfinite(value):
         parts.append(shape("circle", f"dot {series}", cx=axis.at(value), cy=12, r=4.5))
     labels = ((signed(-margin, 2), -margin), ("0", 0.0), (signed(margin, 2), margin))
     return described, [*parts, *(text(label, axis.at(at), 36) for label, at in labels)]
-
-
-def bar_path(bins: Sequence[int]) -> str:
-    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
-
-    >>> bar_path([0, 1])
-    'M500 1000V0H1000V1000Z'
-    """
-    total, width = sum(bins), UNITS / max(1, len(bins))
-    parts = []
-    for place, number in enumerate(bins):
-        if number:
-            top = round_half_up(UNITS * (1 - bar_height(number / total)))
-            parts.append(
-                f"M{round_half_up(place * width)} 1000V{top}H{round_half_up((place + 1) * width)}V1000Z"
-            )
-    return "".join(parts)
-
-
-def bar_height(share: float) -> float:
-    """Between 0 and 1: the logarithm of a share, over `DECADES`."""
-    return max(0.004, 1 + math.log10(share) / DECADES)
-
-
-def round_half_up(value: float) -> int:
-    """As the script's Math.round does."""
-    return math.floor(value + 0.5)
-
-
-def level(share: float, broken: int = 0) -> str:
-    """The character of a map's cell.
-
-    >>> [level(share) for share in (0.0, 0.0005, 0.03, 1.0)], level(0.0, broken=3), level(float("nan"))
-    (['0', '1', '3', '6'], 'x', 'u')
-    """
-    if broken:
-        return BROKEN
-    if math.isnan(share):
-        return UNSEEN
-    return str(next(place for place, edge in enumerate(UP_TO) if share <= edge + 1e-9))
-
-
-def cells(lines: Sequence[str]) -> list[Shape]:
-    """A map, a unit for each cell: a path for each level, of runs of equal cells."""
-    paths: dict[str, str] = {}
-    for y, line in enumerate(lines):
-        start = 0
-        for x in range(1, len(line) + 1):
-            if x == len(line) or line[x] != line[start]:
-                paths[line[start]] = paths.get(line[start], "") + f"M{start} {y}h{x - start}v1h{start - x}z"
-                start = x
-    return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]

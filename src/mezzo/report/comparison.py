@@ -1,4 +1,4 @@
-"""What a comparison's folder holds, as values: the verdict, every run that left records, and the command that made it.
+"""A comparison's folder as values: the verdict, every run that left records, and the command that made it.
 
 Only a verdict that is missing or is not JSON is an error: a report is wanted most when something went wrong.
 """
@@ -42,12 +42,8 @@ class Comparison:
         """FP32 runs whose initial weights were moved by one ulp, by seed."""
         return sorted((run for run in self.runs if run.nudged), key=lambda run: run.seed)
 
-    def recorded_losses(self, precision: str) -> int:
-        """How many losses the runs of one precision recorded."""
-        return sum(len(run.losses) for run in self.of(precision))
-
     def peak(self, precision: str) -> float | None:
-        """Peak memory of one precision in bytes: the median over its runs; None where none recorded it."""
+        """Peak memory of one precision in bytes: the median over its runs; None if none recorded it."""
         found = [float(run.memory.peak_bytes) for run in self.of(precision) if run.memory]
         return median(found) if found else None
 
@@ -58,9 +54,9 @@ class Comparison:
         found: dict[int, float] = {}
         for values in self.candidates.values() if of_baseline else [self.candidates.get(precision, {})]:
             pairs = values.get("pairs")
-            for one in pairs if isinstance(pairs, list) else []:
-                seed, value = map(
-                    finite, (one.get("seed"), one.get(key)) if isinstance(one, dict) else ("", "")
+            for row in pairs if isinstance(pairs, list) else []:
+                seed, value = (
+                    finite(row.get(name)) if isinstance(row, dict) else None for name in ("seed", key)
                 )
                 if seed is not None and value is not None:
                     found[int(seed)] = value
@@ -71,7 +67,7 @@ def read(directory: Path) -> Comparison:
     """Read a comparison's folder.
 
     Raises:
-        UsageError: there is no `verdict.json`, or it is no verdict that this version can read.
+        UsageError: there is no `verdict.json`, or this version cannot read it.
     """
     path = directory / "verdict.json"
     try:
@@ -94,43 +90,26 @@ def read(directory: Path) -> Comparison:
     baseline = str(verdict.get("baseline", "fp32"))
     known = {file_name(name): name for name in (baseline, *candidates)}
     runs = tuple(read_run(file, known) for file in sorted((directory / "runs").glob("*.jsonl")))
-    return Comparison(directory, verdict, candidates, baseline, runs, _request(directory, verdict))
-
-
-def _request(directory: Path, verdict: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = verdict.get("request")
-    if not isinstance(found, dict):
-        try:
-            found = json.loads((directory / "comparison.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-    return found if isinstance(found, dict) else {}
-
-
-def command_line(comparison: Comparison) -> str:
-    """``mezzo compare ...`` as it was asked for, quoted for a POSIX shell."""
-    request = comparison.request
-    started = next((run.started for run in comparison.runs if run.started), None)
-    written = request.get("command") or comparison.verdict.get("command")
-    if isinstance(written, str) and written:
-        return written
-    if isinstance(written, (list, tuple)) and written:
-        return shlex.join(str(word) for word in written)
-    return shlex.join(
-        command_words(
-            {
-                "target": request.get("script") or (started.script if started else "SCRIPT"),
-                "precisions": request.get("precision") or list(comparison.candidates),
-                "argv": started.argv if started else [],
-                **{key: value for key, value in request.items() if value},
-            },
-            comparison.directory.resolve().name,
-        )
+    request = verdict.get("request")
+    return Comparison(
+        directory, verdict, candidates, baseline, runs, request if isinstance(request, dict) else {}
     )
 
 
+def command_line(comparison: Comparison) -> str:
+    """The ``mezzo compare ...`` that gives this comparison again, quoted for a POSIX shell."""
+    started = next((run.started for run in comparison.runs if run.started), None)
+    request = {
+        "target": started.script if started else "SCRIPT",
+        "precisions": list(comparison.candidates),
+        "argv": started.argv if started else [],
+        **{key: value for key, value in comparison.request.items() if value},
+    }
+    return shlex.join(command_words(request, comparison.directory.resolve().name))
+
+
 def command_words(request: Mapping[str, Any], out: str) -> list[str]:
-    """The words that give a comparison again, from its request, in a folder."""
+    """The words of the command that runs a request again in the folder `out`."""
     words = ["mezzo", "compare"]
     if request.get("demo"):
         words += ["--demo", str(request["demo"])]
@@ -145,8 +124,7 @@ def command_words(request: Mapping[str, Any], out: str) -> list[str]:
     for key in ("seeds", "margin", "metric", "metric_better", "metric_margin"):
         if request.get(key) not in (None, "", "auto"):
             words += [f"--{key.replace('_', '-')}", str(request[key])]
-    # In the same folder the finished runs would be kept, and nothing run again.
-    words += ["--out", out, "--fresh"]
+    words += ["--out", out, "--fresh"]  # without --fresh the finished runs would be kept
     arguments = request.get("argv")
     if isinstance(arguments, (list, tuple)) and arguments:
         words += ["--", *(str(word) for word in arguments)]

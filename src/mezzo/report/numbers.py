@@ -1,4 +1,4 @@
-"""Numbers and words as the page prints them: one way for each quantity, and the same words where a number is missing.
+"""Numbers and words as the page prints them: one format for each quantity, and the same words for a missing number.
 
 Each function takes what `verdict.json` may hold (a number, None, or a string such as ``"nan"``) and returns text.
 """
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def number(value: object) -> float | None:
-    """The value as a float, NaN and infinities included; None where it is not a number (a bool is not one either)."""
+    """The value as a float, NaN and infinities included; None if it is not a number (a bool is not one either)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -43,7 +43,7 @@ def number(value: object) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    """The value as a float where it is a finite number, else None."""
+    """The value as a float if it is a finite number, else None."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
@@ -68,18 +68,17 @@ def significant(value: object, digits: int = 4) -> str:
         text = "infinity"
     elif size == 0:
         text = "0"
-    elif 1e-4 <= size < 1e6:
-        text = f"{size:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
     else:
         text = f"{size:.{digits - 1}e}"
+        if 1e-4 <= size < 1e6:
+            text = f"{size:,.{max(0, digits - 1 - int(text.partition('e')[2]))}f}"
     return (MINUS if found < 0 else "") + text
 
 
 def signed(value: object, digits: int = 3) -> str:
     """As `significant`, with the sign always written: gaps."""
     found = number(value)
-    text = significant(found, digits)
-    return f"+{text}" if found is not None and found > 0 else text
+    return ("+" if found is not None and found > 0 else "") + significant(found, digits)
 
 
 def ratio(value: object) -> str:
@@ -133,9 +132,7 @@ def size(value: object) -> str:
         return MISSING
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(found) >= 0.9995 * scale:
-            shown = abs(found) / scale
-            places = 0 if shown >= 99.95 else 1 if shown >= 9.995 else 2
-            return f"{found / scale:,.{places}f} {unit}"
+            return f"{significant(found / scale, 3)} {unit}"
     return f"{found:.0f} B"
 
 
@@ -152,19 +149,19 @@ def seconds(value: object) -> str:
 
 
 def power_of_two(exponent: float) -> str:
-    """Two to a whole power, as it is written by hand: ``2⁻³``."""
+    """Two to a whole power, in superscript: ``2⁻³``."""
     return "2" + str(round(exponent)).translate(_SUPERSCRIPT)
 
 
 def scale_text(value: float) -> str:
-    """A loss scale: as a power of two where it is one, ``2¹⁶``, ``1``, ``1,000``."""
+    """A loss scale: ``2¹⁶`` if it is a power of two, else ``1,000``; 1 is ``1``."""
     if value != 1 and 0 < value < math.inf and math.frexp(value)[0] == 0.5:
         return power_of_two(math.log2(value))
     return f"{value:,.6g}" if math.isfinite(value) else str(value)
 
 
 def tick_label(value: float) -> str:
-    """The number at a tick, as short as it goes: ``0.02``, ``1,500``, ``1e-05``, ``20k``."""
+    """The number at a tick, as short as possible: ``0.02``, ``1,500``, ``1e-5``, ``20k``."""
     sign, size = (MINUS if value < 0 else ""), abs(value)
     if size and (size >= 1e7 or size < 1e-4):
         mantissa, power = f"{size:.2e}".split("e")

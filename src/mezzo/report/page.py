@@ -2,7 +2,7 @@
 
 Names, arguments, reasons and logs come from code that Mezzo did not write. The templates escape every value, and
 `_shown` makes control characters visible. A content policy in the head forbids every request and every script but the
-one shipped here, named by its hash: an escape that was missed would still be inert.
+one shipped here, named by its hash: text that was not escaped would still do nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
@@ -22,14 +21,11 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from mezzo.core.overflow import OverflowReport
-from mezzo.core.records import OverflowRecord
 from mezzo.core.remedies import of_constant_scale
 from mezzo.core.version import VERSION
-from mezzo.report import charts, figures, numbers
+from mezzo.report import charts, figures, numbers, range_figures
 from mezzo.report.comparison import Comparison, command_line
-from mezzo.report.numbers import counted, finite, listed, printable, size
-from mezzo.report.range_figures import range_figures
+from mezzo.report.numbers import counted, finite, printable, size
 from mezzo.report.ranges import FORMATS
 from mezzo.report.run import Run
 
@@ -41,7 +37,6 @@ def render(comparison: Comparison) -> str:
     """The page of a comparison. The same folder gives the same text, whenever and wherever it is made."""
     request, runs, candidates = comparison.request, comparison.runs, comparison.candidates
     target = request.get("demo") or request.get("target")
-    verdicts = ", ".join(f"{key} {_parity(values)}" for key, values in candidates.items())
     facts = []
     for key, words in (("seeds", "paired seed"), ("steps", "step")):
         found = {values for one in candidates.values() if (values := finite(one.get(key))) is not None}
@@ -54,22 +49,21 @@ def render(comparison: Comparison) -> str:
         curves.append(figures.loss(f"Loss: {name} over FP32", [base, (name, colour, comparison.of(name))]))
         margin = finite(candidates[name].get("margin"))
         curves.append(figures.difference(comparison, name, colour, margin))
-    # A run of each precision stands for its seeds: their exponents are alike, and a page has an end.
+    # One run of each precision stands for its seeds: their exponents are alike, and the page stays small.
     watched = [
         [run for run in comparison.of(one) if run.ranges][:1] for one in (comparison.baseline, *colours)
     ]
     return _page(
         runs,
-        target and PurePath(str(target)).name,
-        comparison.directory.resolve().name,
-        verdicts,
+        [target and PurePath(str(target)).name, comparison.directory.resolve().name],
+        ", ".join(f"{key} {_parity(values)}" for key, values in candidates.items()),
         kicker="Mixed precision against FP32",
         facts=facts,
         comparison=comparison,
         colours=colours,
         curves=curves,
         scales=[figures.loss_scale(comparison.of(one), colour, one) for one, colour in colours.items()],
-        ranges=[range_figures(run) for some in watched for run in some],
+        ranges=[range_figures.range_figures(run) for some in watched for run in some],
         formats=_ops((one, comparison.of(one)) for one in colours),
         machine=_machine(comparison.verdict.get("machine"), runs),
         kinds="cw" if any(run.ranges or run.overflows for run in runs) else "c",
@@ -83,24 +77,24 @@ def render_runs(runs: Sequence[Run], place: str) -> str:
     named = [(name, COLOURS[i % len(COLOURS)], run) for i, (name, run) in enumerate(zip(names, runs))]
     return _page(
         runs,
-        "",
-        place,
+        ["", place],
         ", ".join(policies),
         kicker="A training run" if len(runs) == 1 else "Training runs",
         facts=policies,
         comparison=None,
         curves=[figures.loss(f"Loss: {name}", [(name, colour, [run])]) for name, colour, run in named],
         scales=[figures.loss_scale([run], colour, name) for name, colour, run in named],
-        ranges=[range_figures(run) for run in runs if run.ranges],
+        ranges=[range_figures.range_figures(run) for run in runs if run.ranges],
         formats=_ops((name, [run]) for name, _, run in named),
         machine=_machine(None, runs),
         kinds="r",
     )
 
 
-def _page(runs: Sequence[Run], target: str | None, place: str, told: str, **values: Any) -> str:
+def _page(runs: Sequence[Run], names: Sequence[str | None], told: str, **values: Any) -> str:
+    """Render the template. The heading is the first name, else the script's, else the second name."""
     started = next((run.started for run in runs if run.started), None)
-    name = target or (PurePath(started.script).name if started else "") or place
+    name = names[0] or (PurePath(started.script).name if started else "") or names[1]
     values.update(runs=runs, heading=name, title=f"{name}: {told}" if told else name, started=started)
     page = _environment().get_template("page.html").render(findings=_findings(runs), **values)
     return page.strip() + "\n"
@@ -122,23 +116,21 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, script = Markup(packaged("style.css")), Markup(packaged("script.js"))
     given = [one for name, one in vars(numbers).items() if callable(one) and not name.startswith("_")]
     given += [figures.speed, figures.memory, figures.metric, charts.gauge, command_line]
-    found.globals.update({one.__name__: one for one in given}, LEVELS=charts.LEVELS, FORMATS=FORMATS)
-    found.globals.update(style=style, style_hash=_hash(style), script=script, script_hash=_hash(script))
+    found.globals.update({one.__name__: one for one in given}, LEVELS=range_figures.LEVELS, FORMATS=FORMATS)
+    for name in ("style.css", "script.js"):
+        text, kind = Markup(packaged(name)), name.partition(".")[0]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        found.globals.update({kind: text, f"{kind}_hash": f"sha256-{digest}"})
     found.globals.update(version=VERSION, parity=_parity, noted=_noted)
     found.filters.update(prose=_prose, json=_json, comma="{:,}".format)
     return found
 
 
 def _shown(value: Any) -> Any:
-    """What an expression in a template writes: text without control characters; it is escaped after this."""
+    """The text of an expression in a template, without control characters; it is escaped after this."""
     return value if isinstance(value, Markup) else "" if value is None else printable(str(value))
-
-
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json(value: Any) -> str:
@@ -158,73 +150,43 @@ def _prose(text: str) -> Markup:
 
 
 def _parity(values: Mapping[str, Any]) -> str:
-    """The parity word as recorded; ``no verdict`` where there is none."""
+    """The parity word as recorded; ``no verdict`` if there is none."""
     word = values.get("parity")
     return word if isinstance(word, str) and word else "no verdict"
 
 
-@dataclass
-class Group:
-    """The same finding, as often as it was made.
-
-    Of one about the loss scale: `Run.too_high`, `Run.constant_scale` and `Run.lasting` of the runs that made it.
-    """
-
-    scale: str
-    constant: float | None
-    lasting: bool
-    records: list[OverflowRecord] = field(default_factory=list)
-    runs: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def finding(self) -> OverflowReport:
-        """The first of them: what followed may be its consequence."""
-        return self.records[0].finding
-
-    @property
-    def remedies(self) -> list[str]:
-        """What to try."""
-        return self.finding.remedies if self.constant is None else of_constant_scale(self.constant)
-
-    @property
-    def when(self) -> str:
-        """At which updates."""
-        updates = [record.update for record in self.records]
-        return (
-            listed(updates, 8)
-            if len(updates) == 1
-            else f"{counted(len(updates), 'time')}: {listed(updates, 8)}"
-        )
-
-
 def _findings(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """What made steps fail: a group for each thing that was found out; None where nothing was."""
-    groups: dict[tuple[str, ...], Group] = {}
+    """What made steps fail: a group for each place in the model, alarms first; None if no step was traced.
+
+    The finding shown for a group is its first: later ones may be its consequence.
+    """
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
     by_scale: Counter[tuple[str, bool]] = Counter()
     for run in runs:
         for record in run.overflows:
-            alarm = record.finding.alarms
-            scale, lasting = ("", False) if alarm else (run.too_high, run.lasting)
-            new = Group(scale, None if alarm else run.constant_scale, lasting)
-            group = groups.setdefault((*record.finding.place, scale), new)
-            group.records.append(record)
-            group.runs[run.name] = None
-            if not alarm:
+            finding = record.finding
+            scale, lasting = ("", False) if finding.alarms else (run.too_high, run.lasting)
+            constant = None if finding.alarms else run.constant_scale
+            remedies = finding.remedies if constant is None else of_constant_scale(constant)
+            new = {"finding": finding, "scale": scale, "lasting": lasting, "remedies": remedies}
+            group = groups.setdefault((*finding.place, scale), {**new, "updates": [], "runs": {}})
+            group["updates"].append(record.update)
+            group["runs"][run.name] = None
+            if not finding.alarms:
                 by_scale[scale, lasting] += 1
-    alarms = [group for group in groups.values() if group.finding.alarms]
-    probes = [group for group in groups.values() if not group.finding.alarms]
-    steps = sum(len(group.records) for group in alarms)
+    alarms = [group for group in groups.values() if group["finding"].alarms]
+    probes = [group for group in groups.values() if not group["finding"].alarms]
+    steps = sum(len(group["updates"]) for group in alarms)
     return {"alarms": alarms, "probes": probes, "steps": steps, "by_scale": by_scale} if groups else None
 
 
 def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
-    """Which ops ran in which format, of each precision that watched them: departures first."""
+    """Which ops ran in which format, for each precision that watched them: departures first, then most called."""
     found = []
     for name, runs in groups:
         watched = next((run for run in runs if run.ops), None)
         if watched is None:
             continue
-        # Departures first, then what was called most: what a reader looks for is at the top.
         rows = sorted(watched.ops, key=lambda op: (op.as_planned, op.rule, -op.calls, op.op, op.module))
         rules = Counter(op.rule for op in rows).most_common()
         departed = [op for op in rows if not op.as_planned]
@@ -234,7 +196,7 @@ def _ops(groups: Iterable[tuple[str, Sequence[Run]]]) -> list[dict[str, Any]]:
 
 
 def _noted(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """What runs noted, and which did. The same note from every seed is one note."""
+    """Each note of the runs, and the names of those that made it."""
     told: dict[str, list[str]] = {}
     for run in runs:
         for note in run.ended.notes if run.ended else []:
@@ -242,13 +204,14 @@ def _noted(runs: Sequence[Run]) -> dict[str, list[str]]:
     return told
 
 
-def _machine(known: object, runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """The machine as it is known, else as the first run that says so recorded it."""
+def _machine(known: object, runs: Sequence[Run]) -> dict[str, str]:
+    """The machine of the verdict, else that of the first run that recorded it."""
     found = known if isinstance(known, dict) and known else None
     found = found or next((run.started.machine for run in runs if run.started), {})
-    named = {key.removesuffix("_bytes").replace("_", " "): key for key in found}
-    shown = {key: size(found[key]) if key.endswith("_bytes") else _plain(found[key]) for key in found}
-    return [(name, shown[key]) for name, key in named.items()]
+    return {
+        key.removesuffix("_bytes").replace("_", " "): size(value) if key.endswith("_bytes") else _plain(value)
+        for key, value in found.items()
+    }
 
 
 def _plain(value: Any) -> str:

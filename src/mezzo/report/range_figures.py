@@ -1,38 +1,51 @@
-"""Where the numbers of a watched run lie, as figures: exponents by kind of tensor, shares lost, updates over weights.
+"""The numbers of a watched run as figures: exponents by kind of tensor, shares lost, updates over weights.
 
-The script picks one tensor in place of all, moves gradients by another loss scale, and shows maps in another format.
+The script picks one tensor out of all, moves gradients by another loss scale, and shows maps in another format.
 Without it the figures show all tensors, gradients at the loss scale of the run's last update.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from mezzo.core.ranges import GRADIENTS, WHAT, Histogram, Shares, shift_of
-from mezzo.report import charts
-from mezzo.report.charts import Axis, Chart, Key, Shape, Table, across, down, shape, text
+from mezzo.report.charts import UNITS, Axis, Chart, Key, Table, across, box, down, shape, text
 from mezzo.report.numbers import count, counted, power_of_two, printable, share_text, significant
 from mezzo.report.ranges import FORMATS, LIMITS, RATIO, Ranges, Track, together
 from mezzo.report.run import Run
 from mezzo.report.series import Array, sample
 
 LISTED = 150  # rows of a table of tensors; those with the most to lose come first
-LINES, COLUMNS = (
-    48,
-    72,
-)  # of a map: the tensors that lose most, and columns, each the worst of its share of steps
+LINES, COLUMNS = 48, 72  # of a map: the tensors that lose most, and columns, each the worst of its steps
 FIGURES, POINTS = 36, 80  # of update ratios: figures drawn, and steps in each
-# Formats whose weights move by every ratio above 2 to this power, and by none below half of that.
+# Weights in these formats move by every ratio above 2 to this power, and by none below half of that.
 MOVES = (("bf16", -8, "margin"), ("fp16", -11, "skip"))
 # Gradients first: they are what a format loses first.
 ORDER = ("activation gradient", "weight gradient", "activation", "weight")
 MAPS = ("activation gradient", "activation", "weight gradient", RATIO)
-SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 where no scale was below 1
+SLIDER = (-24, 32)  # the ends of the loss scale's slider, as powers of two; from 0 if no scale was below 1
+DECADES = 6  # a share of 10 to the minus this, or less, is a sliver in a histogram
+UP_TO = (
+    0.0,
+    0.001,
+    0.01,
+    0.05,
+    0.2,
+    0.5,
+    1.0,
+)  # a cell's level: the first of these that its share does not exceed
+BROKEN, UNSEEN = "x", "u"
+_SHARES = ("none", "to 0.1 %", "to 1 %", "to 5 %", "to 20 %", "to 50 %", "over 50 %")
+LEVELS = [Key(f"h{place}", "cell", name) for place, name in enumerate(_SHARES)]
+LEVELS += [Key(f"h{BROKEN}", "cell", "holds inf or NaN"), Key(f"h{UNSEEN}", "cell", "not seen")]
+"""The legend of a map."""
 _WINDOW = (-72, 44)
 _PERCENT = {0: "100\u00a0%", 2: "1\u00a0%", 4: "0.01\u00a0%", 6: "10⁻⁴\u00a0%"}
 _STRIP = 17
@@ -46,13 +59,12 @@ def range_figures(run: Run) -> dict[str, Any]:
     scales = [update.loss_scale for update in run.updates] or seen.scales
     shift = shift_of(next((scale for scale in reversed(scales) if 0 < scale < math.inf), 1.0))
     used = [0, shift, *map(shift_of, scales)]
-    least = min(SLIDER[0], *used) if min(used) < 0 else 0
     tracks = {what: seen.of(what) for what in ORDER}
     return {
         "name": run.name,
         "seen": seen,
         "shift": shift,
-        "slider": (least, max(SLIDER[1], *used)),
+        "slider": (min(SLIDER[0], *used) if min(used) < 0 else 0, max(SLIDER[1], *used)),
         "format": formats["activation gradient"],
         "exponents": [exponents(what, some, formats[what], shift) for what, some in tracks.items() if some],
         "maps": list(filter(None, (heat(what, seen, formats[what]) for what in MAPS))),
@@ -61,7 +73,7 @@ def range_figures(run: Run) -> dict[str, Any]:
 
 
 def _format(seen: Ranges, what: str) -> str:
-    """The low format that a kind of tensor has in the run; where it has none, that which the run computes in."""
+    """The low format that a kind of tensor has in the run; if it has none, the one that the run computes in."""
     for kinds in ((what,), GRADIENTS, ("activation",)):
         found = Counter(track.format for kind in kinds for track in seen.of(kind) if track.format in FORMATS)
         if found:
@@ -91,7 +103,7 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         lost, bad = _cells(track.total.shares(format, shift)), broken(track.total)
         numbers = [lost[0], lost[3], significant(track.total.largest, 3), count(bad)]
         rows.append((track.label, numbers, bool(bad), _small(track.total, axis, shift, format)))
-    ends = ((LIMITS[format].zero, "below: zero in"), (LIMITS[format].overflow, "from here on: beyond"))
+    words = ("below: zero in", "from here on: beyond")
     shares = {name: total.shares(name, shift) for name in FORMATS}
     return {
         "what": what,
@@ -100,9 +112,11 @@ def exponents(what: str, tracks: Sequence[Track], format: str, shift: int) -> di
         "total": total,
         "broken": broken(total),
         "grid": _grid(axis),
-        "bins": charts.bar_path(_bins(total, axis, shift)),
+        "bins": bar_path(_bins(total, axis, shift)),
         "ends": [
-            down(axis.at(end), "edge skip", f"{words} {format}") for end, words in ends if axis.holds(end)
+            down(axis.at(end), "edge skip", f"{word} {format}")
+            for end, word in zip(_ends(format), words)
+            if axis.low < end < axis.high
         ],
         "strips": _strips(axis),
         "strips_height": _STRIP * len(LIMITS),
@@ -131,6 +145,10 @@ def broken(histogram: Histogram) -> int:
     return histogram.infinities + histogram.nans
 
 
+def _ends(format: str) -> tuple[int, int]:
+    return LIMITS[format].zero, LIMITS[format].overflow
+
+
 def _cells(shares: Shares | None) -> list[str]:
     if shares is None:
         return ["–"] * 4
@@ -151,10 +169,10 @@ def _plain(histogram: Histogram) -> list[float]:
     return [histogram.lowest, histogram.zeros, broken(histogram), largest, *histogram.counts]
 
 
-def _grid(axis: Axis) -> list[Shape]:
+def _grid(axis: Axis) -> list[Markup]:
     parts = [across("100%", "base")]
     for decade, label in _PERCENT.items():
-        y = f"{100 * decade / charts.DECADES:.2f}%"
+        y = f"{100 * decade / DECADES:.2f}%"
         parts += [across(y, "grid"), text(label, -6, y, "label end", "0.32em")]
     every = 10 if axis.high - axis.low > 36 else 5
     for exponent in range(-(-int(axis.low) // every) * every, int(axis.high) + 1, every):
@@ -163,7 +181,7 @@ def _grid(axis: Axis) -> list[Shape]:
     return parts
 
 
-def _strips(axis: Axis) -> list[Shape]:
+def _strips(axis: Axis) -> list[Markup]:
     """A strip for each format: pale where it has fewer bits, full where it has all."""
     parts = []
     for place, (name, limits) in enumerate(LIMITS.items()):
@@ -173,24 +191,44 @@ def _strips(axis: Axis) -> list[Shape]:
         for style, start, stop in ends:
             if axis.at(start) != axis.at(stop):
                 title = f"{name}: {style} from 2^{start} to 2^{stop}"
-                parts.append(charts.box(axis, start, stop, y + 2, _STRIP - 4, f"strip {style}", title))
+                parts.append(box(axis, start, stop, y + 2, _STRIP - 4, f"strip {style}", title))
     return parts
 
 
 def _small(total: Histogram, axis: Axis, shift: int, format: str) -> dict[str, Any]:
-    """One outline in a unit for each exponent, from the first that occurs to the last."""
+    """One outline, a unit wide for each exponent, from the first that occurs to the last."""
     bins = _bins(total, axis, shift)
     used = [place for place, one in enumerate(bins) if one]
     shapes = []
     if used:
-        inner = bins[used[0] : used[-1] + 1]
-        heights = [number and max(0.02, charts.bar_height(number / sum(bins))) for number in inner]
+        heights = [one and max(0.02, _height(one / sum(bins))) for one in bins[used[0] : used[-1] + 1]]
         path = "".join(f"V{20 - round(20 * height)}h1" for height in heights)
         shapes.append(shape("path", "fill s1", d=f"M{used[0]} 20{path}V20Z"))
-    for edge in (LIMITS[format].zero, LIMITS[format].overflow):
-        if axis.holds(edge):
+    for edge in _ends(format):
+        if axis.low < edge < axis.high:
             shapes.append(shape("path", "edge skip", d=f"M{edge - int(axis.low)} 0V20"))
     return {"width": len(bins), "shapes": shapes}
+
+
+def bar_path(bins: Sequence[int]) -> str:
+    """One path for all bars of a histogram, in `UNITS`: a bar's height is the logarithm of its share.
+
+    >>> bar_path([0, 1])
+    'M500 1000V0H1000V1000Z'
+    """
+    total, width = sum(bins), UNITS / max(1, len(bins))
+    parts = []
+    for place, number in enumerate(bins):
+        if number:
+            edges = (place * width, UNITS * (1 - _height(number / total)), (place + 1) * width)
+            left, top, right = (math.floor(edge + 0.5) for edge in edges)  # as the script's Math.round
+            parts.append(f"M{left} 1000V{top}H{right}V1000Z")
+    return "".join(parts)
+
+
+def _height(share: float) -> float:
+    """Between 0 and 1: the logarithm of a share, over `DECADES`."""
+    return max(0.004, 1 + math.log10(share) / DECADES)
 
 
 def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
@@ -201,9 +239,8 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         return None
     size = math.ceil(len(columns) / COLUMNS)
     groups = [columns[start : start + size] for start in range(0, len(columns), size)]
-    # Those that lose most, in the order in which they came.
-    means = [(any(track.broken), track.mean_lost(format)) for track in tracks]
-    weights = [(bad, 0.0 if math.isnan(mean) else mean) for bad, mean in means]
+    # Those that lose most, in the model's order.
+    weights = [(any(track.broken), float(np.nan_to_num(track.mean_lost(format)))) for track in tracks]
     by_weight = sorted(range(len(tracks)), key=weights.__getitem__, reverse=True)
     shown, listed = ([tracks[place] for place in sorted(by_weight[:most])] for most in (LINES, LISTED))
     levels = {name: [_levels(track, name, groups) for track in shown] for name in FORMATS}
@@ -225,7 +262,7 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
         "broken": any(bad for bad, _ in weights),
         "labels": [track.label for track in shown],
         "width": len(groups),
-        "cells": charts.cells(levels[format]),
+        "cells": cells(levels[format]),
         "updates": (updates[0], ranges.updates[columns[-1]]),
         "of": len(tracks),
         "table": Table(head, rows),
@@ -238,19 +275,42 @@ def heat(what: str, ranges: Ranges, format: str) -> dict[str, Any] | None:
     }
 
 
+def level(share: float, broken: int = 0) -> str:
+    """The character of a map's cell.
+
+    >>> [level(share) for share in (0.0, 0.0005, 0.03, 1.0)], level(0.0, broken=3), level(float("nan"))
+    (['0', '1', '3', '6'], 'x', 'u')
+    """
+    if broken:
+        return BROKEN
+    if math.isnan(share):
+        return UNSEEN
+    return str(next(place for place, edge in enumerate(UP_TO) if share <= edge + 1e-9))
+
+
+def cells(lines: Sequence[str]) -> list[Markup]:
+    """A map, a unit for each cell: a path for each level, of runs of equal cells."""
+    paths: dict[str, str] = {}
+    for y, line in enumerate(lines):
+        for run in re.finditer(r"(.)\1*", line):
+            width = len(run[0])
+            paths[run[1]] = paths.get(run[1], "") + f"M{run.start()} {y}h{width}v1h{-width}z"
+    return [shape("path", f"h{name}", d=path) for name, path in sorted(paths.items())]
+
+
 def _levels(track: Track, format: str, groups: Sequence[Sequence[int]]) -> str:
-    """A line of the map: of each column the worst."""
+    """A line of the map: the worst of each column."""
     seen = dict(zip(track.columns, zip(track.lost[format], track.broken)))
     line = ""
     for group in groups:
         found = [seen[column] for column in group if column in seen]
         shares = [share for share, _ in found if not math.isnan(share)]
-        line += charts.level(max(shares, default=math.nan), sum(broken for _, broken in found))
+        line += level(max(shares, default=math.nan), sum(broken for _, broken in found))
     return line
 
 
 def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
-    """What is lost at most; before it, what is beyond any share: elements that are not finite at all."""
+    """First the elements that are not finite at all, then the largest share lost."""
     bad = [track for track in tracks if any(track.broken)]
     told = ""
     if bad:
@@ -273,7 +333,7 @@ def _described(tracks: Sequence[Track], format: str, ranges: Ranges) -> str:
 def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
     """Updates over weights, a chart for each tensor, those with the most lost updates first.
 
-    None where fewer than two steps have any.
+    None if fewer than two steps have any.
     """
     tracks = [track for track in ranges.of(RATIO) if len(track.columns) > 1]
     lost = {track.label: [track.mean_lost(name) for name, _, _ in MOVES] for track in tracks}
@@ -281,9 +341,8 @@ def update_ratios(ranges: Ranges) -> dict[str, Any] | None:
     rows = []
     for track in tracks[:LISTED]:
         medians = [f"2^{one:.1f}" if math.isfinite(one) else "–" for one in track.quantiles[1]]
-        rows.append(
-            (track.label, [medians[0], medians[-1], *map(share_text, lost[track.label])], False, None)
-        )
+        shares = map(share_text, lost[track.label])
+        rows.append((track.label, [medians[0], medians[-1], *shares], False, None))
     head = ("Tensor", "first median", "last median", *(f"lost in {name}, estimated" for name, _, _ in MOVES))
     figures = [_ratio_chart(track, ranges, lost[track.label]) for track in tracks[:FIGURES]]
     return {"charts": figures, "table": Table(head, rows), "of": len(tracks)} if tracks else None
@@ -294,24 +353,25 @@ def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
     at = np.array([ranges.updates[track.columns[pick]] for pick in picks], dtype=float)
     found = np.array(track.quantiles, dtype=float)
     low, middle, high = np.exp2(np.clip(found[:, picks], -200, 200))
-    shares = [
-        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, _, _) in zip(lost, MOVES)
+    parts = [
+        f"{share_text(one)} of the updates would be lost in {name}" for one, (name, *_) in zip(lost, MOVES)
     ]
+    told = f"{_course(at, middle)} On average an estimated {' and '.join(parts)}."
     ends = found[np.isfinite(found)]
-    bottom, top = min([-14.0, *ends]), max([-4.0, *ends])
+    bottom, top = max(min([-14.0, *ends]), -60), min(max([-4.0, *ends]), 20)
     chart = Chart(
-        title=track.label,
-        described=f"{_course(at, middle)} On average an estimated {' and '.join(shares)}.",
-        x=Axis(at[0], max(at[-1], at[0] + 1.0)),
-        y=Axis(2.0 ** (math.floor(max(bottom, -60)) - 1), 2.0 ** (math.ceil(min(top, 20)) + 1), log=True),
+        track.label,
+        Axis(at[0], max(at[-1], at[0] + 1.0)),
+        Axis(2.0 ** (math.floor(bottom) - 1), 2.0 ** (math.ceil(top) + 1), log=True),
+        "Update over weight.",
         x_name="update",
-        unit="Update over weight.",
+        described=told,
         height="low",
         powers=True,
+        notes=[told],
     )
-    chart.notes.append(chart.described)
-    chart.band(at, low, high, "s1", "5 % to 95 %")
-    chart.line(at, middle, "s1", "median")
+    chart.band(low, high, "s1", "5 % to 95 %", x=at)
+    chart.line(middle, "s1", "median", x=at)
     for name, power, style in MOVES:
         chart.rule(2.0**power, f"edge {style}")
         words = f"{power_of_two(power)}: {name} loses none above, all below {power_of_two(power - 1)}"
@@ -320,7 +380,7 @@ def _ratio_chart(track: Track, ranges: Ranges, lost: Sequence[float]) -> Chart:
 
 
 def _course(at: Array, middle: Array) -> str:
-    """From where to where the median goes; a step has none where nothing moved but weights that were 0."""
+    """The first and last median in words; a step has none if nothing moved but weights that were 0."""
     seen = np.flatnonzero(np.isfinite(middle)).tolist()
     if not seen:
         return "No update has a ratio: nothing moved, or only weights that were 0."
@@ -328,9 +388,6 @@ def _course(at: Array, middle: Array) -> str:
         power_of_two(math.log2(middle[place])) + (f" at update {at[place]:,.0f}" if place != end else "")
         for place, end in ((seen[0], 0), (seen[-1], len(middle) - 1))
     )
-    why = (
-        " A step has none where nothing moved, or only weights that were 0."
-        if len(seen) < len(middle)
-        else ""
-    )
+    gaps = len(seen) < len(middle)
+    why = " A step has none where nothing moved, or only weights that were 0." if gaps else ""
     return f"The median ratio goes from {first} to {last}.{why}"

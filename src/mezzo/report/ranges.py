@@ -1,7 +1,7 @@
-"""What a run's ranges records say, gathered while they are read: a track for each tensor that was looked at.
+"""A run's exponent histograms, gathered while its records are read: one track for each tensor.
 
 A run of 200 modules that is watched a thousand times writes over a million histograms. A track keeps their sum,
-and of each step only a share for every format: a few bytes.
+and for each step only the share that each format would lose: a few bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mezzo.core.ranges import GRADIENTS, Histogram, shift_of
 from mezzo.core.records import RangesRecord
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
-"""The formats that a report answers for, whichever of them the run used."""
+"""The formats that a report shows, whichever of them the run used."""
 RATIO = "update ratio"
 QUANTILES = (0.05, 0.5, 0.95)
 
 
 class Limits(NamedTuple):
-    """A format's ends as exponents: what lies in a binade is decided by its exponent alone.
+    """A format's ends as exponents: the exponent of a number alone decides what becomes of it.
 
     Below ``2**zero`` a number rounds to zero; from ``2**normal`` on it keeps every bit of the format's precision; from
     ``2**overflow`` on it is beyond the largest.
@@ -42,31 +42,27 @@ LIMITS = {
 
 @dataclass
 class Track:
-    """One tensor over the watched steps. What is kept for each of them is in their order.
+    """One tensor over the watched steps. Arrays hold one value per step, in order.
 
-    A share ``lost`` rounds to zero or overflows at that step's loss scale; of an update ratio it is what
-    `Histogram.lost` estimates. It is NaN where there is no finite number but zero.
+    A share ``lost`` rounds to zero or overflows at that step's loss scale; for an update ratio it is what
+    `Histogram.lost` estimates. It is NaN if no number is finite and not zero.
     """
 
-    label: str  # path of the module, with the parameter's name where it is a parameter's
+    label: str  # path of the module, with the parameter's name if it is a parameter's
     what: str  # a key of `mezzo.core.ranges.WHAT`
-    format: str  # what it has in the run
+    format: str  # its format in the run
     total: Histogram = field(default_factory=Histogram)  # of all steps; of gradients without the loss scale
-    columns: array[int] = field(
-        default_factory=lambda: array("l")
-    )  # the steps, as places in `Ranges.updates`
+    columns: array[int] = field(default_factory=lambda: array("l"))  # steps, as places in `Ranges.updates`
     lost: dict[str, array[float]] = field(default_factory=lambda: {name: array("f") for name in FORMATS})
-    broken: array[int] = field(
-        default_factory=lambda: array("q")
-    )  # elements infinite or NaN (of ratios, NaN alone)
-    # Of an update ratio, the log2 of the `QUANTILES`.
+    broken: array[int] = field(default_factory=lambda: array("q"))  # elements infinite or NaN (ratios: NaN)
+    # The log2 of the `QUANTILES` of an update ratio.
     quantiles: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("f") for _ in QUANTILES))
 
     def add(self, column: int, histogram: Histogram, shift: int) -> None:
         """One step's histogram, of numbers that the run multiplied by ``2**shift``."""
         self.total = self.total.plus(histogram)
         self.columns.append(column)
-        # An infinite ratio is an update of a weight that was 0: nothing is wrong with it.
+        # An infinite ratio is an update of a weight that was 0, which is not an error.
         self.broken.append(histogram.nans + (0 if self.what == RATIO else histogram.infinities))
         counts, lowest, elements = histogram.counts, histogram.lowest, sum(histogram.counts)
         for name, limits in LIMITS.items():
@@ -84,12 +80,12 @@ class Track:
                 kept.append(value)
 
     def mean_lost(self, name: str) -> float:
-        """Mean of the shares lost in a format over the steps that have one; NaN where none has."""
+        """Mean of the shares lost in a format over the steps that have one; NaN if none has."""
         shares = [share for share in self.lost[name] if not math.isnan(share)]
         return sum(shares) / len(shares) if shares else math.nan
 
     def worst_lost(self, name: str) -> tuple[float, int]:
-        """The largest share lost in a format, and the first column where; NaN and -1 where there is none."""
+        """The largest share lost in a format and its first column; NaN and -1 if there is none."""
         found = [(share, -at) for share, at in zip(self.lost[name], self.columns) if not math.isnan(share)]
         share, at = max(found, default=(math.nan, 1))
         return share, -at
@@ -100,7 +96,7 @@ class Ranges:
     """All tracks of a run, in the order in which they were first seen."""
 
     updates: list[int] = field(default_factory=list)  # index of the update of each watched step
-    scales: list[float] = field(default_factory=list)  # the loss scale that each of them used
+    scales: list[float] = field(default_factory=list)  # the loss scale of each watched step
     tracks: dict[tuple[int, str, str, str], Track] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -124,7 +120,7 @@ class Ranges:
             track.add(column, row.histogram, shift if row.what in GRADIENTS else 0)
 
     def of(self, what: str) -> list[Track]:
-        """The tracks of one kind, in the model's order: gradients come backwards, and take the activations' order."""
+        """The tracks of one kind, in the model's order: gradients, recorded backwards, take the activations' order."""
         found = [track for track in self.tracks.values() if track.what == what]
         if what == "activation gradient":
             forward = {track.label: place for place, track in enumerate(self.of("activation"))}

@@ -1,13 +1,13 @@
-"""One run's records, taken apart: losses and updates in order, what was measured once, what was found out.
+"""One run's records: losses and updates in order, what was measured once, overflow reports, ranges.
 
-Tolerant by design: a report is wanted most when something went wrong. A run that crashed, was killed or left a
-broken file is kept with what it has and a fault to be shown.
+A report is wanted most when something went wrong, so reading is tolerant: a run that crashed, was killed or left a
+broken file is kept with what it has, and `Run.fault` says what is wrong.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,37 +18,34 @@ from mezzo.core import records
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import StaticLossScale
 from mezzo.core.policy import policy
-from mezzo.report.numbers import counted, scale_text
+from mezzo.report.numbers import scale_text
 from mezzo.report.ranges import Ranges
 from mezzo.report.series import Array
 
 LOG_LINES = 25
-_LOST_A_LINE = 1000
 LEFT_ALONE = "left alone: "
-"""How the note of a run begins whose script chose its precision itself."""
+"""The note of a run begins so if its script uses mixed precision itself."""
 _NAME = re.compile(r"(?P<precision>.+?)(?P<ulp>-ulp)?-(?P<seed>\d+)")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """The records of one run."""
 
     name: str  # of its file, without the ending
     precision: str  # the name of its policy
     seed: int  # what was added to the script's own seeds
     nudged: bool  # whether it is a one-ulp twin
-    losses: Array  # of every outermost backward, unscaled; NaN at the places in `lost`
-    lost: frozenset[int] = frozenset()  # places of losses whose lines were not read
+    losses: Array  # of every outermost backward, unscaled
     updates: tuple[records.UpdateRecord, ...] = ()
     started: records.RunStarted | None = None
     memory: records.MemoryRecord | None = None
     ops: tuple[records.OpFormats, ...] = ()
     ended: records.RunEnded | None = None
-    overflows: tuple[records.OverflowRecord, ...] = ()  # one for each skipped update that was looked into
-    ranges: Ranges = field(default_factory=Ranges)  # what was seen of the exponents of its tensors
+    overflows: tuple[records.OverflowRecord, ...] = ()  # one for each skipped update that was traced
+    ranges: Ranges = field(default_factory=Ranges)
     fault: str = ""  # what is wrong with the records
-    records: int = 0  # how many lines of the file are records
-    unread: int = 0  # how many are not, or were left unread after one that is not
+    records: int = 0  # lines that were read
     log: str = ""  # the last lines that the script printed
 
     @property
@@ -65,19 +62,14 @@ class Run:
 
     @property
     def left_alone(self) -> str:
-        """Why the script was left to its own precision; ``""`` where it was not."""
+        """Why Mezzo applied no policy to the script; ``""`` if it did."""
         notes = self.ended.notes if self.ended else []
         return next((str(note).partition(": ")[2] for note in notes if str(note).startswith(LEFT_ALONE)), "")
 
     @property
     def ran_by(self) -> str:
-        """What to head the run with: its policy, unless nothing ran by it."""
+        """The run's heading: its policy, unless none was applied."""
         return "left alone" if self.left_alone else self.precision
-
-    @property
-    def recorded_losses(self) -> int:
-        """How many losses were read."""
-        return len(self.losses) - len(self.lost)
 
     @property
     def finite_losses(self) -> list[float]:
@@ -87,10 +79,10 @@ class Run:
 
     @property
     def constant_scale(self) -> float | None:
-        """The loss scale, if the run's policy has a constant one; None where it has another, or none is told."""
+        """The loss scale, if the run's policy has a constant one; else None."""
         try:
             found = policy(self.started.policy).make_loss_scale() if self.started else None
-        except MezzoError:  # a newer version's, or no policy at all
+        except MezzoError:  # of a newer version, or not a policy
             return None
         return found.scale if isinstance(found, StaticLossScale) else None
 
@@ -102,7 +94,7 @@ class Run:
 
     @property
     def lasting(self) -> bool:
-        """Whether a loss scale that is too large stays so: nothing made it smaller."""
+        """Whether a loss scale that is too large stays too large: nothing made it smaller."""
         return self.constant_scale is not None or self.steady_scale is not None
 
     @property
@@ -123,49 +115,53 @@ class Run:
 
     @property
     def skipped(self) -> list[int]:
-        """Indices of the updates that were vetoed."""
+        """Indices of the skipped updates."""
         return [update.index for update in self.updates if update.skipped]
 
 
 def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
-    """The run that a file of records tells of; a file that breaks off or is broken is a run with a fault.
+    """Read a run's file of records. A file that is cut off or broken gives a run with a `fault`.
 
-    Lines that are not records are left out, and the fault says how many. For a comparison, whose runs are laid over
-    one another step by step, nothing after the first of them is read: one loss less would shift all that follow.
-
-    The records of a loop of one's own (``MixedPrecision(records=...)``) have neither a beginning nor an end, and
-    that is not a fault.
+    Reading stops at the first line that is not a record: a missing loss would shift all that follow. The records of a
+    user's own loop (``MixedPrecision(records=...)``) have neither a start nor an end; that is not a fault.
 
     Args:
         path: the ``.jsonl`` file.
-        known: `file_name` of a precision -> the precision as it was asked for.
+        known: `file_name` of a precision -> the precision as the user wrote it.
     """
     losses: list[float] = []
-    lost: list[int] = []
     updates: list[records.UpdateRecord] = []
     overflows: list[records.OverflowRecord] = []
     ranges = Ranges()
     once: dict[str, Any] = {}
-    lines = _Lines(path, stops=known is not None)
-    for record in lines:
-        if isinstance(record, records.LossRecord):
-            # A line that was cut may have swallowed those behind it; an index beyond that is itself broken. Without any
-            # such line there is no gap: several loops may share a file.
-            if 0 < record.index - len(losses) <= _LOST_A_LINE * lines.unread - len(lost):
-                lost += range(len(losses), record.index)
-                losses += [np.nan] * (record.index - len(losses))
-            losses.append(record.loss)
-        elif isinstance(record, records.UpdateRecord):
-            updates.append(record)
-        elif isinstance(record, records.RangesRecord):
-            ranges.add(record)
-        elif isinstance(record, records.OverflowRecord):
-            overflows.append(record)
-        elif isinstance(record, records.OpsRecord):
-            once["ops"] = tuple(record.ops)
-        elif not isinstance(record, records.SensitivityRecord):  # `mezzo calibrate` shows those
-            once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
-    fault = lines.fault
+    read, fault = 0, ""
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for line in file:
+                if not line.endswith("\n"):  # only the last line can: its writer was killed
+                    break
+                try:
+                    record = records.from_line(line.rstrip("\r\n"))
+                except UsageError as error:
+                    unread = 1 + sum(rest.endswith("\n") for rest in file)
+                    were = "line from there on was" if unread == 1 else "lines from there on were"
+                    fault = f"{path.name}:{read + 1}: {error}; {unread:,} {were} not read"
+                    break
+                read += 1
+                if isinstance(record, records.LossRecord):
+                    losses.append(record.loss)
+                elif isinstance(record, records.UpdateRecord):
+                    updates.append(record)
+                elif isinstance(record, records.RangesRecord):
+                    ranges.add(record)
+                elif isinstance(record, records.OverflowRecord):
+                    overflows.append(record)
+                elif isinstance(record, records.OpsRecord):
+                    once["ops"] = tuple(record.ops)
+                elif not isinstance(record, records.SensitivityRecord):  # `mezzo calibrate` shows those
+                    once[{"run": "started", "memory": "memory", "end": "ended"}[record.kind]] = record
+    except OSError as error:
+        fault = str(error).replace(f"{path.parent}/", "")
     of_a_loop = "started" not in once and bool(losses or updates)
     if "ended" not in once and not of_a_loop:
         fault = fault or "the run was cut short: its records have no end"
@@ -178,63 +174,14 @@ def read_run(path: Path, known: Mapping[str, str] | None = None) -> Run:
         seed=int(found["seed"]) if found else started.seed_offset if started else 0,
         nudged=bool(found and found["ulp"]) or bool(started and started.nudged),
         losses=np.array(losses, dtype=float),
-        lost=frozenset(lost),
         updates=tuple(updates),
         overflows=tuple(overflows),
         ranges=ranges,
         fault=fault,
-        records=lines.good,
-        unread=lines.unread,
+        records=read,
         log=_tail(path.with_suffix(".log")),
         **once,
     )
-
-
-class _Lines:
-    """The records of a file, in order; iterated once. With ``stops`` none after a line that is not a record."""
-
-    def __init__(self, path: Path, *, stops: bool) -> None:
-        self.path = path
-        self.stops = stops
-        self.good = 0
-        self.unread = 0
-        self._unreadable = ""
-        self._first = ""
-
-    def __iter__(self) -> Iterator[records.Record]:
-        try:
-            with self.path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-                yield from self._of(file)
-        except OSError as error:
-            self._unreadable = str(error).replace(f"{self.path.parent}/", "")
-
-    def _of(self, file: Iterator[str]) -> Iterator[records.Record]:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):  # only the last can: its writer was killed
-                return
-            try:
-                record = None if self.stops and self.unread else records.from_line(line.rstrip("\r\n"))
-            except UsageError as error:
-                record, self._first = None, self._first or f"{self.path.name}:{number}: {error}"
-            if record is None:
-                self.unread += 1
-            else:
-                self.good += 1
-                yield record
-
-    @property
-    def fault(self) -> str:
-        """What is wrong, or nothing."""
-        if self._unreadable or not self.unread:
-            return self._unreadable
-        lines, were = counted(self.unread, "line"), "was" if self.unread == 1 else "were"
-        if self.stops:
-            return f"{self._first}; {lines} from there on {were} not read"
-        which = "" if self.unread == 1 else ", the first"
-        return (
-            f"{lines} of its records {were} not read{which}: {self._first}; a loss or an update among them is missing "
-            "from the curves; what follows stands at its step"
-        )
 
 
 def _tail(path: Path) -> str:
