@@ -29,11 +29,11 @@ from mezzo.core.remedies import remedies as remedies_of
 from mezzo.keras.hardware import describe
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.keras.plan import NAMES, POLICIES, plan
-from mezzo.keras.steps import Step, StepReader, Update, around, keep_losses, steps_per_call
+from mezzo.keras.steps import Step, StepRecorder, Update, keep_losses
 from mezzo.runner.journal import Journal, now_text
 
 DEFAULT_WATCH = 100
-"""Updates from one that is watched to the next."""
+"""Updates between two whose ranges are counted."""
 
 EVERY = 16
 """Batches whose records are read and written together: reading waits for the device."""
@@ -42,8 +42,8 @@ NAMED = 12
 """Variables that a finding names at most."""
 
 _NO_RATIOS = (
-    "watch: several steps run in one execution (steps_per_execution), so how far a single update moves a weight is not "
-    "seen: no update ratios"
+    "watch: several steps run in one execution (steps_per_execution), so that single updates of a weight are not seen: "
+    "no update ratios"
 )
 _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
@@ -54,10 +54,10 @@ _NEVER_STEPPED = (
     "in attributes of the model that stepped: {}"
 )
 _LOST = (
-    "{path}{more} is NaN or infinite at the end of epoch {epoch}, and stays so; inference and validation read it. "
-    "Train again, or from a checkpoint before it, without the batches that do this, in `bf16`, or with FP32 for "
-    "{layer} and for the layer before it that overflows (`fp16,module.{layer}=fp32,module.LAYER=fp32` in "
-    "`mezzo.keras.set_policy`; {layer} alone reads the infinities of the other)"
+    "{path}{more} is NaN at the end of epoch {epoch}, and stays so; inference and validation read it. Train again, or "
+    "from a checkpoint before it, without the batches that do this, in `bf16`, or with FP32 for {layer} and for the "
+    "layer before it that overflows (`fp16,module.{layer}=fp32,module.LAYER=fp32` in `mezzo.keras.set_policy`; {layer} "
+    "alone still reads the infinities of the other)"
 )
 
 
@@ -68,29 +68,29 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
         model.fit(x, y, callbacks=[mezzo.keras.PrecisionMonitor("mezzo-run", watch=100)])
 
-    Keras's progress bar and History show `loss_scale` and `skipped_steps` (of this `fit`) where there is a loss scale;
-    between two readings the bar shows the last one. Each `fit` writes a file of its own,
-    ``FOLDER/runs/fit001.jsonl`` and so on; one that is broken off leaves what it had.
+    Keras's progress bar and History show `loss_scale` and `skipped_steps` (of this `fit`) where there is a loss scale.
+    Each `fit` writes a file of its own, ``FOLDER/runs/fit001.jsonl`` and so on; one that is broken off leaves what it
+    had.
 
     Args:
         folder: for the records.
-        watch: how many updates from one whose ranges are counted to the next, beginning with the first: weights and how
-            far they move. True is every hundredth, 0 or False none.
+        watch: the ranges of weights and of their updates are counted in the first update and then in every so manyth.
+            True is 100, 0 or False none.
         every: batches after which records are read, the loss scale's patience is checked, and the numbers in the
             progress bar are renewed.
-        verbose: whether to say at the end, in one line, where the records are; and at the end of an epoch, once,
-            that moving statistics (or another variable that is not trained) have become NaN or infinite.
+        verbose: whether to print at the end where the records are; and at the end of an epoch, once, that moving
+            statistics (or another variable that is not trained) have become NaN.
 
     Attributes:
         path: of the current, or last, file of records; None before the first `fit`.
 
     Raises:
-        UsageError: an argument that is none of these.
+        UsageError: an invalid argument.
         LossScaleCollapseError: out of `fit`, where `mezzo.keras.LossScaleOptimizer.check` raises it.
     """
 
-    # What Keras may call from another thread (on JAX and PyTorch) is `on_train_batch_end`, which only adds numbers to
-    # the logs. So the training need not wait for the losses of each batch because of this callback.
+    # Keras may call `on_train_batch_end` from another thread (on JAX and PyTorch); it only adds numbers to the logs. So
+    # the training does not wait for each batch's losses because of this callback.
     async_safe = True
 
     def __init__(
@@ -119,7 +119,6 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self._watch, self._every, self._verbose = int(watch), int(every), verbose
         self._recorder: _Recorder | None = None
         self._lost = False
-        self._masks: set[int] = set()  # variables in which infinities stood from the first
 
     @property
     def path(self) -> Path | None:
@@ -127,12 +126,11 @@ class PrecisionMonitor(keras.callbacks.Callback):
         return None if self._recorder is None else self._recorder.path
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """A file for this `fit`."""
+        """Begin a file for this `fit`."""
         if self._recorder is not None:
             self._recorder.close()  # if the last fit was broken off
         model = self.model
         self._lost = False
-        self._masks = {id(one) for one, is_nan in not_finite(model) if not is_nan}
         if keep_losses(model):
             # Functions that were traced before hold the old tracker.
             model.train_function = model.test_function = None
@@ -141,27 +139,35 @@ class PrecisionMonitor(keras.callbacks.Callback):
         finalize(self, recorder.close)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """What was done between two epochs is not a step's doing."""
+        """Read the optimizers' state again: other callbacks may have changed it."""
         if self._recorder is not None:
             self._recorder.epoch_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Numbers into the logs, which the callbacks after this one see too."""
+        """Add the numbers to the logs, which later callbacks see too."""
         if self._recorder is not None and logs is not None:
             logs.update(self._recorder.numbers)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """What was left of the epoch, and its numbers into the logs."""
+        """Read the rest of the epoch, and look for lost statistics."""
         recorder = self._recorder
         if recorder is None:
             return
         recorder.read()
-        self._tell_lost(recorder, epoch + 1)
+        found = [] if self._lost else lost_statistics(self.model)
+        if found:
+            self._lost = True
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            layer = found[0].rpartition("/")[0] or "LAYER"
+            text = _LOST.format(path=found[0], layer=layer, epoch=epoch + 1, more=more)
+            recorder.journal.note(text)
+            if self._verbose:
+                print(f"\nmezzo: {text}.")
         if logs is not None:
             logs.update(recorder.numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """The last record."""
+        """Write the last record."""
         recorder = self._recorder
         if recorder is None:
             return
@@ -175,102 +181,71 @@ class PrecisionMonitor(keras.callbacks.Callback):
                 f"Records in {recorder.path}; the page: mezzo report {shlex.quote(str(self.folder))}"
             )
 
-    def _tell_lost(self, recorder: _Recorder, epoch: int) -> None:
-        """Say it the first time that moving statistics are not finite."""
-        if self._lost:
-            return
-        found = [one for one, is_nan in not_finite(self.model) if is_nan or id(one) not in self._masks]
-        if not found:
-            return
-        self._lost = True
-        path, others = found[0].path, len(found) - 1
-        more = f" (as {others} more)" if others else ""
-        text = _LOST.format(path=path, layer=path.rpartition("/")[0] or "LAYER", epoch=epoch, more=more)
-        recorder.journal.note(text)
-        if self._verbose:
-            print(f"\nmezzo: {text}.")
 
-
-class _Recorder:
-    """Records one `fit`. A model's train function holds it, and nothing in it holds the callback."""
+class _Recorder(StepRecorder):
+    """Records one `fit`. A model's train function holds it, and it does not hold the callback."""
 
     def __init__(self, model: Any, path: Path, watch: int, every: int) -> None:
         self.path = path
         self.journal = Journal(path, lambda: _started(model))
         self.journal.begin()
-        self._reader = StepReader(model)
-        self._model, self._watch, self._every = model, watch, every
-        self._each = steps_per_call(model)
-        self._ended = False
-        self._steps = 0  # read
-        self._look: tuple[int, list[tuple[Any, npt.NDArray[Any]]], list[RangeRow]] | None = None
-        self._looks: dict[int, tuple[float, list[RangeRow], list[RangeRow]]] = {}
+        super().__init__(model, every)
+        self._watch = watch
+        self._steps = 0  # written
+        # Of the call that runs, if its ranges are counted: its first step, the weights before it, their rows.
+        self._counted: tuple[int, list[tuple[Any, npt.NDArray[Any]]], list[RangeRow]] | None = None
+        self._ranges: dict[
+            int, tuple[float, list[RangeRow], list[RangeRow]]
+        ] = {}  # by step, until it is written
         self._numbers: dict[str, int] = {}  # optimizer's name -> its number, in the order of first steps
         self._skipped: dict[str, int] = {}
         self._unsettled: list[Skipped] = []
-        self._inner = model.train_function
-        self._outer = model.train_function = around(self._inner, self.before, self.after)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What the logs show: loss scale and skipped steps; of each optimizer, by its name, where several step."""
+        """What the logs show: loss scale and skipped steps; with the optimizer's name where several step."""
         found: dict[str, float] = {}
-        for one, scale in zip(self._reader.optimizers, self._reader.scales()):
-            alone = not self._steps and len(self._reader.optimizers) == 1
+        for one, scale in zip(self.optimizers, self.scales()):
+            alone = not self._steps and len(self.optimizers) == 1
             if (one.name in self._numbers or alone) and one.scales:
                 end = f"_{one.name}" if len(self._numbers) > 1 else ""
                 found[f"loss_scale{end}"] = scale
                 found[f"skipped_steps{end}"] = self._skipped.get(one.name, 0)
         return found
 
-    def epoch_begins(self) -> None:
-        """The optimizers are looked at anew."""
-        self.read()
-        self._reader.forget()
-
-    def before(self, args: Sequence[Any]) -> None:
-        """A call of the train function begins."""
-        if self._ended:
-            return
-        state = args[0] if keras.backend.backend() == "jax" else None
-        if self._reader.waiting >= self._every:
-            self.read(state)
-        self._reader.begin(args)
-        step = self._steps + self._reader.waiting
-        if self._watch and -step % self._watch < self._each:
-            variables = self._model.trainable_variables
+    def before(self, state: Any) -> None:
+        """A call begins: copy the weights, if the ranges of its first step are counted."""
+        super().before(state)
+        step = self._steps + self.waiting
+        if self._watch and -step % self._watch < self.each:
+            variables = self.model.trainable_variables
             held = variables if state is None else state[0]
             weights = [(one, _array(value)) for one, value in zip(variables, held) if _is_floating(one)]
             rows = [_row(one, "weight", numbers) for one, numbers in weights]
-            if self._each > 1:
+            if self.each > 1:
                 self.journal.note(_NO_RATIOS)
-            self._look = (step, weights if self._each == 1 else [], rows)
+            self._counted = (step, weights if self.each == 1 else [], rows)
 
-    def after(self, made: Any) -> None:
-        """It is over."""
-        if self._ended:
-            return
-        self._reader.end(made)
-        if self._look is None:
-            return
-        (step, weights, rows), self._look = self._look, None
-        variables = self._model.trainable_variables
-        held = made[1][0] if keras.backend.backend() == "jax" else variables
-        now = {id(one): value for one, value in zip(variables, held)}
-        moved = [_row(one, "update ratio", ratios(old, _array(now[id(one)]))) for one, old in weights]
-        self._looks[step] = (self.journal.now(), rows, moved)
+    def after(self, logs: Any, state: Any) -> None:
+        """A call is over: count how far it moved the weights."""
+        if self._counted is not None:
+            (step, weights, rows), self._counted = self._counted, None
+            variables = self.model.trainable_variables
+            now = {id(one): value for one, value in zip(variables, variables if state is None else state[0])}
+            moved = [_row(one, "update ratio", ratios(old, _array(now[id(one)]))) for one, old in weights]
+            self._ranges[step] = (self.journal.now(), rows, moved)
+        super().after(logs, state)
 
-    def read(self, state: Any = None) -> None:
+    def read(self, state: Any = None) -> bool:
         """Write what waits, and check the patience of each optimizer; waits for the device.
 
         Raises:
             LossScaleCollapseError: as `LossScaleOptimizer.check`.
         """
-        if self._ended or not self._reader.waiting:
-            return
-        self._write()
-        optimizers = [one for one in self._reader.optimizers if one.name in self._numbers and one.is_mezzos]
-        held = [] if state is None else list(zip(self._model.optimizer.variables, state[2]))
+        if not super().read(state) or self.ended:
+            return False
+        optimizers = [one for one in self.optimizers if one.name in self._numbers and one.is_mezzos]
+        held = [] if state is None else list(zip(self.model.optimizer.variables, state[2]))
         try:
             with keras.StatelessScope(state_mapping=held) if held else nullcontext():
                 for one in optimizers:
@@ -279,44 +254,43 @@ class _Recorder:
             self.journal.note(str(error))
             self.end(1)
             raise
+        return True
 
     def end(self, status: int) -> None:
-        """The last record."""
-        if self._ended:
+        """Write the last record."""
+        if self.ended:
             return
         self.read()
-        self._ended = True
+        self.restore()
         self.journal.seen(one.explained(None) for one in self._unsettled)
-        for text in self._reader.notes:
+        for text in self.notes:
             self.journal.note(text)
         self._note_optimizers()
-        self._give_back()
         self.journal.end(status)
 
     def close(self) -> None:
         """The training was broken off: write what waits, and no end. Keras notifies callbacks of no exception."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.restore()
             with suppress(Exception):  # of a failed device nothing can be read
-                self._write()
-            self._give_back()
+                self.read()
             self.journal.close()
 
-    def _give_back(self) -> None:
-        if self._model.train_function is self._outer:
-            self._model.train_function = self._inner
-
-    def _write(self) -> None:
-        late = self.journal.now() - time.perf_counter()
-        for step in self._reader.read():
-            at = step.at + late
-            first = self.journal.updates
-            for update in step.updates:
-                self._update(step, update, at)
-            if step.loss is not None:
-                self.journal.loss(step.loss, at)
-            self._write_ranges(step, first)
-            self._steps += 1
+    def write(self, step: Step) -> None:
+        """Write its updates, its loss and its ranges."""
+        at = step.at + self.journal.now() - time.perf_counter()
+        first = self.journal.updates
+        for update in step.updates:
+            self._update(step, update, at)
+        if step.loss is not None:
+            self.journal.loss(step.loss, at)
+        if self._steps in self._ranges:
+            counted_at, rows, moved = self._ranges.pop(self._steps)
+            skipped = bool(step.updates) and all(one.skipped for one in step.updates)
+            scale = step.updates[0].scale if step.updates else 1.0
+            rows = rows if skipped else [*rows, *moved]
+            self.journal.seen([RangesRecord(first, 0, counted_at, scale, rows)])
+        self._steps += 1
 
     def _update(self, step: Step, update: Update, at: float) -> None:
         number = self._numbers.setdefault(update.name, len(self._numbers))
@@ -329,26 +303,16 @@ class _Recorder:
         self.journal.seen(one.explained(scale) for one in self._unsettled if one.optimizer == number)
         self._unsettled = [one for one in self._unsettled if one.optimizer != number]
 
-    def _write_ranges(self, step: Step, first: int) -> None:
-        look = self._looks.pop(self._steps, None)
-        if look is None:
-            return
-        at, rows, moved = look
-        skipped = bool(step.updates) and all(one.skipped for one in step.updates)
-        scale = step.updates[0].scale if step.updates else 1.0
-        self.journal.seen([RangesRecord(first, 0, at, scale, rows if skipped else [*rows, *moved])])
-
     def _note_optimizers(self) -> None:
-        """What the user should know of the optimizers that stepped, and of one that did not."""
-        layers = self._model._flatten_layers(include_self=False)
+        layers = self.model._flatten_layers(include_self=False)
         has_float16 = any(one.compute_dtype == "float16" and one.trainable_variables for one in layers)
-        for one in self._reader.optimizers:
+        for one in self.optimizers:
             steps_unscaled = one.name in self._numbers and not one.scales and one.optimizer is not None
             if steps_unscaled and has_float16:
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
         if self._steps and "optimizer" not in self._numbers:
             others = ", ".join(self._numbers) or "none"
-            self.journal.note(_NEVER_STEPPED.format(type(self._model.optimizer).__name__, others))
+            self.journal.note(_NEVER_STEPPED.format(type(self.model.optimizer).__name__, others))
 
 
 # Why a step was skipped
@@ -356,10 +320,10 @@ class _Recorder:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped update whose cause is not known yet. The step is over and its batch is gone: it can't be run again.
+    """A skipped update whose cause is not known yet. Its batch is gone, so it can't be run again.
 
-    Backward goes from the last layer to the first, and what is not finite in one stays so in those before it: so the
-    last layer with such a gradient is the nearest to where it began.
+    Backward goes from the last layer to the first and carries NaN and infinities along. So the last layer with such a
+    gradient is the nearest to their origin.
 
     Args:
         update: its index.
@@ -420,7 +384,7 @@ _OF_LOSS = (
 _OF_UNKNOWN = (
     "a lower learning rate, or `global_clipnorm=1.0` of the inner optimizer, if the loss was growing",
     "this layer in FP32: `fp16,module.LAYER=fp32` in `mezzo.keras.set_policy`",
-    "a layer whose slope has no finite value for some inputs (a root or a logarithm of 0, 0 / 0): clamp what goes in",
+    "a layer whose slope has no finite value for some inputs (a root or a logarithm of 0, 0 / 0): clamp its input",
 )
 
 
@@ -460,23 +424,18 @@ def _row(variable: Any, what: str, numbers: npt.NDArray[Any]) -> RangeRow:
     return RangeRow(module, what, "fp32" if what == "update ratio" else form, histogram(numbers), name)
 
 
-def not_finite(model: Any) -> list[tuple[Any, bool]]:
-    """Floating variables of a model that are not trained, and are not finite now; waits for the device.
+def lost_statistics(model: Any) -> list[str]:
+    """The paths of variables that are not trained and hold NaN; waits for the device.
 
-    A step that the loss scale skips has run forward all the same: the moving mean of a `BatchNormalization` takes the
-    batch's own, and one that is infinite or NaN stays so.
-
-    Returns:
-        Each with whether it holds NaN; else it holds infinities alone, as a mask may.
+    A step that the loss scale skips has run forward: infinite activations make the moving variance of a
+    `BatchNormalization` NaN, which no later batch changes. Infinities alone may be meant (a mask).
     """
     found = []
-    for one in model.non_trainable_variables:
-        if not _is_floating(one):
-            continue
-        held = getattr(one.value, "values", None)  # of a TensorFlow strategy: what each replica holds
-        parts = [_array(part) for part in (held if isinstance(held, tuple) else (one.value,))]
-        if not all(np.isfinite(part).all() for part in parts):
-            found.append((one, any(bool(np.isnan(part).any()) for part in parts)))
+    for one in filter(_is_floating, model.non_trainable_variables):
+        held = getattr(one.value, "values", None)  # under a TensorFlow strategy: one per replica
+        parts = held if isinstance(held, tuple) else (one.value,)
+        if any(np.isnan(_array(part)).any() for part in parts):
+            found.append(one.path)
     return found
 
 
@@ -523,7 +482,7 @@ def _precision_of(model: Any) -> str:
     parts += [f"module.{path}={words.get(name, name)}" for path, name in policies.items() if name != default]
     optimizer = model.optimizer
     if isinstance(optimizer, LossScaleOptimizer):
-        parts.append(f"loss_scale={print_loss_scale(optimizer._machine)}")  # as it was given
+        parts.append(f"loss_scale={print_loss_scale(optimizer._loss_scale)}")  # as it was given
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         parts.append(f"loss_scale=dynamic(init={optimizer.initial_scale:.17g})")
     elif factor := getattr(optimizer, "loss_scale_factor", None):

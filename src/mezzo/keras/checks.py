@@ -1,17 +1,15 @@
 """Does a model follow its plan: does every pattern name a layer, and does the loss get FP32 values?
 
-A Keras layer returns what it computes in, the last one too. Under `mixed_float16` a softmax that is the last layer
-gives a probability of 11 bits, and 0 for one under 2^-25; Keras's losses compute in FP32, on what is left. So the last
-layer is given float32. The dtypes of outputs come from a trace of the model's call, not from what its layers say of
-themselves: a layer may cast its result.
+A Keras layer returns its compute dtype, the last one too. Under `mixed_float16` a final softmax gives probabilities of
+11 bits, and 0 for one under 2^-25; Keras's losses compute in FP32 from those. So the last layer should be float32. The
+dtypes of outputs come from a trace of the model's call, not from the layers' policies: a layer may cast its result.
 """
 
 from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +31,13 @@ class SixteenBitOutputWarning(UserWarning):
     """A model hands its loss 16-bit values; the message has the line that fixes it."""
 
 
-def tell(text: str, kind: type[Warning]) -> None:
-    """Warn; `mezzo.keras.run` makes a note of it instead."""
+def warn(text: str, kind: type[Warning]) -> None:
+    """Warn; `mezzo.keras.run` replaces this by a note."""
     warnings.warn(text, kind, stacklevel=4)
 
 
 def check_plan(model: Any, plan: KerasPlan) -> None:
-    """Tell where a model whose layers are all known does not follow the plan.
+    """Warn where a model whose layers are all known does not follow the plan.
 
     Raises:
         UnknownNameError: a pattern names no layer of this model, nor of another one made under the same plan; the
@@ -52,7 +50,7 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
     if not any(plan_behind(layer.dtype_policy) is plan for _, layer in layers):
         # The patterns are not about layers with policies of their own (from a file, say).
         if layers and all(layer.compute_dtype not in SIXTEEN_BITS for _, layer in layers):
-            tell(
+            warn(
                 f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "
                 "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in "
                 "the same thread; keras.utils.clear_session() forgets the policy.",
@@ -62,7 +60,7 @@ def check_plan(model: Any, plan: KerasPlan) -> None:
     for path, layer in layers:
         pattern, name = plan.decision(path)
         if pattern and plan_behind(layer.dtype_policy) is None and layer.dtype_policy.name != name:
-            tell(
+            warn(
                 f"set_policy({plan.precision!r}): module.{pattern} names the layer {path!r}, which has the policy "
                 f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
                 "Make it after set_policy and without a dtype, or leave the pattern out.",
@@ -123,7 +121,7 @@ def check_outputs(model: Any, x: Any = None) -> None:
             "Give a batch: check_outputs(model, x)."
         )
     sixteen = [output for output in traced_outputs(model, x) if output.dtype in SIXTEEN_BITS]
-    for output in sixteen:  # a misspelt pattern may be why, and would be repeated in the advice
+    for output in sixteen:  # a misspelt pattern may be the cause
         plan = plan_behind(getattr(output.layer, "dtype_policy", None))
         if plan is not None:
             check_patterns(model, plan)
@@ -141,7 +139,7 @@ def warn_of_outputs(model: Any, found: list[Output]) -> None:
         read = {name for name, each in zip(names, loss) if each is not None}
     for output in found:
         if output.name in read and output.dtype in SIXTEEN_BITS:
-            tell(advice(model, output), SixteenBitOutputWarning)
+            warn(advice(model, output), SixteenBitOutputWarning)
 
 
 def traced_outputs(model: Any, x: Any = None) -> list[Output]:
@@ -162,23 +160,30 @@ def traced_outputs(model: Any, x: Any = None) -> list[Output]:
         compute_output_spec(traced, inputs)
         return found
     # There Keras traces on PyTorch's "meta" device, where it does not cast variables to the layer's compute dtype: it
-    # says float32 of a Dense that gives float16. So two examples of zeros go through, and what that assigns is undone.
+    # says float32 of a Dense that gives float16. So two examples of zeros go through the model, and everything that they
+    # assign is restored: variables by the scope, buffers of PyTorch modules here. (By Keras's list of layers: PyTorch
+    # does not see those that a model keeps in a Python list.)
     import torch
 
+    buffers = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
+    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with (
-        torch.no_grad(),
-        keras.StatelessScope(),
-        _torch_buffers_kept(model),
-        torch.random.fork_rng(devices=devices),
-    ):
-        traced(keras.tree.map_structure(_zeros, inputs))
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            with keras.StatelessScope():
+                traced(keras.tree.map_structure(_zeros, inputs))
+        finally:
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):  # an expanded one can't be written to
+                    buffer.copy_(before)
     return found
 
 
 def call_noting_layers(model: Any, call: Callable[[], Any]) -> tuple[Any, list[Output]]:
-    """What a call of a model gives; and each tensor in it with its name (Keras's, a dictionary's key, or its place)."""
-    made: dict[int, tuple[Any, Any]] = {}  # id -> tensor, kept lest its id is taken again, and the layer
+    """The result of a call of a model; and each tensor in it with its name (Keras's, a dictionary's key, or its place)."""
+    made: dict[
+        int, tuple[Any, Any]
+    ] = {}  # id -> the tensor, kept so that its id is not reused, and the layer
     patches = Patches()
     patches.set(keras.layers.Layer, "__call__", _noting(keras.layers.Layer.__call__, model, made))
     try:
@@ -204,23 +209,6 @@ def _zeros(symbol: Any) -> Any:
     return keras.ops.zeros([min(2, symbol.shape[0] or 2), *sizes[1:]] if sizes else [], symbol.dtype)
 
 
-@contextmanager
-def _torch_buffers_kept(model: Any) -> Iterator[None]:
-    """Afterwards every buffer of PyTorch modules within a model holds what it does now; no scope catches those."""
-    import torch
-
-    # By Keras's list: PyTorch does not see layers that a model keeps in a Python list.
-    buffers = {id(buffer): buffer for layer in model._flatten_layers() for buffer in layer.buffers()}
-    kept = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):  # an expanded one can't be written to
-                    buffer.copy_(before)
-
-
 def _noting(call: Any, model: Any, made: dict[int, tuple[Any, Any]]) -> Any:
     def noting(layer: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(layer, *args, **kwargs)
@@ -243,18 +231,18 @@ def inputs_of(model: Any) -> Any:
 def advice(model: Any, output: Output) -> str:
     """What is wrong with a 16-bit output and the line that fixes it."""
     which = f"output {output.name!r}" if output.name else "the output"
-    told = (
+    fault = (
         f"{which} of the model {model.name!r} is {output.dtype}: a loss sees values of "
         f"{named(NAMES[output.dtype]).nmant + 1} significant bits."
     )
     layer = output.layer
     if layer is None:
         return (
-            f'{told} Give the layer that makes it dtype="float32", or cast it: keras.ops.cast(y, "float32").'
+            f'{fault} Give the layer that makes it dtype="float32", or cast it: keras.ops.cast(y, "float32").'
         )
-    fix = f'{told} Make its layer float32: {type(layer).__name__}(..., dtype="float32", name="{layer.name}")'
+    fix = f'{fault} Make its layer float32: {type(layer).__name__}(..., dtype="float32", name="{layer.name}")'
     plan = plan_behind(layer.dtype_policy)
-    # Not what the layer says: one of Keras's own without a build has no path unless the plan has patterns.
+    # Not `layer.path`: a Keras layer without a build has none unless the plan has patterns.
     path = next((path for path, each in walk(model) if each is layer), None)
     if plan is None or path is None or plan.policy_for(path) == "float32":
         return f"{fix}."

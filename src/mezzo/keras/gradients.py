@@ -46,23 +46,30 @@ def unscale(
         The gradients in the given order, in FP32 where they were narrower (one that overwrites its variable unchanged,
         None as None); and for each a boolean of shape (), or None.
     """
-    if keras.backend.backend() == "torch" and _fit_list_kernels(gradients):
-        return _unscale_together(gradients, variables, scale, in_variables_format)
-    unscaled = [_unscaled(*pair, scale, in_variables_format) for pair in zip(gradients, variables)]
-    return unscaled, [_is_bad(gradient, variable) for gradient, variable in zip(unscaled, variables)]
+    unscaled: list[Any] = list(gradients)
+    bad: list[Any] = [None] * len(unscaled)
+    here = [at for at, gradient in enumerate(gradients) if gradient is not None]
+    # The "gradient" of an overwritten variable is its next value (FP8 scales), which the loss scale does not touch.
+    scaled = [at for at in here if not getattr(variables[at], "overwrite_with_gradient", False)]
+    values = {at: keras.ops.convert_to_tensor(_values(gradients[at])) for at in here}
+    wide = [keras.ops.cast(values[at], "float32") if _is_narrow(values[at]) else values[at] for at in scaled]
+    for at, divided in zip(scaled, _divided(wide, scale)):
+        # What the inner optimizer casts to a 16-bit variable's format must be finite in that format.
+        values[at] = stored = _as_stored(divided, variables[at])
+        made = stored if in_variables_format else divided
+        given = gradients[at]
+        unscaled[at] = type(given)(made, given.indices, given.dense_shape) if _is_slices(given) else made
+    for at, flag in zip(here, _not_finite([values[at] for at in here])):
+        bad[at] = flag
+    return unscaled, bad
 
 
 def _is_narrow(thing: Any) -> bool:
     return keras.backend.standardize_dtype(thing.dtype) in NARROW
 
 
-def _is_overwritten(variable: Any) -> bool:
-    """Whether the variable's "gradient" is its next value (FP8 scales), which the loss scale does not touch."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
 def _as_stored(values: Any, variable: Any) -> Any:
-    """Gradients in the format of their variable, if that is a narrow one."""
+    """Values in the format of their variable, if that is a narrow one."""
     if not _is_narrow(variable):
         return values
     return keras.ops.cast(values, keras.backend.standardize_dtype(variable.dtype))
@@ -73,64 +80,33 @@ def _is_slices(gradient: Any) -> bool:
     return hasattr(gradient, "dense_shape") and hasattr(gradient, "values")
 
 
-def _unscaled(gradient: Any, variable: Any, scale: Any, in_variables_format: bool) -> Any:
-    if gradient is None or _is_overwritten(variable):
-        return gradient
-    if _is_slices(gradient):
-        values = _unscaled(gradient.values, variable, scale, in_variables_format)
-        return type(gradient)(values, gradient.indices, gradient.dense_shape)
-    gradient = keras.ops.convert_to_tensor(gradient)
-    wide = keras.ops.cast(gradient, "float32") if _is_narrow(gradient) else gradient
-    wide = keras.ops.divide(wide, keras.ops.cast(scale, wide.dtype))
-    return _as_stored(wide, variable) if in_variables_format else wide
+def _values(gradient: Any) -> Any:
+    return gradient.values if _is_slices(gradient) else gradient
 
 
-def _is_bad(gradient: Any, variable: Any) -> Any:
-    if gradient is None:
-        return None
-    values = keras.ops.convert_to_tensor(gradient.values if _is_slices(gradient) else gradient)
-    if not _is_overwritten(variable):
-        values = _as_stored(values, variable)
-    return keras.ops.logical_not(keras.ops.all(keras.ops.isfinite(values)))
+# PyTorch does either in a few kernels, whatever the number of gradients: a GPU step is bound by launches.
 
 
-def _fit_list_kernels(gradients: Sequence[Any]) -> bool:
-    """Whether PyTorch's list kernels take all gradients: floating, dense, not empty."""
-    import torch
+def _divided(gradients: Sequence[Any], scale: Any) -> Sequence[Any]:
+    if keras.backend.backend() == "torch" and gradients:
+        import torch
 
-    given = [gradient for gradient in gradients if gradient is not None]
-    return bool(given) and all(
-        isinstance(gradient, torch.Tensor)
-        and gradient.layout == torch.strided
-        and gradient.is_floating_point()
-        and gradient.numel() > 0
-        for gradient in given
-    )
+        with torch.no_grad():
+            return torch._foreach_div(list(gradients), scale)
+    return [keras.ops.divide(gradient, keras.ops.cast(scale, gradient.dtype)) for gradient in gradients]
 
 
-def _unscale_together(
-    gradients: Sequence[Any], variables: Sequence[Any], scale: Any, in_variables_format: bool
-) -> tuple[list[Any], list[Any]]:
-    """`unscale` on PyTorch in a few kernels, whatever the number of gradients: a GPU step is bound by launches."""
-    import torch
+def _not_finite(gradients: Sequence[Any]) -> Sequence[Any]:
+    """For each whether an element is NaN or infinite: booleans of shape ()."""
+    if keras.backend.backend() == "torch" and gradients:
+        import torch
 
-    here = [at for at, gradient in enumerate(gradients) if gradient is not None]
-    scaled = [at for at in here if not _is_overwritten(variables[at])]
-    unscaled: list[Any] = list(gradients)
-    bad: list[Any] = [None] * len(gradients)
-    with torch.no_grad():
-        if scaled:
-            wide = [gradients[at].float() if _is_narrow(gradients[at]) else gradients[at] for at in scaled]
-            for at, gradient in zip(scaled, torch._foreach_div(wide, scale)):
-                unscaled[at] = _as_stored(gradient, variables[at]) if in_variables_format else gradient
-        # The largest magnitude: NaN if any is NaN, and infinite in a narrow format exactly if some element is.
-        norms = torch._foreach_norm([unscaled[at] for at in here], float("inf"))
-        largest = [_as_stored(amax, variables[at]) for at, amax in zip(here, norms)]
-        widest = torch.float64 if any(amax.dtype == torch.float64 for amax in largest) else torch.float32
-        flags = torch.stack([amax.to(widest) for amax in largest]).isfinite().logical_not().unbind()
-    for at, flag in zip(here, flags):
-        bad[at] = flag
-    return unscaled, bad
+        with torch.no_grad():
+            # The largest magnitude is NaN if any is, and of nothing 0.
+            padded = [one if one.numel() else one.new_zeros(1) for one in gradients]
+            largest = torch._foreach_norm(padded, float("inf"))
+            return torch.stack(list(largest)).isfinite().logical_not().unbind()
+    return [keras.ops.logical_not(keras.ops.all(keras.ops.isfinite(one))) for one in gradients]
 
 
 def step_on_all_replicas(
@@ -140,17 +116,17 @@ def step_on_all_replicas(
     conclude: Callable[[Callable[[], None], Any], None],
     apply: Callable[[Sequence[Any], Sequence[Any]], None],
 ) -> None:
-    """One step on TensorFlow, decided from what all replicas of a `tf.distribute` strategy found.
+    """One step on TensorFlow, with one decision for all replicas of a `tf.distribute` strategy.
 
     Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later. An infinity on one replica
-    would reach every weight through the sum, so the decision is one for all replicas.
+    would reach every weight through the sum.
 
     Args:
         gradients: this replica's.
         variables: the variables of these gradients.
-        examine: gradients, variables -> what to apply, and the number of bad gradients per variable (int32 [n]).
-        conclude: a step to take or skip, that number summed over the replicas -> nothing; it moves the loss scale too.
-        apply: unscaled gradients, variables -> nothing: the inner optimizer's step.
+        examine: (gradients, variables) -> unscaled gradients, number of bad gradients per variable (int32 [n]).
+        conclude: (step, that number summed over the replicas) -> None: take or skip the step, advance the loss scale.
+        apply: (unscaled gradients, variables) -> None: the inner optimizer's step.
 
     Raises:
         CallOrderError: called outside `strategy.run`.
@@ -174,7 +150,7 @@ def step_on_all_replicas(
         each = strategy.extended.call_for_each_replica
         unscaled, bad = each(examine, args=(gradients, variables))
         bad = strategy.reduce(tf.distribute.ReduceOp.SUM, bad, axis=None)
-        # The branch is out here because a branch inside a replica may not merge, and the inner step does.
+        # The branch is outside the replicas: the inner step merges them, which a branch inside one may not.
         conclude(lambda: each(apply, args=(unscaled, variables)), bad)
 
     replica.merge_call(across, args=(gradients, variables))

@@ -1,6 +1,7 @@
-"""The hardware that a Keras script runs on: what it is, true FP32, and the peak memory of a step.
+"""The hardware that a Keras script runs on: its description, true FP32, and the peak memory of a step.
 
-Nothing is imported that the script has not imported.
+Nothing is imported that the script has not imported. `mezzo.pytorch.hardware` describes it for PyTorch, whose tables of
+formats agree with these.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _CUDA_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
 
 
 def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
-    """What ran where, as plain JSON values.
+    """The hardware and the frameworks, as plain JSON values.
 
     Args:
         backend: Keras's backend; empty where Keras was not imported.
-        used: whether the script made anything of Keras's: TensorFlow imports Keras and JAX for itself.
+        used: whether the script made a Keras layer: TensorFlow imports Keras and JAX for itself.
 
     Keys: os, python, the version of each framework imported (jax: as the backend), mezzo, backend, device_type, cpu,
     usable_cores, gpu, native_formats (those of bf16 and fp16 that the device multiplies itself).
@@ -38,7 +39,7 @@ def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
         for name in ("keras", "tensorflow", "jax", "torch", "tf_keras")
         if name in sys.modules and (name != "jax" or backend == "jax") and (name != "keras" or used)
     }
-    gpu, capability = _gpu(backend) if backend else (None, None)
+    gpu, capability = _gpu(backend)
     name, flags = _cpu()
     if gpu is None:
         native = [fmt for fmt, by in _CPU_FLAGS.items() if not flags.isdisjoint(by)]
@@ -60,42 +61,30 @@ def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
 
 def _cpu() -> tuple[str, set[str]]:
     """The CPU's name, and its flags as Linux names them."""
-    name, flags = platform.processor() or platform.machine(), set()
+    text = ""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                name = value.strip()
-            elif key.strip() in ("flags", "Features"):
-                flags = set(value.split())
-                break
-    return name, flags
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    name = re.search(r"^model name\s*:\s*(.*)", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)", text, re.MULTILINE)
+    return (
+        name[1].strip() if name else platform.processor() or platform.machine(),
+        set(flags[1].split()) if flags else set(),
+    )
 
 
 def _gpu(backend: str) -> tuple[str | None, tuple[int, int] | None]:
     """The GPU that the backend uses, and its CUDA compute capability where it has one; None for a CPU."""
-    if backend == "torch":
-        import torch
-
-        if not torch.cuda.is_available():
-            return None, None
-        return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if backend == "jax":
-        import jax
-
-        device: Any = jax.local_devices()[0]
-        if device.platform == "cpu":
-            return None, None
+    module: Any = sys.modules.get(backend)
+    if backend == "torch" and module.cuda.is_available():
+        return module.cuda.get_device_name(), module.cuda.get_device_capability()
+    if backend == "jax" and module.local_devices()[0].platform != "cpu":
+        device = module.local_devices()[0]
         found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
         return str(device.device_kind), (int(found[1]), int(found[2])) if found else None
-    import tensorflow
-
-    config: Any = tensorflow.config
-    devices = config.list_physical_devices("GPU")
-    if not devices:
-        return None, None
-    details = config.experimental.get_device_details(devices[0])
-    return str(details.get("device_name", "GPU")), details.get("compute_capability")
+    if backend == "tensorflow" and (devices := module.config.list_physical_devices("GPU")):
+        details = module.config.experimental.get_device_details(devices[0])
+        return str(details.get("device_name", "GPU")), details.get("compute_capability")
+    return None, None
 
 
 def switch_off_tf32(backend: str) -> None:
@@ -110,9 +99,8 @@ def switch_off_tf32(backend: str) -> None:
         module.backends.cudnn.allow_tf32 = False
 
 
-# Peak memory. On a GPU it is what the backend's allocator had handed out at the worst moment. On a CPU neither
-# TensorFlow nor JAX counts its tensors, so it is the resident memory of the process at the worst moment of the step,
-# less what the process held when Keras had just been imported: the script's data and compiled code are in it.
+# On a CPU neither TensorFlow nor JAX counts its tensors, so the peak is the resident memory of the process: the script's
+# data and compiled code are in it.
 
 RESIDENT = "resident memory of the process, above what it held when Keras had been imported"
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): the peak becomes what is resident now
@@ -128,7 +116,7 @@ def resident(field: str = "VmRSS") -> int | None:
 
 
 def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord | None]:
-    """Begin to measure. What it returns ends the measurement, and gives None where it could not be made.
+    """Begin to measure; call the result to end it, which gives None where nothing could be measured.
 
     Args:
         backend: Keras's backend.
@@ -138,18 +126,18 @@ def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord |
     if backend == "torch" and module.cuda.is_initialized():
         module.cuda.reset_peak_memory_stats()
         return lambda: MemoryRecord(int(module.cuda.max_memory_allocated()), "cuda allocator")
-    if backend == "tensorflow" and module.config.list_logical_devices("GPU"):
-        name, stats = module.config.list_logical_devices("GPU")[0].name, module.config.experimental
-        stats.reset_memory_stats(name)
-        return lambda: MemoryRecord(int(stats.get_memory_info(name)["peak"]), "TensorFlow's GPU allocator")
+    if backend == "tensorflow" and (devices := module.config.list_logical_devices("GPU")):
+        stats = module.config.experimental
+        stats.reset_memory_stats(devices[0].name)
+        return lambda: MemoryRecord(
+            int(stats.get_memory_info(devices[0].name)["peak"]), "TensorFlow's GPU allocator"
+        )
     if backend == "jax" and module.local_devices()[0].platform != "cpu":
         device, how = module.local_devices()[0], "JAX's device allocator, since the script began"
         if (device.memory_stats() or {}).get("peak_bytes_in_use"):
             return lambda: MemoryRecord(int(device.memory_stats()["peak_bytes_in_use"]), how)
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
-    except OSError:
-        return lambda: None
 
     def stop() -> MemoryRecord | None:
         peak = resident("VmHWM")

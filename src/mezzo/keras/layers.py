@@ -1,12 +1,10 @@
 """The layers of a model: their paths, the policy that a plan gives each, and `mezzo.keras.layer_policies(model)`.
 
-A layer takes its policy when it is first built or called. Keras knows no path before that, and of layers without a
-build (Activation, Softmax, Dropout, Add) never: their `path` stays None, so that a `keras.DTypePolicyMap` cannot name
-them. Here a path is where the layer is first used, by the names of the scopes around it, which is what Keras writes
-into `path` of the others.
+A layer takes its policy when it is first built or called, because Keras knows no path before. Layers without a build
+(Activation, Softmax, Dropout, Add) never get one from Keras, so that a `keras.DTypePolicyMap` cannot name them. Here a
+path is made of the names of the scopes in which the layer is first used, as Keras does for the others.
 
-A layer that was given a `dtype` keeps it, and so does one that was made before the plan: the name of their policy is
-not a `PlannedName`.
+A layer that was given a `dtype`, or made before the plan, keeps its policy, whose name is not a `PlannedName`.
 """
 
 from __future__ import annotations

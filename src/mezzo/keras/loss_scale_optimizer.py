@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import keras
 
-from mezzo.core import loss_scale as scale_machine
+from mezzo.core import loss_scale as transition
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import (
     DynamicLossScale,
@@ -60,11 +60,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         name: of this optimizer.
         **kwargs: none: Keras's arguments for any optimizer belong to the inner one.
 
-    A skipped step leaves no trace in trainable weights or inner optimizer; `iterations` counts the others. (What layers
-    assign in the forward pass stays assigned: the moving statistics of a `BatchNormalization`.) If steps are skipped at
-    the floor `patience` times in a row, `LossScaleCollapseError` is raised: at once in eager steps; by an assertion in
-    a `tf.function` (`InvalidArgumentError`; none under XLA); every 50th step with PyTorch on an accelerator; at the end
-    of `fit` everywhere; whenever `check` is called.
+    A skipped step leaves no trace in trainable weights or inner optimizer; `iterations` counts the others. (The moving
+    statistics of a `BatchNormalization`, which the forward pass assigns, stay assigned.) If `patience` steps in a row
+    are skipped at the floor, `LossScaleCollapseError` is raised: at once in eager steps; by an assertion in a
+    `tf.function` (`InvalidArgumentError`; none under XLA); every 50th step with PyTorch on an accelerator; at the end
+    of `fit`; and by `check`.
 
     Raises:
         UsageError: the inner optimizer is not one, or wraps one for a loss scale already; an invalid loss scale.
@@ -83,19 +83,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
-        machine = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
+        first = _loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
         if on_unscaled not in _ON_UNSCALED:
             raise UsageError(
                 f"on_unscaled is {on_unscaled!r}. Use one of {', '.join(map(repr, _ON_UNSCALED))}."
             )
         super().__init__(
-            inner_optimizer, initial_scale, getattr(machine, "growth_interval", None), name=name, **kwargs
+            inner_optimizer, initial_scale, getattr(first, "growth_interval", None), name=name, **kwargs
         )
-        self._machine = machine
+        self._loss_scale = first
         self._on_unscaled = on_unscaled
         self._scale_was_read = on_unscaled == "ignore"
-        begin = scale_machine.start(machine)
-        # The first two in the order in which Keras's own has them, for what it saved.
+        begin = transition.start(first)
+        # The first two in Keras's order, so that what its optimizer saved can be loaded.
         self.step_counter = self._scalar("step_counter", begin.good_steps)
         self._scale = self._scalar("dynamic_scale", begin.scale, "float32")
         self._overflows = self._scalar("overflows", begin.overflows)
@@ -141,7 +141,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             CallOrderError: JAX is compiling a function in which S would be a constant.
         """
         self._scale_was_read = True
-        if isinstance(self._machine, DynamicLossScale):
+        if isinstance(self._loss_scale, DynamicLossScale):
             _check_not_baked_in(self._scale, "optimizer.stateless_scale_loss(optimizer_variables, loss)")
         return self._scale
 
@@ -154,7 +154,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def initial_scale(self) -> float:
         """The first S, as a number."""
         self._scale_was_read = True
-        return float(scale_machine.start(self._machine).scale)
+        return float(transition.start(self._loss_scale).scale)
 
     @initial_scale.setter
     def initial_scale(self, value: float | None) -> None:
@@ -217,8 +217,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         _check_not_baked_in(
             self._scale, "optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)"
         )
-        if not self._scale_was_read and not isinstance(self._machine, NoLossScale):
-            self._tell_unscaled()
+        if not self._scale_was_read and not isinstance(self._loss_scale, NoLossScale):
+            self._report_unscaled()
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, variables)  # which says so
         elif keras.backend.backend() == "tensorflow":
@@ -237,10 +237,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         return super(_Keras, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
-    def _tell_unscaled(self) -> None:
+    def _report_unscaled(self) -> None:
         message = (
             "The loss was not scaled, so the update would be too small: apply() divides gradients by the loss scale "
-            f"{power_text(scale_machine.start(self._machine).scale)}. Take gradients of optimizer.scale_loss(loss); "
+            f"{power_text(transition.start(self._loss_scale).scale)}. Take gradients of optimizer.scale_loss(loss); "
             "in a compiled JAX step, of optimizer.stateless_scale_loss(optimizer_variables, loss). If they are scaled "
             "otherwise, construct LossScaleOptimizer(..., on_unscaled='ignore')."
         )
@@ -261,7 +261,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return unscaled, keras.ops.cast(stacked, self.bad_gradients.dtype)
 
     def _conclude(self, step: Callable[[], None], bad: Any) -> None:
-        """Take or skip the step, and move the loss scale.
+        """Take or skip the step, and advance the loss scale.
 
         Args:
             step: the inner optimizer's.
@@ -270,7 +270,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
         one = keras.ops.cast(found_inf, self.skipped_steps.dtype)
-        after = scale_machine.advance(self._machine, self._arrays(), found_inf, keras.ops)
+        after = transition.advance(self._loss_scale, self._arrays(), found_inf, keras.ops)
         bad_now = keras.ops.where(found_inf, keras.ops.minimum(bad, 1), self.bad_gradients.value)
         for variable, value in (
             *self._state(after),
@@ -282,11 +282,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self._patience is not None:
             self._check_if_due(found_inf)
 
-    # Patience
-
     @property
     def _patience(self) -> int | None:
-        return getattr(self._machine, "patience", None)
+        return getattr(self._loss_scale, "patience", None)
 
     def check(self) -> None:
         """Raise if the patience ran out. Synchronizes with the device.
@@ -300,7 +298,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         flags = [] if self.bad_gradients is None else self.bad_gradients.numpy()
         bad = [_path(variable) for variable, flag in zip(self._trainable_variables, flags) if flag]
         try:
-            scale_machine.check(self._machine, self._arrays(_number))
+            transition.check(self._loss_scale, self._arrays(_number))
         except LossScaleCollapseError as error:
             whose = ", ".join(bad) or "no variable, as it was loaded"
             collapse = LossScaleCollapseError(f"gradients that are not finite, those of {whose}: {error}")
@@ -333,7 +331,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         import tensorflow as tf
 
         names = [_path(variable) for variable in self._trainable_variables]
-        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        shown = ", ".join(names[:_NAMES_SHOWN] + ["..."] * (len(names) > _NAMES_SHOWN))
         tf.debugging.Assert(
             self._stuck.value < self._patience,
             [
@@ -349,11 +347,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
-        return scale_machine.on_host(self._machine, self._arrays(_number))
+        return transition.on_host(self._loss_scale, self._arrays(_number))
 
     def reset_loss_scale(self) -> None:
         """Set the loss scale back to what the constructor was given."""
-        for variable, value in self._state(scale_machine.start(self._machine)):
+        for variable, value in self._state(transition.start(self._loss_scale)):
             variable.assign(value)
 
     def _arrays(self, of: Callable[[Any], Any] = lambda variable: variable.value) -> ScaleArrays:
@@ -387,19 +385,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_own_variables(self, store: Any) -> None:
         """Load what this class saved, or Keras's own LossScaleOptimizer around the same inner optimizer.
 
-        A scale beyond this loss scale's bounds becomes the bound; a constant scale stays what it was set to.
+        A scale beyond this loss scale's bounds becomes the bound; a constant scale stays as it is.
         """
         own, inner = self._variables, self.inner_optimizer.variables
         if len(own) != _KERAS_OWN and len(store.keys()) == _KERAS_OWN + len(inner):
-            zeros = keras.ops.zeros
-            for at, variable in enumerate(own):  # what is ours alone begins at 0
-                keras_has_it = at < _KERAS_OWN
-                variable.assign(store[str(at)] if keras_has_it else zeros(variable.shape, variable.dtype))
-            for at, variable in enumerate(inner):
-                variable.assign(store[str(_KERAS_OWN + at)])
+            for variable in own[_KERAS_OWN:]:
+                variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+            for at, variable in enumerate([*own[:_KERAS_OWN], *inner]):
+                variable.assign(store[str(at)])
         else:
             super().load_own_variables(store)
-        self._scale.assign(_allowed(self._machine, _number(self._scale)))
+        self._scale.assign(_allowed(self._loss_scale, _number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
         """What `from_config` makes the same optimizer from: settings, no state.
@@ -409,7 +405,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **_setting_of(self._machine),
+            **_setting_of(self._loss_scale),
             **({} if self._on_unscaled == "raise" else {"on_unscaled": self._on_unscaled}),
         }
 
@@ -482,22 +478,22 @@ def _loss_scale_of(
     return cast(LossScale, as_loss_scale(loss_scale, "LossScaleOptimizer"))
 
 
-def _setting_of(machine: LossScale) -> dict[str, Any]:
+def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
     """The arguments that `_loss_scale_of` makes this loss scale from: Keras's two where they say it all."""
-    if isinstance(machine, DynamicLossScale):
-        plain = DynamicLossScale(init=machine.init, growth_interval=machine.growth_interval)
-        if machine == plain:
-            return {"initial_scale": machine.init, "dynamic_growth_steps": machine.growth_interval}
-    return {"loss_scale": machine.state_dict()}
+    if isinstance(loss_scale, DynamicLossScale):
+        plain = DynamicLossScale(init=loss_scale.init, growth_interval=loss_scale.growth_interval)
+        if loss_scale == plain:
+            return {"initial_scale": loss_scale.init, "dynamic_growth_steps": loss_scale.growth_interval}
+    return {"loss_scale": loss_scale.state_dict()}
 
 
-def _allowed(machine: LossScale, scale: float) -> float:
-    """A loaded scale, within bounds. Keras's own can have saved 0 or infinity, from which no step leads back."""
-    if not isinstance(machine, DynamicLossScale):
-        return machine.scale
+def _allowed(loss_scale: LossScale, scale: float) -> float:
+    """A loaded scale, within bounds: Keras's own can have saved 0 or infinity, which no step changes again."""
+    if not isinstance(loss_scale, DynamicLossScale):
+        return loss_scale.scale
     if math.isnan(scale):
-        return machine.init
-    return min(max(scale, machine.floor), machine.ceiling)
+        return loss_scale.init
+    return min(max(scale, loss_scale.floor), loss_scale.ceiling)
 
 
 # The end of `fit` on JAX

@@ -6,8 +6,8 @@ The naive code it equals, for a precision without patterns::
     ...
     model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
 
-With patterns each layer is given its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether
-the model follows the plan, if all its layers are known then; else the first call after it does, before anything is
+With patterns each layer takes its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether the
+model follows the plan, if all its layers are known by then; otherwise the first call after it does, before anything is
 learnt. That call also checks whether the loss is given 16 bits.
 """
 
@@ -39,13 +39,13 @@ def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = N
 
     It holds for layers made after it, in this thread, until it is called again; `set_policy("fp32")` undoes all of it.
     `model.compile` then wraps its optimizer in `mezzo.keras.LossScaleOptimizer` where the plan has a loss scale (not
-    with ``auto_scale_loss=False``), and tells where the model does not follow the plan: a pattern that names no layer,
-    a model made before the plan, an output that hands its loss 16 bits.
+    with ``auto_scale_loss=False``), and reports a model that does not follow the plan: a pattern that names no layer, a
+    model made before the plan, a 16-bit output.
 
     Args:
         precision: ``bf16``, ``fp16``, ``fp32``, each with patterns (``fp16,module.head=fp32``), a `mezzo.Policy`, the
             path of a TOML file, or Keras's ``mixed_float16``, ``mixed_bfloat16``, ``float32``.
-        loss_scale: in place of the precision's own: ``"dynamic"``, ``"none"``, a number, a loss scale's value.
+        loss_scale: instead of the precision's own: ``"dynamic"``, ``"none"``, a number, a loss scale of `mezzo`.
 
     Returns:
         The plan; printed, it says which layers compute in what.
@@ -81,7 +81,7 @@ def _compiling(compile_model: Any, active: KerasPlan) -> Any:
     def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(model, *args, **kwargs).arguments
-        except TypeError:  # Keras says it
+        except TypeError:  # Keras reports it
             compile_model(model, *args, **kwargs)
             return
         plan = plan_behind(model.dtype_policy) or active
@@ -116,7 +116,7 @@ def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        checks.tell(
+        checks.warn(
             f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
             f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
             f'loss_scale="{print_loss_scale(loss_scale)}").',
@@ -192,7 +192,7 @@ def _in_its_format(call: Any) -> Any:
 
     @functools.wraps(call)
     def in_its_format(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where the module is; where it has no tensors, where Keras makes them, which is "meta" while it traces.
+        # The module's device; if it has no tensors, Keras's, which is "meta" while it traces.
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         kind = tensors[0].device.type if tensors else torch.device(get_device()).type.replace("meta", "cpu")
         low = layer.compute_dtype in SIXTEEN_BITS

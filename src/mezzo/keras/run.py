@@ -1,7 +1,7 @@
 """run: one unmodified Keras script under one policy, from the request to the exit status.
 
 `python -m mezzo.keras.run REQUEST.json` is a child process that runs one request and ends as its script ended. Nothing
-of Keras is imported here before the script does so; `mezzo.keras.patches` is what the script meets in Keras then.
+of Keras is imported here before the script does so; `mezzo.keras.patches` patches Keras then.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mezzo.core.errors import MezzoError, UsageError
 from mezzo.core.loss_scale import NoLossScale
-from mezzo.core.records import MemoryRecord, RunStarted
+from mezzo.core.records import RunStarted
 from mezzo.keras.hardware import describe, peak_memory, resident, switch_off_tf32
-from mezzo.keras.plan import KerasPlan, plan
+from mezzo.keras.plan import plan
 from mezzo.runner import lifecycle, script
 from mezzo.runner.journal import Journal
 from mezzo.runner.lifecycle import RunRequest
 from mezzo.runner.patches import ImportWatch, Patches
 from mezzo.runner.seeds import FrameworkSeeds
+
+if TYPE_CHECKING:
+    from mezzo.keras.steps import Update
 
 # What a PyTorch run can be asked for and this one cannot.
 _NOT_HERE = ("watch", "watch_all", "sensitivity", "tensorboard")
@@ -36,9 +38,6 @@ _LOOP_SCALE = (
     "; in float16 the loop needs a loss scale, too: mezzo.keras.LossScaleOptimizer(optimizer), and the gradients of "
     "its scale_loss(loss)"
 )
-
-# The first steps make variables and compile; the step after them is like all later ones.
-_FIRST = 2
 
 
 def run(request: RunRequest) -> int:
@@ -60,50 +59,58 @@ def run(request: RunRequest) -> int:
                 f"a run of a Keras script can't be asked for {name} ({getattr(request, name)!r}): leave it out. "
                 "mezzo.keras.PrecisionMonitor, a callback, watches a model in fit."
             )
-    kept, target = plan(request.policy), script.locate(request.target, is_module=request.is_module)
-    session: Session
-    journal = Journal(request.records, lambda: session.started())
-    session = Session(request, kept, journal)
-    imports = ImportWatch()
-    parts: list[lifecycle.Part] = [imports]
+    session = Session(request)
+    target = script.locate(request.target, is_module=request.is_module)
+    session.journal = Journal(request.records, session.started)
+    parts: list[lifecycle.Part] = [session.imports]
     if request.seed_offset is not None:  # before the policy: Keras's own modules draw from the streams
-        parts.append(FrameworkSeeds(request.seed_offset, imports))
-    parts.append(Instrument(session, imports))
+        parts.append(FrameworkSeeds(request.seed_offset, session.imports))
     return lifecycle.run(
         session,
         target,
-        parts,
+        [*parts, session],
         finish=lambda status: session.finish(),
-        summary=lambda failed: "\n".join(f"mezzo: {note}" for note in journal.notes),
+        summary=lambda failed: "\n".join(f"mezzo: {note}" for note in session.journal.notes),
     )
 
 
-@dataclass
 class Session:
-    """What one run of a Keras script knows of itself. Every patched function holds the same one.
+    """The state of one run, and its patches.
 
     Attributes:
+        plan: the policy of each layer, and the loss scale.
         backend: Keras's backend; empty until the script has imported Keras.
+        used: whether the script has made a Keras layer (a model is one).
         fatal: the user's mistake that only a line of the script could show.
-        used: whether the script has made a layer of Keras's: importing TensorFlow imports Keras too.
-        resident: bytes that the process held when Keras had been imported; None where the system does not tell.
-        formats: gives a row for each layer that was called, if they are observed.
     """
 
-    request: RunRequest
-    plan: KerasPlan
     journal: Journal
-    backend: str = ""
-    fatal: MezzoError | None = None
-    used: bool = False
-    resident: int | None = None
-    formats: Any = None
-    _numbers: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
-    # The dictionary forgets those that are gone.
-    _next: Iterator[int] = field(default_factory=itertools.count)
-    _moved: int = 0
-    _measuring: Callable[[], MemoryRecord | None] | None = None
-    _observed: bool = False
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self.plan = plan(request.policy)
+        self.imports = ImportWatch()
+        self.backend = ""
+        self.used = False
+        self.fatal: MezzoError | None = None
+        self._patches = Patches()
+        self._resident: int | None = None
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()  # the dictionary forgets those that are gone
+        self._watch = lifecycle.StepWatch(request.observe, self._observed_step)
+        self._model: Any = None  # of the last step, while it is observed
+
+    def install(self) -> None:
+        """Wait for Keras."""
+        self.imports.when("keras", self._keras_imported)
+
+    def remove(self) -> None:
+        """Undo all patches."""
+        self._patches.undo()
+        if self.backend:
+            from mezzo.keras.policy import set_policy
+
+            set_policy("fp32")
 
     def started(self) -> RunStarted:
         """The record that begins the run."""
@@ -115,88 +122,63 @@ class Session:
         self.fatal = error
         raise error
 
-    def stepped(self, optimizer: Any, *, skipped: bool, scale: float) -> None:
+    def stepped(self, model: Any, update: Update) -> None:
         """A training step is over. An optimizer's number is its place in the order of first steps.
 
         Raises:
             SystemExit: as many steps as were asked for are done.
         """
+        optimizer = model if update.optimizer is None else update.optimizer
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
-        number = self._numbers[optimizer]
-        stop, self._measuring = self._measuring, None
-        if stop is not None:
-            memory = stop()
-            if skipped:  # the next step that moves is observed instead
-                self._moved = _FIRST - 1
-            else:
-                self._observed = True
-                if memory is None:
-                    self.journal.note("peak memory was not measured: this system does not tell it")
-                self.journal.observed(memory, None if self.formats is None else self.formats())
+        number, moved = self._numbers[optimizer], not update.skipped
+        observed, self._model = self._watch.running, model
+        self._watch.after_update(number, moved=moved)
         self.journal.update(
-            number,
-            moved=not skipped,
-            loss_scale=scale,
-            reason="gradients not finite" if skipped else "",
-            observed=stop is not None,
+            number, moved=moved, loss_scale=update.scale, reason=update.reason, observed=observed
         )
-        if self.request.observe and not self._observed and number == 0 and not skipped:
-            self._moved += 1
-            if self._moved == _FIRST:
-                self._measuring = peak_memory(self.backend, self.resident)
         self.journal.stop_after(self.request.stop_after)
+
+    def _observed_step(self) -> Callable[[bool], None]:
+        """Begin to measure the peak memory of a step; ends with whether to keep that and the layers' formats."""
+        from mezzo.keras.patches import formats
+
+        stop = peak_memory(self.backend, self._resident)
+
+        def end(keep: bool) -> None:
+            memory = stop()
+            if keep:
+                if memory is None:
+                    self.journal.note("peak memory was not measured: this system does not report it")
+                self.journal.observed(memory, formats(self._model, self.plan))
+
+        return end
 
     def finish(self) -> None:
         """The script is over."""
-        journal = self.journal
-        if self.request.observe and not self._observed:
-            journal.note("no step was observed (memory, formats): the script ended before its third update")
-        if not journal.losses and not journal.updates:
+        self._watch.finish(self.journal, told=True)
+        if not self.journal.losses and not self.journal.updates:
             scales = self.used and not isinstance(self.plan.loss_scale, NoLossScale)
-            journal.note(_NO_STEPS + (_LOOP_SCALE if scales else ""))
-
-
-class Instrument:
-    """Sets the policy once the script has imported Keras, records what it trains, and undoes all of it at the end."""
-
-    def __init__(self, session: Session, imports: ImportWatch) -> None:
-        self._session = session
-        self._imports = imports
-        self._patches = Patches()
-        self._policy_set = False
-
-    def install(self) -> None:
-        """Wait for Keras."""
-        self._imports.when("keras", self._keras_imported)
-
-    def remove(self) -> None:
-        """Undo all of it."""
-        self._patches.undo()
-        if self._policy_set:
-            from mezzo.keras.policy import set_policy
-
-            set_policy("fp32")
+            self.journal.note(_NO_STEPS + (_LOOP_SCALE if scales else ""))
 
     def _keras_imported(self, keras: ModuleType | Any) -> None:
-        session = self._session
-        session.backend = keras.backend.backend()
-        if session.backend not in ("tensorflow", "jax", "torch"):
-            session.stop(
+        backend = keras.backend.backend()
+        if backend not in ("tensorflow", "jax", "torch"):
+            self.stop(
                 UsageError(
-                    f"Keras's backend is {session.backend!r}, which does not train. Set KERAS_BACKEND to tensorflow, "
-                    "jax or torch."
+                    f"Keras's backend is {backend!r}, which does not train. Set KERAS_BACKEND to tensorflow, jax or "
+                    "torch."
                 )
             )
-        session.resident = resident()
+        self._resident = resident()
         from mezzo.keras.patches import patch
         from mezzo.keras.policy import set_policy
 
-        if session.plan.is_fp32:
-            switch_off_tf32(session.backend)
-        set_policy(session.request.policy)
-        self._policy_set = True
-        patch(session, self._patches)
+        if self.plan.is_fp32:
+            switch_off_tf32(backend)
+        set_policy(self.request.policy)
+        self.backend = backend
+        patch(self, self._patches)
 
 
 def main(words: list[str]) -> int:

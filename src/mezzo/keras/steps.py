@@ -1,8 +1,10 @@
 """What each training step of `fit` and `train_on_batch` did: its loss, its loss scale, whether it was skipped.
 
-Both go through a model's `train_function`, which is wrapped. After each call a `StepReader` copies a few numbers on the
+Both call a model's `train_function`, which a `StepRecorder` wraps. After each call it copies a few numbers on the
 device into one FP32 vector; `read` fetches all waiting vectors at once, which waits for the device. On JAX the trainer
 holds the state of the model between two calls, so variables are looked up in what the call returned.
+
+`PrecisionMonitor` and `mezzo run` record their steps by it.
 """
 
 from __future__ import annotations
@@ -21,26 +23,18 @@ from mezzo.core.loss_scale import start
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 
 SKIPS_WITHIN = (
-    "several steps run in one execution (steps_per_execution): which of them was skipped is not known, the last "
-    "are taken"
+    "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; the last "
+    "ones are marked"
 )
-LOSSES_REPORTED = (
-    "the losses are what the model's own training step reports of each batch as loss, if it does: if that is a mean "
-    "over its epoch so far, so are they"
-)
+LOSSES_REPORTED = "the losses are those that the model's own training step reports as loss, which may be means over the epoch so far"
 
 _MODULO = 2**20  # FP32 is exact up to 2^24
 
 
 class RecentLosses(keras.metrics.Mean):
-    """`keras.metrics.Mean`, and the last `size` values that it was given.
+    """`keras.metrics.Mean` that also keeps the last `size` values on the device.
 
-    Keras reports for a batch the mean of all losses of its epoch so far, in which one infinite loss hides all later
-    ones. So the tracker writes each loss into one of a few places as well, in the training step, on the device.
-
-    Args:
-        size: how many are kept.
-        name, dtype: as of the mean.
+    Keras reports for a batch the mean of all losses of its epoch so far: one infinite loss hides all later ones.
 
     Attributes:
         recent: FP32 variable of shape ``(size,)``: value number i (from 0) is at ``i % size``.
@@ -54,7 +48,7 @@ class RecentLosses(keras.metrics.Mean):
         self.seen = self.add_variable((), "zeros", dtype="int32", name="seen")
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """One more value; a tensor of several counts as their mean."""
+        """Add a value; a tensor of several counts as their mean."""
         super().update_state(values, sample_weight=sample_weight)
         value = keras.ops.mean(keras.ops.cast(values, "float32"))
         place = keras.ops.equal(keras.ops.arange(self.size, dtype="int32"), self.seen.value % self.size)
@@ -62,11 +56,11 @@ class RecentLosses(keras.metrics.Mean):
         self.seen.assign(self.seen.value + 1)
 
     def reset_state(self) -> None:
-        """No value was seen, and the mean is of nothing."""
+        """Forget all values."""
         super().reset_state()
         self.seen.assign(0)
 
-    # What is saved is the mean's, so that a model saved in a watched training loads in any other.
+    # Saved as a plain mean, so that a model saved in a monitored training loads in any other.
 
     def save_own_variables(self, store: Any) -> None:
         """Write what `keras.metrics.Mean` writes."""
@@ -84,10 +78,10 @@ def steps_per_call(model: Any) -> int:
 
 
 def keep_losses(model: Any) -> bool:
-    """Let a compiled model's tracker keep the losses of one execution; whether a traced step must be made anew.
+    """Replace a compiled model's loss tracker by `RecentLosses`; whether a traced step must be made anew.
 
-    The model keeps the tracker: taking it out would compile the step again. Models with `metrics` of their own, and
-    those under a `tf.distribute` strategy (which wants variables made in its scope), keep Keras's.
+    The model keeps it: taking it out would compile the step again. Models with `metrics` of their own, and those under
+    a `tf.distribute` strategy (which wants variables made in its scope), keep Keras's tracker.
     """
     old: Any = getattr(model, "_loss_tracker", None)
     size = steps_per_call(model)
@@ -101,19 +95,6 @@ def keep_losses(model: Any) -> bool:
     # Past Keras's tracking of attributes, as Keras itself sets it.
     object.__setattr__(model, "_loss_tracker", RecentLosses(size, name=old.name, dtype=old.dtype))
     return True
-
-
-def around(function: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Any:
-    """A model's train function, with what is done before each call (given its arguments) and after (its result)."""
-
-    @functools.wraps(function)
-    def train_function(*args: Any, **kwargs: Any) -> Any:
-        before(args)
-        made = function(*args, **kwargs)
-        after(made)
-        return made
-
-    return train_function
 
 
 @dataclass(frozen=True)
@@ -155,8 +136,8 @@ class Step:
 class StepOptimizer:
     """One optimizer of a model: with Mezzo's loss scale, Keras's, a constant `loss_scale_factor`, or none.
 
-    What it holds between two calls is a row of numbers: its iterations, and where the loss scale moves the scale, a
-    counter that every step changes (Mezzo's skipped steps, or Keras's good ones), and Mezzo's marks of bad gradients.
+    Its state between two calls is read as a row of numbers: its iterations; the loss scale, if that is dynamic, and a
+    counter that every step changes (Mezzo's skipped steps, or Keras's good ones); and Mezzo's marks of bad gradients.
     """
 
     def __init__(self, optimizer: Any, name: str) -> None:
@@ -166,7 +147,7 @@ class StepOptimizer:
         self.iterations = getattr(_innermost(optimizer), "_iterations", None)
         self.first_scale = float(getattr(optimizer, "loss_scale_factor", None) or 1.0)
         if self.has_dynamic:
-            first = start(optimizer._machine).scale if self.is_mezzos else optimizer.initial_scale
+            first = start(optimizer._loss_scale).scale if self.is_mezzos else optimizer.initial_scale
             self.first_scale = float(first)
 
     @property
@@ -175,7 +156,7 @@ class StepOptimizer:
         return self.has_dynamic or self.first_scale != 1.0
 
     def variables(self) -> list[Any]:
-        """What is copied after each call; `_scale` because reading `scale` says that the loss is multiplied by it."""
+        """The variables of a row; `_scale`, because reading `scale` counts as scaling the loss."""
         one = self.optimizer
         if self.iterations is None:
             return []
@@ -186,147 +167,166 @@ class StepOptimizer:
         return [self.iterations, *own]
 
     def scale(self, row: Sequence[float]) -> float:
-        """The loss scale in such a row."""
+        """The loss scale in a row."""
         return row[1] if len(row) > 1 else self.first_scale
 
-    def stepped(self, before: Sequence[float], after: Sequence[float]) -> bool:
-        """Whether it took or skipped a step between two rows."""
+    def updates(self, before: Sequence[float], after: Sequence[float], steps: int) -> list[Update]:
+        """Its updates in so many steps between two rows; a skipped step is not an iteration."""
+        # A skipped step changes nothing of Keras's optimizer once its scale is 0 or infinite.
         lost = not self.is_mezzos and (self.scale(after) == 0 or math.isinf(self.scale(after)))
-        # A skipped step changes nothing of Keras's optimizer once its scale is lost.
-        return lost or self.iterations is None or list(before[:3]) != list(after[:3])
-
-    def skipped(self, before: Sequence[float], after: Sequence[float], steps: int) -> int:
-        """How many of so many steps were skipped: a skipped step is not an iteration."""
-        if not self.has_dynamic or not before:
-            return 0
-        return max(0, steps - int(after[0] - before[0]) % _MODULO)
-
-    def bad(self, after: Sequence[float]) -> tuple[str, ...]:
-        """The paths of the variables that are marked."""
+        if not lost and self.iterations is not None and list(before[:3]) == list(after[:3]):
+            return []
+        kept = steps
+        if self.has_dynamic and before:
+            kept = min(steps, int(after[0] - before[0]) % _MODULO)
         variables = getattr(self.optimizer, "_trainable_variables", ())
-        return tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad)
+        bad = tuple(one.path for one, is_bad in zip(variables, after[3:]) if is_bad)
+        scale = self.scale(before)
+        good = [Update(self.optimizer, self.name, scale, False)] * kept
+        return good + [Update(self.optimizer, self.name, scale, True, bad)] * (steps - kept)
 
 
-class StepReader:
-    """Copies what each call of a model's train function left, and reads it later.
+class StepRecorder:
+    """Wraps a model's train function, and calls `write` for each step, some calls late.
 
     Args:
         model: compiled.
+        every: calls whose steps are read together: reading waits for the device.
 
     Attributes:
-        notes: what the reader of its steps should know.
-        optimizers: the one of `compile` first, then others that attributes of the model hold.
+        notes: for the user, about how the steps could be read.
+        optimizers: the one of `compile` first, then others that are attributes of the model.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.notes: list[str] = []
+    def __init__(self, model: Any, every: int) -> None:
+        self.notes: dict[str, None] = {}
         self.optimizers = _optimizers_of(model)
-        self._model = model
-        self._each = steps_per_call(model)
+        self.model, self.every = model, every
+        self.each = steps_per_call(model)
+        self.ended = False
         tracker = getattr(model, "_loss_tracker", None)
         self._tracker = tracker if isinstance(tracker, RecentLosses) else None
         self._places: dict[int, tuple[int, int] | None] = {}
-        self._before: list[list[float]] | None = None
+        self._rows: list[list[float]] | None = None  # after the last step that was read
         self._waiting: list[tuple[float, list[int], Any]] = []
         self._seen = 0
+        self._inner = model.train_function
+        model.train_function = self._train
 
-    @property
-    def waiting(self) -> int:
-        """Steps that were made and are not read."""
-        return len(self._waiting) * self._each
+    def write(self, step: Step) -> None:
+        """Record a step."""
+        raise NotImplementedError
 
-    def begin(self, args: Sequence[Any]) -> None:
-        """Before a call: what the optimizers hold, if that is not known from the call before."""
-        if self._before is None:
-            state = args[0] if keras.backend.backend() == "jax" else None
+    def before(self, state: Any) -> None:
+        """A call begins; `state` is what JAX's trainer holds, None on other backends."""
+        if self._rows is None:
             rows = [self._values(one.variables(), state) for one in self.optimizers]
-            self._before = [[number for value in row for number in _numbers(value)] for row in rows]
+            self._rows = [[number for value in row for number in _numbers(value)] for row in rows]
 
-    def forget(self) -> None:
-        """What was done between two calls (a callback that reset the loss scale) is not a step's doing. Reads first."""
-        assert not self._waiting
-        self._before = None
-
-    def end(self, made: Any) -> None:
-        """After a call: copy what it left."""
-        logs, state = made if keras.backend.backend() == "jax" else (made, None)
+    def after(self, logs: Any, state: Any) -> None:
+        """A call is over: copy the state, and read it if enough calls wait."""
         loss = logs.get("loss") if isinstance(logs, dict) else None
         tracked = [] if self._tracker is None else [self._tracker.seen, self._tracker.recent]
         groups = [self._values(held, state) for held in (tracked, *(o.variables() for o in self.optimizers))]
         sizes = [0 if loss is None else 1, *(sum(math.prod(v.shape) for v in values) for values in groups)]
         vector = _packed()(loss, [value for values in groups for value in values]) if any(sizes) else None
         self._waiting.append((time.perf_counter(), sizes, vector))
+        if len(self._waiting) * self.each >= self.every:
+            self.read(state)
 
-    def read(self) -> list[Step]:
-        """The steps since the last reading; waits for the device."""
+    def read(self, state: Any = None) -> bool:
+        """Write the steps since the last reading, which waits for the device; whether there are any."""
         waiting, self._waiting = self._waiting, []
         vectors = [vector for _, _, vector in waiting if vector is not None]
         numbers = iter(_numbers(keras.ops.concatenate(vectors)) if vectors else ())
-        steps = []
         for at, sizes, _ in waiting:
             logged, tracked, *rows = ([next(numbers) for _ in range(size)] for size in sizes)
-            steps += self._steps(at, logged, tracked, rows)
-        return steps
+            for step in self._steps_of(at, logged, tracked, rows):
+                self.write(step)
+        return bool(waiting)
+
+    def epoch_begins(self) -> None:
+        """Read the optimizers' state again before the next call: a callback may have changed it."""
+        self.read()
+        self._rows = None
+
+    def restore(self) -> None:
+        """Record no more."""
+        self.ended = True
+        if self.model.train_function == self._train:
+            self.model.train_function = self._inner
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
+        if self.ended:
+            return self._inner(*args, **kwargs)
+        on_jax = keras.backend.backend() == "jax"
+        self.before(args[0] if on_jax else None)
+        made = self._inner(*args, **kwargs)
+        logs, state = made if on_jax else (made, None)
+        try:
+            self.after(logs, state)
+        except BaseException:
+            if on_jax:
+                # The trainer's state has been donated to the step; it restores the model from this one.
+                names = ("trainable", "non_trainable", "optimizer", "metrics")
+                self.model._jax_state = {f"{name}_variables": part for name, part in zip(names, state)}
+            raise
+        return made
+
+    @property
+    def waiting(self) -> int:
+        """Steps that were taken and not read."""
+        return len(self._waiting) * self.each
 
     def scales(self) -> list[float]:
         """The next loss scale of each optimizer, as of the last reading."""
-        rows = self._before or [[] for _ in self.optimizers]
+        rows = self._rows or [[] for _ in self.optimizers]
         return [one.scale(row) for one, row in zip(self.optimizers, rows)]
 
-    def _steps(
+    def _steps_of(
         self, at: float, logged: list[float], tracked: list[float], rows: list[list[float]]
     ) -> list[Step]:
-        pairs = list(zip(self.optimizers, self._before or rows, rows))
-        self._before = rows
+        pairs = list(zip(self.optimizers, self._rows or rows, rows))
+        self._rows = rows
         losses: list[float | None] = [*self._losses(tracked)]
         if not losses:
+            # The last call of an epoch may take fewer steps than the others: Mezzo's optimizers count them.
             own = [(before, after) for one, before, after in pairs if one.is_mezzos]
-            made = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
-            number = min(
-                max([0, *made]) or self._each, self._each
-            )  # the last call of an epoch may make fewer
+            taken = [int(after[0] - before[0] + after[2] - before[2]) % _MODULO for before, after in own]
+            number = min(max([0, *taken]) or self.each, self.each)
             losses = [*[None] * (number - 1), logged[0] if logged else None]
-            self._note(LOSSES_REPORTED)
-        updates: list[list[Update]] = [[] for _ in losses]
-        for one, before, after in pairs:
-            if not one.stepped(before, after):
-                continue
-            gone = one.skipped(before, after, len(losses))
-            if gone and len(losses) > 1:
-                self._note(SKIPS_WITHIN)
-            for place, mine in enumerate(updates):
-                skipped = place >= len(losses) - gone
-                bad = one.bad(after) if skipped else ()
-                mine.append(Update(one.optimizer, one.name, one.scale(before), skipped, bad))
-        return [Step(at, loss, tuple(mine)) for loss, mine in zip(losses, updates)]
+            self.notes[LOSSES_REPORTED] = None
+        of_each = [one.updates(before, after, len(losses)) for one, before, after in pairs]
+        if len(losses) > 1 and any(update.skipped for updates in of_each for update in updates):
+            self.notes[SKIPS_WITHIN] = None
+        return [
+            Step(at, loss, tuple(updates[place] for updates in of_each if updates))
+            for place, loss in enumerate(losses)
+        ]
 
     def _losses(self, tracked: list[float]) -> list[float]:
-        """Those that the tracker was given in this call; empty where a step leaves it out, or gives it others."""
+        """The tracker's values of this call; empty where the model's own step does not use it as Keras's does."""
         if not tracked:
             return []
         seen, *recent = tracked
         now = int(seen)
         first = self._seen if now > self._seen else 0
         self._seen = now
-        if not 0 < now - first <= self._each:
+        if not 0 < now - first <= self.each:
             return []
         return [recent[place % len(recent)] for place in range(first, now)]
 
     def _values(self, variables: Sequence[Any], state: Any) -> list[Any]:
-        """What variables hold now: on JAX in the state, if it is there."""
+        """The variables' values: on JAX those in the trainer's state, if they are there."""
         if state is None:
             found = [one.value for one in variables]
             return [one.detach() for one in found] if keras.backend.backend() == "torch" else found
         if any(id(one) not in self._places for one in variables):
-            optimizer = self._model.optimizer
-            groups = ((2, optimizer.variables if optimizer else ()), (3, self._model.metrics_variables))
+            optimizer = self.model.optimizer
+            groups = ((2, optimizer.variables if optimizer else ()), (3, self.model.metrics_variables))
             self._places.update((id(v), (group, at)) for group, known in groups for at, v in enumerate(known))
         places = [self._places.setdefault(id(one), None) for one in variables]
         return [one.value if at is None else state[at[0]][at[1]] for one, at in zip(variables, places)]
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def _numbers(tensor: Any) -> list[float]:
@@ -350,7 +350,7 @@ def _packed() -> Callable[[Any, list[Any]], Any]:
 
 
 def _pack(loss: Any, values: list[Any]) -> Any:
-    """A loss's mean and what variables hold as one FP32 vector; of a count its last bits."""
+    """A loss's mean and variables' values as one FP32 vector; of a count its last bits."""
     ops = keras.ops
     flat = [] if loss is None else [ops.mean(ops.cast(ops.convert_to_tensor(loss), "float32"))]
     for value in values:
@@ -360,26 +360,16 @@ def _pack(loss: Any, values: list[Any]) -> Any:
 
 
 def _optimizers_of(model: Any) -> list[StepOptimizer]:
-    """The optimizer of `compile`, and each other that an attribute holds, by itself or in a list, tuple or dict."""
-    others: list[tuple[str, Any]] = []
-    for key, held in vars(model).items():
-        if key.startswith("_self_"):  # TensorFlow's own books
-            continue
-        if isinstance(held, (list, tuple)):
-            others += [(f"{key}_{at}", one) for at, one in enumerate(held)]
-        elif isinstance(held, dict):
-            others += [(f"{key}_{name}", one) for name, one in held.items()]
-        else:
-            others.append((key, held))
-    others = [(name, one) for name, one in others if isinstance(one, keras.optimizers.Optimizer)]
-    known = {id(model.optimizer), id(_innermost(model.optimizer))}
-    known |= {id(one.inner_optimizer) for _, one in others if hasattr(one, "inner_optimizer")}
-    found = [StepOptimizer(model.optimizer, "optimizer")]
-    for name, one in others:
-        if id(one) not in known:
-            known.add(id(one))
-            found.append(StepOptimizer(one, name))
-    return found
+    """The optimizer of `compile`, and the others that are attributes of the model."""
+    held = {
+        name: one
+        for name, one in vars(model).items()
+        if isinstance(one, keras.optimizers.Optimizer) and not name.startswith("_self_")
+    }
+    known = {id(_innermost(one)) for one in held.values() if one is not _innermost(one)}
+    known |= {id(model.optimizer), id(_innermost(model.optimizer))}
+    others = {id(one): StepOptimizer(one, name) for name, one in held.items() if id(one) not in known}
+    return [StepOptimizer(model.optimizer, "optimizer"), *others.values()]
 
 
 def _innermost(optimizer: Any) -> Any:

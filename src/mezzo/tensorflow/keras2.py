@@ -1,10 +1,8 @@
 """Keras 2 (`tf_keras`): its optimizers, new and legacy, with Mezzo's loss scale.
 
-Both classes are tf_keras's own loss-scale optimizers to everything that looks for one: `compile`, `fit`, callbacks,
-and a custom loop's `get_scaled_loss` and `get_unscaled_gradients`. What differs: a floor below 1, a ceiling,
-hysteresis, a patience that ends a run with a message; and a skipped step does not count as an iteration.
-
-tf_keras's machine takes no other; so the parent is told that the scale is constant, and all that reads it is here.
+Both classes inherit from tf_keras's own loss-scale optimizers, so `compile`, `fit`, callbacks and custom loops take them.
+The parent is constructed with a constant scale, which nothing reads: every method that does is overridden here. A skipped
+step does not count as an iteration; tf_keras's own counts it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _STATE = "mezzo_loss_scale"
 
 
 class _Scaled(ScaleReads):
-    """A `tf_keras` optimizer with Mezzo's loss scale: what the new and the legacy one have in common.
+    """The common part of the new and the legacy optimizer.
 
     Args:
         inner_optimizer: the optimizer that is given unscaled gradients.

@@ -20,8 +20,8 @@ class GraphRewriteOptimizer(LossScaleOptimizer):
 
     def __repr__(self) -> str:
         inner = type(self.inner_optimizer).__name__
-        told = f", rewrite={self.rewrite}" if self.rewrite else ""
-        return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._machine)}{told})"
+        rewrite = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"GraphRewriteOptimizer({inner}, loss_scale={print_loss_scale(self._loss_scale)}{rewrite})"
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """As the parent's.

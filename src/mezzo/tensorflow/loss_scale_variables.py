@@ -1,7 +1,7 @@
 """A loss scale in `tf.Variable`s: in an eager program, in a `tf.function`, and once for each graph of TF1.
 
-The machine is `mezzo.core.loss_scale`; here is only where its four numbers live, and one step: skip or apply, move
-on, and stop with a message when the patience has run out.
+The transition is `mezzo.core.loss_scale.advance`. This file holds its state in variables and takes one step: apply the
+gradients or skip, advance the scale, and raise when the patience has run out.
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ _LOOP = """
 
 @dataclass(frozen=True)
 class Held(ScaleArrays):
-    """The variables of one graph, or of the eager program, each of shape (): the machine's four, and two that count.
-
-    Args:
-        good_steps: int64 here, as in tf_keras's checkpoints.
-        skipped_steps: int64, steps skipped so far.
-        last_step_skipped: bool, whether the last step was.
-    """
+    """The variables of one graph, or of the eager program, each of shape (); types in `_VARIABLES`."""
 
     skipped_steps: Any
     last_step_skipped: Any
 
 
-# Field -> name in a checkpoint and in a graph, and type. The first two are those of TensorFlow's and tf_keras's own
-# loss-scale optimizers, so that their checkpoints load.
+# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own loss-scale
+# optimizers, so that their checkpoints load.
 _VARIABLES = {
     "scale": ("current_loss_scale", tf.float32),
     "good_steps": ("good_steps", tf.int64),
@@ -55,10 +49,10 @@ _VARIABLES = {
 
 
 class LossScaleVariables(tf.__internal__.tracking.Trackable):
-    """The moving parts of a loss scale, saved with whatever tracks this object, and what an optimizer does with them.
+    """The state of a loss scale, saved with the object that tracks this one, and the steps of an optimizer with it.
 
-    There is a set of variables for each graph of TF1 in which this is used, and one for eager programs and their
-    `tf.function`s; `here()` is the one that counts where it is called.
+    There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s; `here()`
+    returns the set of the place where it is called.
 
     Args:
         pure: the loss scale, with the state to begin with.
@@ -67,7 +61,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def __init__(self, pure: LossScale) -> None:
         self.pure = pure
         self._held: dict[Any, Held] = {}
-        # The graphs with a part of a step, in order; None for the eager program.
+        # The graphs in which a step was built, in order; None for the eager program.
         self._used: dict[Any, None] = {}
         self._loss_was_scaled = self._gradients_were_unscaled = False
         self.here()
@@ -76,7 +70,7 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     @property
     def scales(self) -> bool:
-        """Whether there is anything to do: False for `NoLossScale`."""
+        """False for `NoLossScale`."""
         return not isinstance(self.pure, NoLossScale)
 
     def here(self, for_a_step: bool = False) -> Held:
@@ -142,20 +136,12 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             f"with graph.as_default(): session.run([{_READS}])."
         )
 
-    def scale_to_read(self) -> Any:
-        """S for the next step; in a graph the variable, so that reading adds no op."""
-        scale = self.read("loss_scale").scale
-        return tf.convert_to_tensor(scale) if tf.executing_eagerly() else scale
+    def on_host(self, what: str) -> ScaleArrays:
+        """The state as numbers, for `what`; synchronizes with the device.
 
-    def machine(self) -> LossScale:
-        """The pure loss scale on the host; waits for the device."""
-        return on_host(self.pure, self._on_host("machine()"))
-
-    def check(self) -> None:
-        """Raise LossScaleCollapseError if the patience ran out; waits for the device."""
-        check(self.pure, self._on_host("check()"))
-
-    def _on_host(self, what: str) -> ScaleArrays:
+        Raises:
+            UsageError: not in an eager program.
+        """
         held = self.read(what)
         if not tf.executing_eagerly():
             raise UsageError(
@@ -168,20 +154,17 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def scaled_loss(self, loss: Any) -> Any:
         """S * loss in FP32 at least; of a function without arguments, a function."""
         self._loss_was_scaled = True
-        if callable(loss):
-            return lambda: self._times_scale(loss())
-        return self._times_scale(loss)
-
-    def _times_scale(self, loss: Any) -> Any:
         if not self.scales:
             return loss
+        if callable(loss):
+            return lambda: self.scaled_loss(loss())
         loss = tf.convert_to_tensor(loss)
         if loss.dtype.size < tf.float32.size:  # 65536 is infinite in FP16
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(tf.convert_to_tensor(self.here(for_a_step=True).scale), loss.dtype)
 
     def unscaled(self, gradients: Sequence[Any]) -> list[Any]:
-        """gradients * (1 / S), in FP32 at least, each of its own type; None stays None."""
+        """gradients * (1 / S), computed in FP32 at least, in the gradient's type; None stays None."""
         self._gradients_were_unscaled = True
         if not self.scales:
             return list(gradients)
@@ -206,20 +189,17 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
     def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
 
-        In a graph the patience's end is an `InvalidArgumentError` of TensorFlow's with the same message; in a function
-        that XLA compiles assertions are not run, and `check()` says it.
-
         Args:
             grads_and_vars: pairs with unscaled gradients.
-            apply: applies such pairs; called in this replica's context, and its operations are built inside a branch.
+            apply: applies such pairs; called in this replica's context, inside a branch.
 
         Returns:
-            An operation that does all of it, in a graph; None in an eager program. Without a loss scale what `apply`
-            returns.
+            In a graph the operation; None in an eager program. Without a loss scale what `apply` returns.
 
         Raises:
             UsageError: called in a cross-replica context; or the rewrite is on, and XLA compiles this function.
-            LossScaleCollapseError: eagerly, if the patience ran out.
+            LossScaleCollapseError: eagerly, if the patience ran out; in a graph that is an `InvalidArgumentError` with
+                the same message (XLA drops assertions: call `check()`).
         """
         if tf.distribute.in_cross_replica_context():
             raise UsageError(
@@ -297,20 +277,22 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
 
 class ScaleReads:
-    """What the optimizers of TF1 and of Keras 2 tell of their loss scale, which they hold as `_scaled`."""
+    """The loss-scale interface of the optimizers of TF1 and of Keras 2, which hold the state as `_scaled`."""
 
     _scaled: LossScaleVariables
     rewrite: Any = None  # what enable_mixed_precision_graph_rewrite decided, if it made the optimizer
 
     def __repr__(self) -> str:
         inner = type(self.inner_optimizer).__name__  # type: ignore[attr-defined]
-        told = f", rewrite={self.rewrite}" if self.rewrite else ""
-        return f"{type(self).__name__}({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{told})"
+        rewrite = f", rewrite={self.rewrite}" if self.rewrite else ""
+        return f"{type(self).__name__}({inner}, loss_scale={print_loss_scale(self._scaled.pure)}{rewrite})"
 
     @property
     def loss_scale(self) -> Any:
         """S for the next step: FP32 tensor, shape ()."""
-        return self._scaled.scale_to_read()
+        scale = self._scaled.read("loss_scale").scale
+        # In a graph the variable, so that reading adds no op.
+        return tf.convert_to_tensor(scale) if tf.executing_eagerly() else scale
 
     @property
     def skipped_steps(self) -> Any:
@@ -323,12 +305,12 @@ class ScaleReads:
         return self._scaled.read("last_step_skipped").last_step_skipped
 
     def machine(self) -> LossScale:
-        """The pure loss scale on the host, in an eager program; waits for the device."""
-        return self._scaled.machine()
+        """The loss scale as a value of `mezzo`, in an eager program; synchronizes with the device."""
+        return on_host(self._scaled.pure, self._scaled.on_host("machine()"))
 
     def check(self) -> None:
-        """Raise LossScaleCollapseError if the patience ran out, in an eager program; waits for the device."""
-        self._scaled.check()
+        """Raise LossScaleCollapseError if the patience ran out, in an eager program; synchronizes with the device."""
+        check(self._scaled.pure, self._scaled.on_host("check()"))
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """S * loss, for `tf.GradientTape`; of a function, a function."""

@@ -1,25 +1,16 @@
-"""Mixed precision by rewriting the graph: a loss scale around the optimizer, and grappler's auto mixed precision.
+"""Mixed precision by graph rewrite: grappler's auto mixed precision, and a loss scale around the optimizer.
 
-The model stays as it is written, in FP32. When TensorFlow optimizes a graph, the ops that its lists allow are run in 16
-bits, with casts around them.
-
-======== ============================ ========================================= ==========================
-chosen   grappler's option            what it does                              loss scale
-======== ============================ ========================================= ==========================
-`fp16`   auto_mixed_precision         FP16 on GPUs from compute capability 7.0  as asked for, else dynamic
-`bf16`   auto_mixed_precision_        BF16 through oneDNN on a CPU              none, unless asked for
-         onednn_bfloat16
-`fp32`   none                         nothing                                   none, unless asked for
-======== ============================ ========================================= ==========================
-
-`auto` is fp16 where there is such a GPU; else bf16, if the CPU multiplies it natively; else fp32.
+The model stays as it is written, in FP32. When TensorFlow optimizes a graph, its pass runs the ops on its lists in 16
+bits, with casts around them. `OPTIONS` names the pass of each precision: FP16 on GPUs from compute capability 7.0, BF16
+through oneDNN on CPUs. `precision="auto"` is fp16 where there is such a GPU; else bf16, if the CPU multiplies it
+natively; else fp32, which is no rewrite.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +20,7 @@ from mezzo.core.errors import UnsupportedPrecisionError, UsageError, unknown_nam
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from mezzo.core.policy_text import as_loss_scale, print_loss_scale
 from mezzo.keras.hardware import describe
-from mezzo.tensorflow.switch import SWITCH, environment_of, list_of_each, refuse_policy
+from mezzo.tensorflow.switch import SWITCH, refuse_policy
 from mezzo.tensorflow.v1_optimizer import LossScaleOptimizer as V1Optimizer
 
 _WHERE = "enable_mixed_precision_graph_rewrite"
@@ -52,13 +43,11 @@ class Rewrite:
         precision: `fp16`, `bf16`, or `fp32` for no rewrite.
         why: in words.
         loss_scale: as a policy writes it.
-        environment: the environment variables that gave the pass its op lists, where op lists were given.
     """
 
     precision: str
     why: str
     loss_scale: str
-    environment: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.precision} ({self.why})"
@@ -69,7 +58,7 @@ def enable_mixed_precision_graph_rewrite(
     loss_scale: LossScale | float | str | Any = "dynamic",
     *,
     precision: str = "auto",
-    op_lists: Mapping[str, Iterable[str]] | None = None,
+    op_lists: Any = None,
 ) -> Any:
     """Turn grappler's auto mixed precision on, and return the optimizer with a loss scale around it.
 
@@ -78,41 +67,39 @@ def enable_mixed_precision_graph_rewrite(
         opt = tf.compat.v1.train.AdamOptimizer()
         opt = mezzo.tensorflow.enable_mixed_precision_graph_rewrite(opt)
 
-    Call it before Sessions are made. Where the optimizer is given is where the type of the result comes from: an
-    optimizer of `tf.compat.v1.train`, of Keras 3 (on the TensorFlow backend) or of tf_keras, new or legacy.
+    Call it before Sessions are made.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: of `tf.compat.v1.train`, of Keras 3 (on the TensorFlow backend) or of tf_keras, new or legacy.
         loss_scale: "dynamic", or "dynamic(init=1024,floor=1)"; "none"; a number; a DynamicLossScale, StaticLossScale or
             NoLossScale of Mezzo's, or a loss scale of `tf.compat.v1.mixed_precision`. "dynamic" alone means none where
             the rewrite computes in BF16 or not at all: both have FP32's range.
         precision: "fp16" on a GPU, "bf16" on a CPU, or "auto" for what this machine is fast in. "float16" and
             "mixed_float16" are fp16 too, "bfloat16" and "mixed_bfloat16" bf16.
-        op_lists: ops to move to another of the rewrite's lists, `{"deny": ["Tanh"]}`: see `mezzo.tensorflow.switch`.
-            In force until the rewrite is turned off or on anew.
+        op_lists: removed; TensorFlow's environment variables say the same.
 
     Returns:
         An optimizer of the same family. Its `rewrite` says what was chosen.
 
     Raises:
-        UsageError: no such optimizer, one with a loss scale already, a loss scale that is none, a list or an op that is
-            unknown, or a mixed policy of Keras's that is on as well.
+        UsageError: no such optimizer, one with a loss scale already, an invalid loss scale, a mixed policy of Keras's
+            that is on as well, or `op_lists`.
         UnsupportedPrecisionError: the rewrite cannot compute in that precision on this machine.
     """
+    if op_lists is not None:
+        raise UsageError(
+            f"{_WHERE}: op_lists was removed in version 0.2. Set TensorFlow's environment variables, such as "
+            "TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_DENYLIST_ADD=Tanh (docs/tensorflow.md)."
+        )
     wrap = _wrapper_for(optimizer)
     refuse_policy(_WHERE)
     chosen, why = choose(precision)
     scale = _loss_scale(loss_scale, chosen)
-    list_of = list_of_each(op_lists) if op_lists is not None else {}
-    option = OPTIONS.get(chosen)
-    # From where the user has the ops, not from where a rewrite that is on has moved them.
-    environment = environment_of(list_of, SWITCH.environ()) if option and list_of else None
-    said = tuple(sorted((environment or {}).items()))
-    rewrite = Rewrite(chosen, why, print_loss_scale(scale), said)
+    rewrite = Rewrite(chosen, why, print_loss_scale(scale))
     wrapped = wrap(scale)
     wrapped.rewrite = rewrite
-    if option:
-        SWITCH.on(option, environment)
+    if chosen in OPTIONS:
+        SWITCH.on(OPTIONS[chosen])
     else:
         SWITCH.off()
     print(f"mezzo: graph rewrite: {rewrite}; loss scale: {rewrite.loss_scale}", file=sys.stderr)
@@ -120,15 +107,15 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Turn the rewrite off and put op lists back; optimizers keep their loss scale, Sessions that exist the rewrite."""
+    """Turn the rewrite off; optimizers keep their loss scale, existing Sessions the rewrite."""
     SWITCH.off()
 
 
 def choose(precision: str) -> tuple[str, str]:
-    """What is computed in on this machine, `fp16`, `bf16` or `fp32`; and why, in words.
+    """The precision on this hardware, `fp16`, `bf16` or `fp32`; and why, in words.
 
     Raises:
-        UnknownNameError: no such precision; UsageError: FP32, which is to leave the rewrite out.
+        UnknownNameError: no such precision; UsageError: FP32, for which no rewrite is needed.
         UnsupportedPrecisionError: the rewrite cannot compute in it here.
     """
     given, precision = precision, str(precision).lower()
@@ -151,8 +138,8 @@ def choose(precision: str) -> tuple[str, str]:
         refused = "computes in BF16 through oneDNN, which TF_ENABLE_ONEDNN_OPTS=0 turns off"
     if refused is not None:
         raise UnsupportedPrecisionError(
-            f"precision={given!r}: TensorFlow's graph rewrite {refused}. Use precision='auto', or a policy in place of "
-            "the rewrite, mezzo.keras.set_policy('bf16')."
+            f"precision={given!r}: TensorFlow's graph rewrite {refused}. Use precision='auto', or a policy "
+            "instead of the rewrite, mezzo.keras.set_policy('bf16')."
         )
     if gpu is not None:
         return "fp16", f"on {gpu}"
@@ -192,7 +179,7 @@ def _loss_scale(given: Any, chosen: str) -> LossScale:
 
 
 def _wrapper_for(optimizer: Any) -> Callable[[LossScale], Any]:
-    """What wraps this optimizer in a loss scale. Keras's and tf_keras's are imported already if it is one of theirs."""
+    """What wraps this optimizer in a loss scale. If it is of Keras or tf_keras, that is imported already."""
     v1 = tf.compat.v1
     keras2, keras3 = sys.modules.get("tf_keras"), sys.modules.get("keras")
     scaled: list[Any] = [v1.mixed_precision.MixedPrecisionLossScaleOptimizer]

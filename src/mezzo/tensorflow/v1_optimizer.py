@@ -16,10 +16,9 @@ class LossScaleOptimizer(
 ):
     """A `tf.compat.v1.train.Optimizer` that scales the loss, unscales the gradients and skips steps that overflow.
 
-    `minimize` and `compute_gradients` take what the inner optimizer's do, `apply_gradients` too; on a skipped step
-    no variable, slot or `global_step` changes. Whatever else is asked of it, the inner optimizer answers. In an
-    object-based checkpoint it is the inner optimizer with the loss scale beside it, so that those of either load into
-    the other.
+    On a skipped step no variable, slot or `global_step` changes. Other attributes are the inner optimizer's. An
+    object-based checkpoint holds the inner optimizer's state and the loss scale, so checkpoints of the plain optimizer
+    load here, and these there.
 
     Args:
         optimizer: the inner optimizer.
@@ -73,8 +72,8 @@ class LossScaleOptimizer(
         )
 
     def _make_slots(self, variables: list[Any]) -> None:
-        """The inner optimizer's variables, made before the branch that applies: in it, the name of Adam's powers would
-        begin with the branch's, and a checkpoint of the plain optimizer would not load by name."""
+        """Make the inner optimizer's variables before the branch: inside it the names of Adam's powers would begin with
+        the branch's, and a checkpoint of the plain optimizer would not load by name."""
         if self._scaled.scales and variables and not tf.distribute.has_strategy():
             with tf.init_scope():
                 self._optimizer._create_slots(variables)
