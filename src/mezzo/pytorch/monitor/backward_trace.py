@@ -1,8 +1,8 @@
 """BackwardTrace: where the gradients of a backward pass cease to be finite.
 
-Hooks look at the gradients of each node as it runs. In a replay these are the nodes of a call that was traced forward. In
-a step they are the nodes of the loss's graph outside of the calls: losses, penalties, arithmetic between models. That
-part is small as a rule, so it is watched in every step; its operations have no line of the user's.
+Hooks look at the gradients of each node as it runs. In a replay these are the nodes of a call that was traced forward.
+In a step they are the nodes of the loss's graph outside of the calls: losses, penalties, arithmetic between models.
+That part is small as a rule, so it is watched in every step; its operations have no line of the user's.
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ def _cause(op: str, kept: list[TensorFacts], outputs: list[TensorFacts]) -> str:
         pole = not kept or any(one.zeros for one in blamed)
         return "invalid" if pole or all(one.format == "fp32" for one in outputs) else "overflow"
     # Inside of an operation of many steps NaN comes of an overflow: inf - inf.
-    return "invalid" if op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs)) else "overflow"
+    return (
+        "invalid" if op == HOOK or (op not in COMPOSED and any(one.nans for one in outputs)) else "overflow"
+    )
 
 
 def _surely_finite(grad: Tensor) -> bool:

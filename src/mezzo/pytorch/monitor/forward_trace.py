@@ -1,8 +1,8 @@
 """ForwardTrace: follows values that are not finite through a forward pass, from the operation that produced them.
 
-A function mode sees each operation as the user calls it (`linear`), with whatever kernel Mezzo runs for it. A dispatch mode
-would see its parts (casts, `addmm`) and nothing of kernels outside of ATen. Functions that PyTorch writes in Python are
-traced inside: `F.normalize` is a norm, a clamp and a division.
+A function mode sees each operation as the user calls it (`linear`), with whatever kernel Mezzo runs for it. A dispatch
+mode would see its parts (casts, `addmm`) and nothing of kernels outside of ATen. Functions that PyTorch writes in
+Python are traced inside: `F.normalize` is a norm, a clamp and a division.
 
 Two kinds of values are not reported: an explicit -inf (a mask on scores), and what a later operation absorbs. The
 question at the end is what reached a given tensor.
@@ -241,7 +241,7 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[ForwardTrace]:
-        """Trace what runs inside, which may leave modes and warning filters that it entered before, and enter others."""
+        """Trace what runs inside, which may leave modes and filters that it entered before, and enter others."""
         del self._stack[1:]
         self._thread = threading.get_ident()
         handles = [
@@ -447,7 +447,7 @@ class ForwardTrace(TorchFunctionMode):
         return origin
 
     def _maker(self, read: Sequence[Tensor]) -> Maker | None:
-        """The source of the largest number beyond fp16 among some inputs; None where there is none, or none was seen."""
+        """The source of the largest number beyond fp16 among some inputs; None if there is none or it was not seen."""
         most = max(read, key=beyond, default=None)
         if most is None or not beyond(most):
             return None

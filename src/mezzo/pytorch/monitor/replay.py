@@ -1,8 +1,8 @@
 """Replay: a saved call of a model, and running it again without side effects.
 
-Kept of a call: its arguments by reference, with the versions of their tensors (a call whose arguments were written since
-cannot be replayed); the random state; what the call changes of its model besides the parameters; and the gradients that
-arrive at its outputs, from which backward is replayed.
+Kept of a call: its arguments by reference, with the versions of their tensors (a call whose arguments were written
+since cannot be replayed); the random state; what the call changes of its model besides the parameters; and the
+gradients that arrive at its outputs, from which backward is replayed.
 
 Inside `nothing_left` compiled parts run eagerly, and reentrant checkpoints as plain calls, because their backward
 can't be asked for single gradients.

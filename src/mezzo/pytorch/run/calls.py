@@ -234,7 +234,7 @@ def _any_changed(before: Any, after: Any) -> bool:
 _MARK = "_mezzo_files_are_skipped"
 _NOT_TRACED = (
     *(f"run.{name}" for name in ("backward", "observers", "optimizers", "prepare", "session")),
-    *(f"monitor.{name}" for name in ("loss_graph", "operations", "overflow_tracer", "replay")),
+    *(f"monitor.{name}" for name in ("backward_trace", "operations", "overflow_tracer", "replay")),
 )
 
 
