@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.core.policy import Policy
-from mezzo.pytorch.observe.explain import Explanation
-from mezzo.pytorch.observe.formats import OpObserver
+from mezzo.pytorch.monitor.formats import OpObserver
 
 
 @pytest.fixture(autouse=True)
@@ -206,8 +205,8 @@ def test_one_trace_at_a_time() -> None:
 def test_a_compiled_model_is_said_to_be_compiled() -> None:
     model = torch.compile(nn.Linear(2, 2), backend="aot_eager")
     result = mezzo.explain(model, torch.ones(1, 2), precision="bf16")
-    assert any("compiled: formats not observed" in note for note in result.notes)
-    assert isinstance(result, Explanation)
+    assert any("is compiled" in note for note in result.notes)
+    assert [row.op for row in result.ops] == ["linear"]
 
 
 def test_the_storage_of_parameters_is_shown_and_put_back() -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.observe.execution_trace import ExecutionTrace
-from mezzo.pytorch.observe.formats import COMPILED, OpObserver
+from mezzo.pytorch.monitor.execution_trace import ExecutionTrace
+from mezzo.pytorch.monitor.formats import COMPILED, OpObserver
 
 
 @pytest.fixture(autouse=True)

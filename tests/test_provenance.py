@@ -1,6 +1,6 @@
-"""A step that was skipped: what is found out about it, what it costs, and that nothing comes of looking.
+"""A skipped step: the report on it, its cost, and that tracing has no side effects.
 
-That faults of many kinds are named by the right module is the corpus' matter: tests/test_faults.py.
+That faults of many kinds are named by the right module is tested by the corpus: tests/test_faults.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import mezzo
 from alive import bytes_alive
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.core.overflow import OUTSIDE, OverflowReport
-from mezzo.core.records import OverflowRecord, RecordWriter, from_line, read, to_line
+from mezzo.core.records import OverflowRecord, RecordWriter, read
 from mezzo.pytorch.monitor.overflow_tracer import OverflowTracer
 from mezzo.pytorch.monitor.replay import nothing_left
 from ranks import two_ranks
@@ -148,6 +148,7 @@ def _grows_in_place(x: Tensor) -> Tensor:
     x = x.clone()
     x *= 300
     x.mul_(300)
+    x.mul_(2)
     return x
 
 
@@ -158,14 +159,18 @@ def _written_at_places(x: Tensor) -> Tensor:
     return whole
 
 
-@pytest.mark.parametrize("fault", [_grows_in_place, _written_at_places])
-def test_what_an_operation_in_place_was_given_is_told_as_it_was(fault: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "line"), [(_grows_in_place, "x.mul_(300)"), (_written_at_places, "whole[:] =")]
+)
+def test_an_operation_in_place_is_named_and_not_those_after_it(
+    fault: Callable[[Tensor], Tensor], line: str
+) -> None:
     net = Net()
     mp = trainer(net)
     net.place.fault = fault
     told = found(mp)
     assert (told.cause, told.module, told.direction) == ("overflow", "place", "forward")
-    assert told.inputs[0].name == "input 0"
+    assert line in told.line
     assert all(fact.finite for fact in told.inputs)
     assert told.outputs[0].infinities > 0
 
@@ -217,22 +222,23 @@ def log_of_nothing(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
 
 
-def test_a_loss_is_named_at_once_and_its_line_the_second_time() -> None:
+@pytest.mark.parametrize(
+    ("loss", "cause", "op", "line"),
+    [
+        (log_of_nothing, "invalid", "log", "torch.log(out[0, 0] * 0)"),
+        (lambda out, y: F.cross_entropy(out, y).float() * 1e39, "overflow", "mul", "* 1e39"),
+    ],
+    ids=["log", "product"],
+)
+def test_a_loss_is_named_with_its_line_the_second_time(
+    loss: Callable[..., Tensor], cause: str, op: str, line: str
+) -> None:
     mp = trainer(Net())
-    first, second = found(mp, 0, log_of_nothing), found(mp, 1, log_of_nothing)
-    for told in (first, second):
-        assert (told.cause, told.module, told.op, told.how) == ("invalid", OUTSIDE, "log", "live")
-    assert first.line == ""
-    assert second.line.endswith("torch.log(out[0, 0] * 0)")
-    assert not mp._observing.watches_live
-
-
-def test_a_loss_whose_graph_does_not_tell_the_operation_is_named_the_second_time() -> None:
-    mp = trainer(Net())
-    first, second = (found(mp, n, lambda out, y: F.cross_entropy(out, y).float() * 1e39) for n in (0, 1))
+    first, second = found(mp, 0, loss), found(mp, 1, loss)
     assert (first.cause, first.module, first.op, first.alarms) == ("loss", OUTSIDE, "", True)
-    assert (second.cause, second.module, second.op) == ("overflow", OUTSIDE, "mul")
-    assert "* 1e39" in second.line
+    assert (second.cause, second.module, second.op, second.how) == (cause, OUTSIDE, op, "live")
+    assert line in second.line
+    assert not mp._observing.watches_live
 
 
 def test_live_watching_ends_by_itself() -> None:
@@ -245,118 +251,7 @@ def test_live_watching_ends_by_itself() -> None:
     assert seen == 50
 
 
-# ------------------------------------------------------------------------------------------- lines outside
-
-
-def told_of(mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], size: int = 5) -> OverflowReport:
-    x = torch.randn(size, 6, generator=torch.Generator().manual_seed(size))
-    with mp.autocast():
-        value = loss(mp.model(x), torch.arange(size) % 3)
-    finding = mp.step(value).finding
-    assert finding is not None
-    return finding
-
-
-@pytest.fixture
-def mp() -> Iterator[mezzo.MixedPrecision]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    made = mezzo.MixedPrecision(
-        model, torch.optim.SGD(model.parameters(), lr=1e-3), "fp16", loss_scale=1.0, trace=True
-    )
-    yield made
-    made.close()
-
-
-def logarithm(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y) + torch.log(out[0, 0] * 0)
-
-
-def logarithm_elsewhere(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y).exp() + torch.log(out[0, 0] * 0)
-
-
-def root(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out, y) + (out.float() * 0).norm(dim=1).sqrt().sum()
-
-
-def second_of_two(out: Tensor, y: Tensor) -> Tensor:
-    first = torch.log(out[0, 0].float().abs() + 1)
-    return first + torch.log(out[1, 1].float().abs() * 0)
-
-
-def first_of_two(out: Tensor, y: Tensor) -> Tensor:
-    first = torch.log(out[0, 0].float().abs() * 0)
-    return first + torch.log(out[1, 1].float().abs() + 1)
-
-
-@pytest.mark.parametrize(("loss", "code"), [(logarithm, "torch.log(out[0, 0] * 0)"), (root, ".sqrt().sum()")])
-def test_a_line_that_was_learnt_is_said_at_every_later_overflow(
-    mp: mezzo.MixedPrecision, loss: Callable[..., Tensor], code: str
-) -> None:
-    assert told_of(mp, loss).line == ""
-    learnt = told_of(mp, loss)
-    assert learnt.line.endswith(code)
-    assert "earlier" not in learnt.note
-    for size in (5, 4, 7):  # whatever the batch
-        told = told_of(mp, loss, size)
-        assert (told.line, told.op, told.module) == (learnt.line, learnt.op, OUTSIDE)
-        assert "the line is that of an earlier overflow" in told.note
-        assert not mp._observing.watches_live  # and no step is slow for it
-
-
-def test_another_fault_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
-    told_of(mp, logarithm)
-    assert told_of(mp, logarithm).line.endswith("torch.log(out[0, 0] * 0)")
-    assert told_of(mp, logarithm_elsewhere).line == ""
-    own = told_of(mp, logarithm_elsewhere).line
-    assert "exp()" in own
-    assert told_of(mp, root).line == ""
-    assert told_of(mp, root).line.endswith(".sqrt().sum()")
-    again = {told_of(mp, loss).line for loss in (logarithm, logarithm_elsewhere, root)}
-    assert len(again) == 3
-    assert "" not in again
-
-
-def test_the_same_operation_at_another_place_of_a_loss_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
-    told_of(mp, second_of_two)
-    assert "out[1, 1]" in told_of(mp, second_of_two).line
-    told = told_of(mp, first_of_two)
-    assert told.op == "log"
-    assert told.line == ""
-    assert "out[0, 0]" in told_of(mp, first_of_two).line
-    assert "out[1, 1]" in told_of(mp, second_of_two).line
-
-
-def test_the_same_graph_from_another_line_of_the_loop_does_not_get_it(mp: mezzo.MixedPrecision) -> None:
-    told_of(mp, logarithm)
-    assert told_of(mp, logarithm).line
-    x = torch.randn(5, 6)
-    with mp.autocast():
-        value = logarithm(mp.model(x), torch.arange(5) % 3)
-    told = mp.step(value).finding
-    assert told is not None
-    assert (told.op, told.line) == ("log", "")
-
-
 # -------------------------------------------------------------------------------------- all the ways to train
-
-
-class _Grows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 300 * 300 / 300
-
-
-def test_a_remedy_under_which_gradients_may_overflow_at_this_loss_scale_says_so() -> None:
-    first = {}
-    for scale in (2.0, 2.0**13):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), _Grows(), nn.Linear(8, 3))
-        first[scale] = found(trainer(net, loss_scale=scale)).remedies[0]
-    assert first == {
-        2.0: "this module in FP32: `fp16,module.1=fp32`",
-        2.0**13: "this module in FP32, and a loss scale below 8192 if it is a constant: `fp16,module.1=fp32`",
-    }
 
 
 class Critic(nn.Module):
@@ -384,23 +279,6 @@ def test_between_several_models_in_one_loss() -> None:
     assert (told.op, told.direction, told.module) == ("sqrt", "backward", OUTSIDE)
 
 
-def test_what_another_model_made_and_this_one_was_given_detached_is_no_fault_of_the_data() -> None:
-    first, second = Net(), nn.Linear(3, 3)
-    one, other = trainer(first), trainer(second)
-    first.place.fault = grows
-    x, y = batch(0)
-    with other.autocast():
-        made = first(x)
-        value = F.cross_entropy(second(made.detach()), y)
-    told = other.step(value).finding
-    assert (told.cause, told.module, told.op) == ("overflow", "place", "mul")
-    assert "an earlier call of Net, which gave a later one its input" in told.note
-    with other.autocast():
-        value = F.cross_entropy(second(torch.full((5, 3), torch.nan)), y)
-    assert other.step(value).finding.cause == "input"
-    one.close()
-
-
 def test_two_optimizers_of_one_model() -> None:
     net = Net()
     body = mezzo.MixedPrecision(
@@ -419,12 +297,12 @@ def test_two_optimizers_of_one_model() -> None:
     assert (other.finding.module, other.finding.op) == ("place", "sqrt")
 
 
-def test_an_input_that_is_overwritten_is_copied_from_then_on() -> None:
+def test_a_call_whose_input_was_overwritten_is_watched_the_next_time() -> None:
     net = Net()
     mp = trainer(net)
     net.place.fault = grows
     told = []
-    for number in range(5):  # the second is watched as it happens, the later ones are run again
+    for number in range(2):
         x, y = batch(number)
         with mp.autocast():
             value = F.cross_entropy(net(x), y)
@@ -432,22 +310,7 @@ def test_an_input_that_is_overwritten_is_copied_from_then_on() -> None:
         told.append(mp.step(value).finding)
     assert told[0].cause == "unknown"
     assert "changed in place" in told[0].note
-    for one in told[1:]:
-        assert (one.cause, one.module, one.op) == ("overflow", "place", "mul")
-
-
-def test_a_copied_input_serves_for_each_remedy_though_the_model_itself_writes_it() -> None:
-    net = Net()
-    mp = trainer(net)
-    net.place.fault = grows
-    net.first.register_forward_pre_hook(lambda _, args: _doubled(args))
-    told = [found(mp, number) for number in range(3)][-1]
-    policies = [remedy.partition("`")[2].rstrip("`") for remedy in told.remedies if "`" in remedy]
-    assert policies == ["fp16,module.place=fp32,module.last=fp32", "bf16"]
-
-
-def _doubled(args: tuple[Tensor, ...]) -> None:
-    args[0].mul_(2.0)
+    assert (told[1].cause, told[1].module, told[1].op, told[1].how) == ("overflow", "place", "mul", "live")
 
 
 # ------------------------------------------------------------------------------------------ several uses
@@ -467,30 +330,26 @@ class Twice(nn.Module):
         return h, self.b(h)
 
 
-# each use is finite in fp16 at the scale, and not the sum; name: the loss, the scale, cause, module
-USES: dict[str, tuple[Callable[[tuple[Tensor, Tensor]], Tensor], float, str, str]] = {
-    "outside": (lambda y: y[1].sum() * 4e4 + y[1].sum() * 4e4, 1.0, "overflow", OUTSIDE),
-    "outside, scaled": (lambda y: y[1].sum() * 2.5 + y[1].sum() * 2.5, 2.0**14, "loss scale", OUTSIDE),
-    "outside and inside": (lambda y: (y[0].float().sum() + y[1].float().sum()) * 4e4, 1.0, "overflow", "a"),
-    "outside and inside, scaled": (
-        lambda y: (y[0].float().sum() + y[1].float().sum()) * 2.5, 2.0**14, "loss scale", "a",
-    ),
-}  # fmt: skip
+# each use is finite in fp16 at the scale, and not the sum: the loss, the scale, cause, module
+USES: list[tuple[Callable[[tuple[Tensor, Tensor]], Tensor], float, str, str]] = [
+    (lambda y: y[1].sum() * 4e4 + y[1].sum() * 4e4, 1.0, "overflow", OUTSIDE),
+    (lambda y: y[1].sum() * 2.5 + y[1].sum() * 2.5, 2.0**14, "loss scale", OUTSIDE),
+    (lambda y: (y[0].float().sum() + y[1].float().sum()) * 4e4, 1.0, "overflow", "a"),
+    (lambda y: (y[0].float().sum() + y[1].float().sum()) * 2.5, 2.0**14, "loss scale", "a"),
+]
 
 
-@pytest.mark.parametrize("name", USES)
-def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fits(name: str) -> None:
-    loss, scale, cause, module = USES[name]
+@pytest.mark.parametrize(("loss", "scale", "cause", "module"), USES)
+def test_finite_gradients_of_several_uses_of_an_output_that_sum_to_more_than_fits(
+    loss: Callable[[tuple[Tensor, Tensor]], Tensor], scale: float, cause: str, module: str
+) -> None:
     mp = trainer(Twice(), loss_scale=scale)
     with mp.autocast():
         value = loss(mp.model(torch.ones(1, 4)))
-    result = mp.step(value)
-    assert result.skipped
-    told = result.finding
-    assert (told.cause, told.module, told.op, told.direction) == (
-        cause, module, "sum of gradients", "backward",
-    )  # fmt: skip
-    assert told.alarms == (cause == "overflow")
+    told = mp.step(value).finding
+    assert told is not None
+    assert (told.cause, told.module, told.direction) == (cause, module, "backward")
+    assert told.op == "sum of gradients"
     if module == OUTSIDE:
         assert not told.outputs[0].finite
         assert not any("autocast" in remedy for remedy in told.remedies)
@@ -525,13 +384,8 @@ class Draws(nn.Module):
         with torch.no_grad():
             self.moving.mul_(0.5).add_(x.float().mean())
             self.last_seen = x.detach().float().mean()
-        return x * (
-            1
-            + 0.1 * self.seen[-1]
-            + 0.1 * random.random()
-            + 0.1 * float(np.random.random())
-            + 0.1 * torch.rand(())
-        )
+        noise = self.seen[-1] + random.random() + float(np.random.random()) + torch.rand(())
+        return x * (1 + 0.1 * noise)
 
 
 def draws(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -706,7 +560,7 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
         "call_ended": "mezzo.pytorch.monitor.replay.SideEffects.learn",
         "backward_begins": "mezzo.pytorch.monitor.overflow_tracer.watch_loss",
         "investigate": "mezzo.pytorch.monitor.overflow_tracer.investigate",
-        "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._note",
+        "live": "mezzo.pytorch.monitor.forward_trace.ForwardTrace._follow",
     }[broken]
     mp = trainer(Net())
     if broken == "live":
@@ -718,31 +572,19 @@ def test_a_tracer_that_fails_does_not_end_the_training(broken: str, monkeypatch:
     assert not step(mp).skipped
 
 
-# ------------------------------------------------------------------------------------------ records, collapse
-
-
-def test_findings_are_written_as_records(tmp_path: Path) -> None:
+def test_a_collapse_names_the_culprit_and_findings_are_records(tmp_path: Path) -> None:
     net = Net()
-    writer = RecordWriter(tmp_path / "run.jsonl")
-    mp = trainer(net, records=writer)
-    step(mp)
-    net.place.fault = grows
-    told = found(mp, 1)
-    mp.close()
-    writer.close()
-    (record,) = (one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
-    assert (record.update, record.optimizer, record.loss_scale, record.finding) == (1, 0, LOW, told)
-    assert from_line(to_line(record)) == record
-
-
-def test_a_collapse_names_the_culprit() -> None:
-    net = Net()
-    mp = trainer(net, loss_scale=mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=3))
+    with_records = RecordWriter(tmp_path / "run.jsonl")
+    scale = mezzo.DynamicLossScale(init=1.0, floor=1.0, patience=2)
+    mp = trainer(net, loss_scale=scale, records=with_records)
     net.place.fault = root_of_nothing
-    step(mp, 0)
-    step(mp, 1)
+    told = found(mp, 0)
     with pytest.raises(LossScaleCollapseError, match="backward of sqrt in place"):
-        step(mp, 2)
+        step(mp, 1)
+    mp.close()
+    with_records.close()
+    record = next(one for one in read(tmp_path / "run.jsonl") if isinstance(one, OverflowRecord))
+    assert (record.update, record.optimizer, record.loss_scale, record.finding) == (0, 0, 1.0, told)
 
 
 # ------------------------------------------------------------------------------------------ compiled, in ranks
@@ -783,8 +625,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.parametrize("case", ["forward", "backward", "loss"])
 def test_both_ranks_tell_what_one_of_them_found(case: str, ranks: list[dict[str, Any]]) -> None:
-    module, op = {"forward": ("1", "mul"), "backward": ("1", "sqrt"), "loss": (OUTSIDE, "log")}[case]
+    module, op = {"forward": ("1", "mul"), "backward": ("1", "sqrt"), "loss": (OUTSIDE, "")}[case]
     for told in (rank[case] for rank in ranks):
         assert (told["module"], told["op"], told["skips"]) == (module, op, [False, True, False])
-    assert [rank[case]["note"] for rank in ranks] == ["found by rank 1", ""]
+    assert ["found by rank 1" in rank[case]["note"] for rank in ranks] == [True, False]
     assert ranks[0][case]["weights"] == ranks[1][case]["weights"] == ranks[0][case]["untraced"]

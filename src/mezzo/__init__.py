@@ -28,7 +28,7 @@ _PUBLIC = {
     "formats": "mezzo.core.formats",
     "calibrate": "mezzo.pytorch.calibrate",
     "find_batch_size": "mezzo.pytorch.batch_size",
-    "explain": "mezzo.pytorch.observe.explain",
+    "explain": "mezzo.pytorch.monitor.explain",
     "nn": "mezzo.nn",
     "keras": "mezzo.keras",
     "tensorflow": "mezzo.tensorflow",
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from mezzo.pytorch.batch_size import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
     from mezzo.pytorch.keep_memory import keep_memory
+    from mezzo.pytorch.monitor.explain import explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-    from mezzo.pytorch.observe.explain import explain
     from mezzo.pytorch.scaling.scaler import GradScaler
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
     from mezzo.pytorch.weights.lowering import lower_weights

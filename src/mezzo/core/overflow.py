@@ -1,11 +1,12 @@
-"""OverflowReport: where a value that is not finite was made, from what, and what to do about it."""
+"""OverflowReport: where a value that is not finite was made, from what, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from mezzo.core.formats import named
-from mezzo.core.weak_ops import weakness_of
 
 OUTSIDE = "(outside the model)"
 """The module of an op that no watched model's call holds: a loss, a penalty, arithmetic between two models."""
@@ -29,6 +30,108 @@ _NOT_RUN_AGAIN = "what made it is not known, and the step can't be run again"
 _RUN = ("replay", "live")
 
 _SIXTEEN = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Weakness:
+    """Why an operation has no finite result or slope for some finite numbers; empty where that cannot be.
+
+    Args:
+        result: where it has no finite result.
+        slope: where it has no finite slope.
+        fix: what to do about the first, and about the second where `fix_slope` is empty.
+        fix_slope: what to do about the second.
+        takes_eps: whether one commonly adds an eps to what goes in, which may be 0 in the format.
+    """
+
+    result: str = ""
+    slope: str = ""
+    fix: str = ""
+    fix_slope: str = ""
+    takes_eps: bool = False
+
+    def fix_of(self, direction: str) -> str:
+        """What to do about a result (``forward``) or a slope (``backward``) that is not finite."""
+        return (self.fix_slope or self.fix) if direction == "backward" else self.fix
+
+
+_LOG = ("a logarithm has one only above 0", "that of a logarithm is infinite at 0")
+_ARC = (
+    "it is infinite at -1 and at 1",
+    "keep what goes in inside of (-1, 1): `x.clamp(-1 + 1e-6, 1 - 1e-6)`",
+)
+_EPS = "add an eps to the denominator, or clamp it away from 0"
+_BY_OPS = {
+    "log": Weakness(
+        *_LOG,
+        "clamp what goes into the logarithm: `x.clamp(min=1e-6).log()`; of a probability take log_softmax instead",
+        "take the logarithm only of what is used: torch.where(...) around it still goes through its slope",
+        takes_eps=True,
+    ),
+    "log2, log10": Weakness(*_LOG, "clamp what goes into the logarithm away from 0", takes_eps=True),
+    "log1p": Weakness("log1p has one only above -1", fix="keep what goes in above -1"),
+    "logit, special_logit": Weakness(
+        "logit has one only between 0 and 1",
+        fix="keep what goes in inside of (0, 1): `torch.logit(x, eps=1e-6)` clamps it",
+    ),
+    "div, addcdiv": Weakness(
+        "a division by 0 has none",
+        "that of a division is infinite where the divisor is 0",
+        _EPS,
+        takes_eps=True,
+    ),
+    "reciprocal": Weakness("0 has no reciprocal", "that of 1 / x is infinite at 0", _EPS, takes_eps=True),
+    "rsqrt": Weakness(
+        "one over a root has one only above 0",
+        "that of a root is infinite at 0",
+        "add an eps under the root",
+        takes_eps=True,
+    ),
+    "sqrt": Weakness(
+        "a negative number has no root",
+        "that of a root is infinite at 0",
+        "clamp what goes under the root at 0, or above",
+        "add an eps under the root: its slope is infinite at 0",
+        takes_eps=True,
+    ),
+    "pow, float_power": Weakness(
+        "0 to a negative power has none, nor has a negative number to a fraction",
+        "that of a power below 1 is infinite at 0",
+        "clamp the base away from 0, and above it for a fraction as exponent",
+        "add an eps to the base: the slope of a fraction as exponent is infinite at 0",
+        takes_eps=True,
+    ),
+    "softmax, log_softmax, scaled_dot_product_attention": Weakness(
+        "a row that is -inf throughout has no softmax",
+        fix="leave one place of each row open: a row that is masked throughout has no softmax",
+    ),
+    "norm, linalg_vector_norm": Weakness(
+        slope="a length has none at 0", fix_slope="add an eps before the root: a length has no slope at 0"
+    ),
+    "acos, asin": Weakness("there is one only from -1 to 1", *_ARC),
+    "atanh": Weakness("there is one only between -1 and 1", *_ARC),
+    "mean": Weakness(
+        "there is no mean over nothing", fix="a mean over nothing: see that at least one element is left"
+    ),
+    "std": Weakness(
+        "there is none of fewer than two elements",
+        "a deviation has none at 0",
+        "a deviation needs two elements, and an eps under its root for a slope",
+        "add an eps: `(x.var() + eps).sqrt()`; a deviation has no slope at 0",
+    ),
+    "var": Weakness("there is none of fewer than two elements", fix="a variance needs two elements"),
+    "nll_loss, cross_entropy_loss": Weakness(
+        "there is no mean over no target", fix="a mean over no target: see that at least one is not ignored"
+    ),
+    "binary_cross_entropy": Weakness(fix="binary_cross_entropy_with_logits on what goes into the sigmoid"),
+    # Not an operation: a function of the script's own on a gradient.
+    "gradient hook": Weakness(fix_slope="look at the function that is registered on that tensor's gradient"),
+}
+
+WEAK_OPS: Mapping[str, Weakness] = MappingProxyType(
+    {op: weakness for ops, weakness in _BY_OPS.items() for op in ops.split(", ")}
+)
+"""Op -> its weakness, by the names of `mezzo.core.rules.RULES` where an op is in it."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +173,13 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Maker:
-    """Where a number was made that is finite there, and beyond the format in which a later operation took it.
+    """The source of a number that is finite there, and beyond the format of a later operation.
 
     Args:
         module: as in `OverflowReport`.
-        op: the operation that made it; ``""`` where none did: a parameter, or what the model was given.
+        op: the operation that made it; ``""`` for a parameter or an input of the model.
         line: as in `OverflowReport`.
-        result: what it made, in which format and how large; of a parameter or what was given, that.
+        result: its result; or that parameter or input.
     """
 
     module: str
@@ -98,7 +201,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Where a value that is not finite was produced, as against those places that only passed it on.
+    """Where a value that is not finite was produced, not where it was passed on.
 
     Args:
         cause: a key of `CAUSES`.
@@ -108,14 +211,14 @@ class OverflowReport:
         inputs: what went in.
         outputs: what came out.
         propagators: those that passed it on, in order, as ``module: op``; the first few.
-        line: the user's own line that called the operation, as ``file.py:12: code``; ``""`` where none is known.
+        line: the user's line that called the operation, as ``file.py:12: code``; ``""`` if unknown.
         how: ``replay`` (the step's model calls were run again), ``live`` (watched as it happened); other words of a
             step that was not run again.
         remedies: what to try, the likeliest first.
-        seconds: what finding it took.
-        kept_bytes: bytes that were kept until the step's end for it, besides what the script itself kept.
-        note: why it is less than it should be, where it is.
-        maker: of an overflow, who made the finite number that did not fit, where that was before this operation.
+        seconds: the time that finding it took.
+        kept_bytes: bytes that were kept until the step's end for it.
+        note: what limits the report.
+        maker: of an overflow, the earlier operation whose finite result did not fit.
     """
 
     cause: str
@@ -140,7 +243,7 @@ class OverflowReport:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What is the same of findings that say the same of different numbers."""
+        """Equal for reports that differ in numbers only."""
         names = [one.name for one in self.inputs] if self.cause in ("input", "state") else []
         why_not = self.note if self.cause in ("unknown", "loss") else ""
         made = "" if self.maker is None else self.maker.where
@@ -167,7 +270,7 @@ class OverflowReport:
             return _NOT_RUN_AGAIN
         if self.cause != "invalid":
             return CAUSES.get(self.cause, "")
-        weak = weakness_of(self.op)
+        weak = WEAK_OPS.get(self.op, Weakness())
         what, case = ("slope", weak.slope) if self.direction == "backward" else ("result", weak.result)
         return f"the operation has no finite {what} for what went in{f': {case}' if case else ''}"
 

@@ -1,39 +1,63 @@
-"""Remedies: what to try about a finding, in the terms of Mezzo's policies and arguments, the likeliest first.
+"""Remedies: what to try about an overflow report, in terms of Mezzo's policies and arguments, the likeliest first.
 
-What is in backquotes and begins with a format is a policy, as `mezzo.policy` reads it.
+A text in backquotes that begins with a format is a policy, as `mezzo.policy` reads it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from mezzo.core.errors import MezzoError
 from mezzo.core.formats import named
-from mezzo.core.overflow import OUTSIDE, SUM, Maker, OverflowReport
+from mezzo.core.overflow import OUTSIDE, SUM, WEAK_OPS, Maker, OverflowReport, Weakness
 from mezzo.core.policy import Policy, policy
 from mezzo.core.rules import RULES, Rule
-from mezzo.core.weak_ops import mends_of, weakness_of
 
 _FP32_MAX = float(named("fp32").max)
 _EXPONENTIALS = {"exp": math.e, "expm1": math.e, "sinh": math.e, "cosh": math.e, "exp2": 2.0}
 _GROWN = 1e3  # a weight of this size was not made by an initialisation
 _LESS = 4  # a constant loss scale that is too large is made smaller by so many powers of two
+_READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
 _CLIPPING = "clipping the gradients' norm helps where the gradients, not the weights, are large"
 
 
-_READERS = 3  # modules after, or before, the one that is named, which are kept in FP32 with it
-
-
-def remedies(finding: OverflowReport, used: Policy | None = None) -> list[str]:
+def remedies(report: OverflowReport, used: Policy | None = None) -> list[str]:
     """What to try, the likeliest first; empty where nothing is known.
 
     Args:
-        finding: the fault.
+        report: the fault.
         used: the policy under which it happened: the offered ones keep its settings and add to them.
     """
-    return list(dict.fromkeys(_BY_CAUSE[finding.cause](finding, used)))
+    if report.cause == "overflow":
+        found = _of_overflow(report, used)
+    elif report.cause == "invalid":
+        found = _of_invalid(report, used)
+    elif report.cause == "input":
+        given = "what the loss is given" if report.module == OUTSIDE else "what the model is given"
+        found = [
+            f"look at the data: {given} has {_bad(report)}",
+            "leave such a batch out before the step: `torch.isfinite(x).all()` tells",
+        ]
+    elif report.cause == "state":
+        name = f"{report.module}.{report.op}".strip(".")
+        found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
+        if "running_" in report.op:
+            found.insert(0, "reset_running_stats() of that module, or go on from an earlier checkpoint")
+        found.append(f"if it was training that made it so: a lower learning rate; {_CLIPPING}")
+    elif report.cause == "loss scale":
+        found = [
+            "nothing, if the loss scale is dynamic: the next step has a smaller one",
+            "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one "
+            "holds), or dynamic: `fp16,loss_scale=dynamic`",
+            "if a dynamic one overflows often, let it grow less often: "
+            "`fp16,loss_scale=dynamic(growth_interval=10000)`",
+        ]
+    elif report.cause == "loss":
+        found = ["look at the batch of this update: NaN or infinity in it makes a loss like this in FP32 too"]
+    else:
+        found = []
+    return list(dict.fromkeys(found))
 
 
 def of_constant_scale(scale: float) -> list[str]:
@@ -49,95 +73,50 @@ def of_constant_scale(scale: float) -> list[str]:
     ]
 
 
-def _of_loss_scale(finding: OverflowReport, used: Policy | None) -> list[str]:
-    return [
-        "nothing, if the loss scale is dynamic: the next step has a smaller one",
-        "if it is a constant, it is too large: a sixteenth of it for one (`mezzo calibrate` measures which one holds), "
-        "or dynamic: `fp16,loss_scale=dynamic`",
-        "if a dynamic one overflows often, let it grow less often: `fp16,loss_scale=dynamic(growth_interval=10000)`",
-    ]
-
-
-def _of_overflow(finding: OverflowReport, used: Policy | None) -> list[str]:
+def _of_overflow(report: OverflowReport, used: Policy | None) -> list[str]:
     found: list[str] = []
-    weight = max((one.largest for one in finding.inputs if one.name == "weight"), default=0.0)
-    if weight > _GROWN:
+    low, fits = _low_format(report), _fits_fp32(report)
+    if max((one.largest for one in report.inputs if one.name == "weight"), default=0.0) > _GROWN:
         found.append(f"a lower learning rate: the weights have grown large; {_CLIPPING}")
-    low = _low_format(finding)
-    if finding.op in ("half", "bfloat16", "to", "to_copy", "type"):
+    if report.op in ("half", "bfloat16", "to", "to_copy", "type"):
         found.append("leave the conversion out: the region converts what each operation needs")
-    if finding.maker is not None:
-        found.append(_at_its_maker(finding.maker, finding.direction))
-    elif finding.direction == "backward":
+    if report.maker is not None:
+        found.append(_at_its_maker(report.maker, report.direction))
+    elif report.direction == "backward":
         found.append(
             "smaller gradients: a loss divided by a constant, inputs of size 1, or a gate that clips here"
         )
-    elif low is None or not _fits_fp32(finding):
-        found.append(_smaller(finding))
-    if low is not None and (finding.direction == "backward" or _fits_fp32(finding)):
-        found += _in_fp32(finding, low, used)
+    elif (low is None or not fits) and report.op in _EXPONENTIALS:
+        found.append(
+            "keep what goes into the exponential below 88: subtract the largest, or clamp; FP32 ends there too"
+        )
+    elif low is None or not fits:
+        found.append("make what goes in smaller, or clamp it: the result is beyond FP32's largest number too")
+    if low is not None and (report.direction == "backward" or fits):
+        found += _in_fp32(report, low, used)
         if low == "fp16":
             found.append("bf16, which has FP32's range: `bf16`")
     return found or ["make what goes in smaller, or clamp it"]
 
 
-def _of_invalid(finding: OverflowReport, used: Policy | None) -> list[str]:
-    found = list(mends_of(finding.op, finding.direction))
-    low = _low_format(finding)
-    if low == "fp16" and weakness_of(finding.op).takes_eps:
+def _of_invalid(report: OverflowReport, used: Policy | None) -> list[str]:
+    weak, low = WEAK_OPS.get(report.op, Weakness()), _low_format(report)
+    found = []
+    if low == "fp16" and weak.takes_eps:
         # First: an eps that is there already, and is 0 in this format, is why "add an eps" would be no help.
-        found.insert(
-            0, "an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16"
-        )
-    if not found:
-        found.append(
-            "keep what goes in away from where the operation, or its slope, has no finite value: clamp it"
-        )
+        found.append("an eps of at least 2**-24 (6e-8), better 1e-5: a smaller one, 1e-8 say, is 0 in fp16")
+    fix = weak.fix_of(report.direction)
+    if fix or not found:
+        found.append(fix or "clamp what goes in away from where the operation has no finite value or slope")
     if low is not None:
         # Not the op alone: a number that was rounded to 0 before it is 0 in FP32 too.
-        found += [one for one in _in_fp32(finding, low, used) if ",op." not in one]
+        found += [one for one in _in_fp32(report, low, used) if ",op." not in one]
     return found
 
 
-def _of_input(finding: OverflowReport, used: Policy | None) -> list[str]:
-    what = "what the loss is given" if finding.module == OUTSIDE else "what the model is given"
-    return [
-        f"look at the data: {what} has {_bad(finding)}",
-        "leave such a batch out before the step: `torch.isfinite(x).all()` tells",
-    ]
-
-
-def _of_state(finding: OverflowReport, used: Policy | None) -> list[str]:
-    name = f"{finding.module}.{finding.op}".strip(".")
-    found = [f"go on from the last checkpoint in which {name or 'it'} was finite"]
-    if "running_" in finding.op:
-        found.insert(0, "reset_running_stats() of that module, or go on from an earlier checkpoint")
-    found.append(f"if it was training that made it so: a lower learning rate; {_CLIPPING}")
-    return found
-
-
-def _of_loss(finding: OverflowReport, used: Policy | None) -> list[str]:
-    return ["look at the batch of this update: NaN or infinity in it makes a loss like this in FP32 too"]
-
-
-def _of_unknown(finding: OverflowReport, used: Policy | None) -> list[str]:
-    return []
-
-
-_BY_CAUSE: dict[str, Callable[[OverflowReport, Policy | None], list[str]]] = {
-    "loss scale": _of_loss_scale,
-    "overflow": _of_overflow,
-    "invalid": _of_invalid,
-    "input": _of_input,
-    "state": _of_state,
-    "loss": _of_loss,
-    "unknown": _of_unknown,
-}
-
-
-def _low_format(finding: OverflowReport) -> str | None:
-    """The 16-bit format that something was in; None if all was wider."""
-    formats = [one.format for one in (*finding.outputs, *finding.inputs)]
+def _low_format(report: OverflowReport) -> str | None:
+    """The 16-bit format of a result, or else of an input; None if all were wider."""
+    formats = [one.format for one in (*report.outputs, *report.inputs)]
     return next((form for form in formats if form in ("fp16", "bf16")), None)
 
 
@@ -150,45 +129,43 @@ def _at_its_maker(maker: Maker, direction: str) -> str:
     return f"scale, normalise or clamp what is made by {maker.where}"
 
 
-def _in_fp32(finding: OverflowReport, low: str, used: Policy | None) -> list[str]:
+def _in_fp32(report: OverflowReport, low: str, used: Policy | None) -> list[str]:
     """Policies under which the operation runs in FP32: in its module, in its neighbours as well, in the whole run."""
-    if finding.module == OUTSIDE and finding.op == SUM:
-        return []  # the model's output has its format whatever is done with it
-    if finding.module == OUTSIDE:
+    if report.module == OUTSIDE and report.op == SUM:
+        return []  # the model's output has its format under any policy
+    if report.module == OUTSIDE:
         return ['compute it on `.float()` inputs inside `with mezzo.autocast("fp32"):`']
     base = used or policy(low)
     found = []
-    if finding.module:
-        alone = _kept(base, finding.module)
-        if alone is not None and not _is_fp32(base, finding.module):
+    if report.module:
+        alone = _kept(base, report.module)
+        if alone is not None and base.format_for_module(report.module) != "fp32":
             found.append(f"this module in FP32: `{alone}`")
         # A number that fp16 can't hold goes on through as many modules as leave it as large.
-        reach = [path for path in _readers(finding) if not _is_fp32(base, path) and _kept(base, path)]
-        for count in range(1, min(len(reach), _READERS if finding.maker else 1) + 1):
-            several = _kept(base, finding.module, *reach[:count])
+        reach = [
+            path for path in _readers(report) if base.format_for_module(path) != "fp32" and _kept(base, path)
+        ]
+        for count in range(1, min(len(reach), _READERS if report.maker else 1) + 1):
+            several = _kept(base, report.module, *reach[:count])
             if several is not None:
-                found.append(f"this module and {_beside(count, finding.direction)} in FP32: `{several}`")
-    rule = RULES.get(finding.op)
+                found.append(f"this module and {_neighbours(count, report.direction)} in FP32: `{several}`")
+    rule = RULES.get(report.op)
     if rule is not None and rule.in_format(low)[0] not in (Rule.FP32, Rule.BANNED):
-        ops = {**dict(base.ops), finding.op: "fp32"}
+        ops = {**dict(base.ops), report.op: "fp32"}
         if ops != dict(base.ops):  # last: it is for every such operation of the run
-            found.append(f"{finding.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
+            found.append(f"{report.op} in FP32: `{replace(base, ops=tuple(ops.items()))}`")
     return found
 
 
-def _beside(count: int, direction: str) -> str:
+def _neighbours(count: int, direction: str) -> str:
     if direction == "backward":
         return "the one before it" if count == 1 else f"the {count} before it"
     return "the one that reads it" if count == 1 else f"the {count} after it"
 
 
-def _is_fp32(base: Policy, path: str) -> bool:
-    return base.format_for_module(path) == "fp32"
-
-
 def _kept(base: Policy, *paths: str) -> str | None:
     """The policy with modules in FP32 as well; None where one of their names can't stand in it."""
-    new = [path for path in paths if not _is_fp32(base, path)]
+    new = [path for path in paths if base.format_for_module(path) != "fp32"]
     modules = [pair for pair in base.modules if pair[0] not in new] + [(path, "fp32") for path in new]
     try:
         return str(replace(base, modules=tuple(modules)))
@@ -196,33 +173,27 @@ def _kept(base: Policy, *paths: str) -> str | None:
         return None
 
 
-def _readers(finding: OverflowReport) -> list[str]:
-    """Paths of the modules that passed on what this one made, in order."""
-    paths = [one.partition(": ")[0] for one in finding.propagators]
-    return list(dict.fromkeys(path for path in paths if path not in (finding.module, OUTSIDE, "the model")))
+def _readers(report: OverflowReport) -> list[str]:
+    """Paths of the modules that passed the value on, in order."""
+    paths = [one.partition(": ")[0] for one in report.propagators]
+    return list(dict.fromkeys(path for path in paths if path not in (report.module, OUTSIDE, "the model")))
 
 
-def _fits_fp32(finding: OverflowReport) -> bool:
-    """Whether the result would be finite in FP32, by the largest numbers that went in; True where it can't be told."""
-    if any(one.format == "fp32" and not one.finite for one in finding.outputs):
+def _fits_fp32(report: OverflowReport) -> bool:
+    """Whether the result would be finite in FP32, by the largest inputs; True where that is not known."""
+    if any(one.format == "fp32" and not one.finite for one in report.outputs):
         return False
-    sizes = [one.largest for one in finding.inputs]
-    if not sizes or finding.op not in (*_EXPONENTIALS, "mul", "square", "pow"):
+    sizes = [one.largest for one in report.inputs]
+    if not sizes or report.op not in (*_EXPONENTIALS, "mul", "square", "pow"):
         return True
-    if finding.op in _EXPONENTIALS:
-        return max(sizes) * math.log(_EXPONENTIALS[finding.op]) < math.log(_FP32_MAX)
+    if report.op in _EXPONENTIALS:
+        return max(sizes) * math.log(_EXPONENTIALS[report.op]) < math.log(_FP32_MAX)
     logs = [math.log2(size) if size else -200.0 for size in sizes[:2]]
-    return (sum(logs) if len(logs) == 2 and finding.op == "mul" else 2 * max(logs)) < 128
+    return (sum(logs) if len(logs) == 2 and report.op == "mul" else 2 * max(logs)) < 128
 
 
-def _smaller(finding: OverflowReport) -> str:
-    if finding.op in _EXPONENTIALS:
-        return "keep what goes into the exponential below 88: subtract the largest, or clamp; FP32 ends there too"
-    return "make what goes in smaller, or clamp it: the result is beyond FP32's largest number too"
-
-
-def _bad(finding: OverflowReport) -> str:
-    infinities = sum(one.infinities for one in finding.inputs)
-    nans = sum(one.nans for one in finding.inputs)
+def _bad(report: OverflowReport) -> str:
+    infinities = sum(one.infinities for one in report.inputs)
+    nans = sum(one.nans for one in report.inputs)
     told = [f"{count} {word}" for count, word in ((nans, "NaN"), (infinities, "infinite")) if count]
     return " and ".join(told) or "NaN or infinity"

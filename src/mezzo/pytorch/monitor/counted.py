@@ -1,22 +1,21 @@
-"""What a range watch counts: outputs of modules and their gradients, and the parameters of an optimizer."""
+"""The tensors that a `RangeWatch` counts: outputs of modules, their gradients, and the parameters of an optimizer."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id as _graph_task  # -1 outside a backward pass
 from torch.optim import Optimizer
 
 from mezzo.core.overflow import OUTSIDE
-from mezzo.core.ranges import INFINITE, NAN, ZERO, Histogram, RangeRow
+from mezzo.core.ranges import BINS, Histogram, RangeRow
 from mezzo.pytorch import distributed
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.kernels import exponents
@@ -32,12 +31,11 @@ ACTIVATION_GRADIENT, WEIGHT_GRADIENT, RATIO = "activation gradient", "weight gra
 BLOCK = 1 << 18
 """Elements whose ratio is computed at once: what lies between is then still in a processor's cache."""
 
-_SLAB = 64  # rows allocated, and later read, at once
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Key(NamedTuple):
-    """Which row of a record a tensor counts into; the fields are `RangeRow`'s."""
+    """The row of a record that a tensor counts into; the fields are `RangeRow`'s."""
 
     module: str
     what: str
@@ -53,31 +51,29 @@ class ExponentRows:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[_Key, torch.device], Tensor] = {}
-        self._slabs: dict[torch.device, list[Tensor]] = {}
         self._count: dict[torch.device, Callable[[Tensor, Tensor], None]] = {}
-        self._lock = threading.Lock()  # autograd has a thread for each device
 
     def __bool__(self) -> bool:
         return bool(self._rows)
 
     def add(self, module: str, what: str, tensor: Tensor, *, name: str = "", format: str = "") -> None:
-        """Count a tensor's elements; those of a sparse one that are there; nothing of what has no floating numbers.
+        """Count a tensor's elements; those of a sparse one that are there; none of a tensor without floating numbers.
 
         Args:
             module, what, name: as in `RangeRow`.
             tensor: any.
-            format: to be told in the row; by default the tensor's own.
+            format: for the row; by default the tensor's own.
         """
         numbers = _numbers(tensor)
         if numbers is None:
             return
-        key = _Key(module, what, name, format or name_of(numbers.dtype))
         device = numbers.device
-        count = self._count.get(device)
-        if count is None:
-            count = self._count[device] = exponents.counter(device.type)
-        row = self._rows.get((key, device))
-        count(numbers, self._new(key, device) if row is None else row)
+        key = _Key(module, what, name, format or name_of(numbers.dtype)), device
+        if device not in self._count:
+            self._count[device] = exponents.counter(device.type)
+        if key not in self._rows:  # autograd has a thread for each device
+            self._rows.setdefault(key, torch.zeros(exponents.WORDS, dtype=torch.int64, device=device))
+        self._count[device](numbers, self._rows[key])
 
     def take(self, other: ExponentRows) -> None:
         """Take over the rows of another, whose keys are none of these."""
@@ -85,26 +81,19 @@ class ExponentRows:
 
     def read(self, shifts: dict[str, int]) -> list[RangeRow]:
         """The rows, each shifted by the exponents that are given for its `what`. Waits for the devices."""
-        of_device: dict[torch.device, list[tuple[_Key, Tensor]]] = {}
-        for (key, device), row in self._rows.items():
-            of_device.setdefault(device, []).append((key, row))
         found: dict[_Key, Histogram] = {}
-        for rows in of_device.values():
-            counted = torch.stack([row for _, row in rows]).cpu().numpy()
+        for device in {device for _, device in self._rows}:
+            rows = {key: row for (key, place), row in self._rows.items() if place == device}
+            counted = torch.stack(list(rows.values())).cpu().numpy()
             largest = counted[:, exponents.LARGEST].astype(np.int32).view(np.float32)
-            for (key, _), words, size in zip(rows, counted, largest.tolist()):
-                one = _histogram(words, size, shifts.get(key.what, 0))
+            for key, words, size in zip(rows, counted, largest.tolist()):
+                one = Histogram.from_bins(words[:BINS].tolist(), size)
+                shift = shifts.get(key.what, 0)
+                if shift and one.counts:
+                    one = replace(one, lowest=one.lowest + shift, largest=math.ldexp(size, shift))
                 found[key] = found[key].plus(one) if key in found else one
         keys = dict.fromkeys(key for key, _ in self._rows)
         return [RangeRow(key.module, key.what, key.format, found[key], key.name) for key in keys]
-
-    def _new(self, key: _Key, device: torch.device) -> Tensor:
-        with self._lock:
-            free = self._slabs.setdefault(device, [])
-            if not free:
-                slab = torch.zeros(_SLAB, exponents.WORDS, dtype=torch.int64, device=device)
-                free.extend(reversed(slab.unbind(0)))
-            return self._rows.setdefault((key, device), free.pop())
 
 
 def _numbers(tensor: Tensor) -> Tensor | None:
@@ -123,17 +112,6 @@ def _numbers(tensor: Tensor) -> Tensor | None:
     if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
     return tensor.resolve_neg()
-
-
-def _histogram(words: npt.NDArray[np.int64], largest: float, shift: int) -> Histogram:
-    """`Histogram.from_bins` of the numbers times ``2**shift``, for many rows."""
-    used = np.flatnonzero(words[:INFINITE])
-    zeros, infinities, nans = words[[ZERO, INFINITE, NAN]].tolist()
-    if not len(used):
-        return Histogram(0, [], zeros, infinities, nans)
-    first, last = int(used[0]), int(used[-1]) + 1
-    largest = math.ldexp(largest, shift)
-    return Histogram(first - 127 + shift, words[first:last].tolist(), zeros, infinities, nans, largest)
 
 
 class WatchedOutputs:

@@ -1,11 +1,11 @@
-"""ForwardTrace: follows values that aren't finite through a forward pass, from the operation that produced them.
+"""ForwardTrace: follows values that are not finite through a forward pass, from the operation that produced them.
 
-A function mode sees each operation as the user called it, with what Mezzo's kernels made of it; the dispatcher would
-show what is inside. Functions that PyTorch writes in Python are looked into (`F.normalize` is a norm, a
-clamp and a division).
+A function mode sees each operation as the user calls it (`linear`), with whatever kernel Mezzo runs for it. A dispatch
+mode would see its parts (casts, `addmm`) and nothing of kernels outside of ATen. Functions that PyTorch writes in
+Python are traced inside: `F.normalize` is a norm, a clamp and a division.
 
-An explicit -inf (a mask on scores) is not reported, nor is a value that a later operation absorbs: the question at the
-end is what reached a given tensor.
+Two kinds of values are not reported: an explicit -inf (a mask on scores), and what a later operation absorbs. The
+question at the end is what reached a given tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Generic, TypeVar
 
@@ -49,26 +49,25 @@ from mezzo.pytorch.monitor.operations import (
     users_line,
     values,
     version_of,
-    writes,
 )
 from mezzo.runner.patches import Patches
 
 
 @dataclass(eq=False)
 class Operation:
-    """An operation of a forward pass; or a tensor that was there before it and isn't finite.
+    """An operation of a forward pass, or a tensor that was there before it and is not finite.
 
     Args:
         module: path of the module that was running.
-        op: its name; of a tensor the tensor's.
-        line: the user's that called it.
-        kind: ``""`` (what it returned is finite), ``passed`` (something not finite went in), ``overflow`` or
-            ``invalid`` (produced it), ``input``, ``state``, ``meant`` (an explicit -inf, and what comes of it).
-        number: in order, of those that aren't finite.
-        parents: where what went in came from.
-        inputs, outputs: what went in and came out, of those that produced something not finite.
-        unseen: of a tensor that an operation before the watch put on the graph.
-        maker: of an overflow, who made the finite number that did not fit, where that was before.
+        op: its name; of a tensor, the tensor's.
+        line: the user's line that called it.
+        kind: ``""`` (its result is finite), ``passed`` (an input was not finite), ``overflow`` or ``invalid`` (it
+            produced the value), ``input``, ``state``, ``mask`` (an explicit -inf, and what is computed from it).
+        number: its place among those that are not finite.
+        parents: the sources of the inputs that were not finite.
+        inputs, outputs: of an operation that produced the value.
+        unseen: a tensor that was put on the graph before the trace began.
+        maker: of an overflow, the earlier operation whose finite result did not fit.
     """
 
     module: str
@@ -85,38 +84,29 @@ class Operation:
     def __str__(self) -> str:
         return f"{self.module or 'the model'}: {self.op}"
 
-    @property
-    def meant(self) -> bool:
-        """Whether it is no more than a mask."""
-        return self.kind == "meant"
-
-    def made(self, result: TensorFacts) -> Maker:
-        """As the maker of numbers beyond fp16; without an op, a tensor that was there."""
-        return Maker(self.module, self.op, line_text(self.line), result)
-
     def root(self) -> tuple[Operation, list[Operation]]:
-        """The earliest that produced what this one has, and those that passed it on, in order."""
+        """The earliest operation that produced what this one has, and those that passed it on, in order."""
         seen: dict[int, Operation] = {}
         stack = [self]
         while stack:
             one = stack.pop()
-            if one.number not in seen and not one.meant:
+            if one.number not in seen and one.kind != "mask":
                 seen[one.number] = one
                 stack.extend(one.parents)
         order = [seen[number] for number in sorted(seen)]
         first = next((one for one in order if one.kind != "passed"), order[0])
         return first, [one for one in order if one.number > first.number]
 
-    def absorbed(self) -> tuple[Operation, list[Operation]] | None:
-        """The root of an infinity that forward absorbed, and backward did not; a pole is one in both directions."""
-        if self.kind in ("", "meant"):
+    def absorbed(self) -> OverflowReport | None:
+        """An infinity that forward absorbed and backward did not; a pole is one in both directions."""
+        if self.kind in ("", "mask"):
             return None
         first, passed = self.root()
-        return (first, passed) if first is not self or first.kind != "invalid" else None
+        return None if first is self and first.kind == "invalid" else report_of(first, passed)
 
 
-def finding_of(first: Operation, passed: Sequence[Operation]) -> OverflowReport:
-    """As a finding, what `Operation.root` gives."""
+def report_of(first: Operation, passed: Sequence[Operation]) -> OverflowReport:
+    """The report on what `Operation.root` returns."""
     return OverflowReport(
         "overflow" if first.kind == "passed" else first.kind,
         first.module,
@@ -130,60 +120,24 @@ def finding_of(first: Operation, passed: Sequence[Operation]) -> OverflowReport:
     )
 
 
-def _writes_infinity(args: Any, kwargs: Any) -> bool:
-    """Whether a number among the arguments is infinite, so that the result is intended."""
-    flat = [*args, *kwargs.values()]
-    flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
-    return any(isinstance(value, float) and math.isinf(value) for value in flat)
-
-
-def _cause(run: _Running, bad: Sequence[Tensor], *, rerun: bool) -> str:
-    """``overflow`` if the result lies beyond its format's range, ``invalid`` if there is none."""
-    wide = _in_fp64(run) if rerun else None
-    if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
-        return "overflow"
-    no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
-    return "invalid" if no_number or run.name in POLES else "overflow"
-
-
-def _in_fp64(run: _Running) -> list[Tensor] | None:
-    """The operation once more, on FP64 copies; None where it can't be, or doesn't compute in FP64."""
-
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.detach().double() if tensor.is_floating_point() else tensor
-
-    device = next((t.device.type for t in run.ins), "cpu")
-    random = torch.get_rng_state()
-    try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            kept = {name: value for name, value in run.kwargs.items() if name not in ("dtype", "out")}
-            args, kept = mapped((run.args, kept), wide)
-            outs = [t for t in tensors(run.func(*args, **kept)) if t.is_floating_point()]
-    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
-        return None
-    finally:
-        torch.set_rng_state(random)
-    return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
-
-
 _BEYOND = rounded_to_infinity("fp16")
 
 
-def beyond(tensor: Tensor, scale: float = 1.0) -> float:
-    """The largest magnitude of a finite tensor, `scale` times too large, that fp16 can't hold; 0.0 where it can."""
+def beyond(tensor: Tensor) -> float:
+    """The largest magnitude of a finite tensor, if fp16 cannot hold it; else 0.0."""
     seen = None if tensor.dtype is torch.float16 or tensor.dtype.itemsize < 2 else values(tensor)
     if seen is None or not seen.numel():
         return 0.0
     low, high = torch.aminmax(seen)
     largest = float(torch.maximum(-low, high))
-    return largest if _BEYOND * scale <= largest < float("inf") else 0.0
+    return largest if _BEYOND <= largest < float("inf") else 0.0
 
 
 _T = TypeVar("_T")
 
 
 class _OfTensors(Generic[_T]):
-    """What is known of tensors that are alive: of each itself, or of the memory that it shares with another."""
+    """A value for each of some living tensors, and for other tensors that share its memory."""
 
     def __init__(self) -> None:
         self._own: dict[int, tuple[weakref.ref[Tensor], _T]] = {}
@@ -202,7 +156,7 @@ class _OfTensors(Generic[_T]):
         return held[1] if held is not None and held[0]() is tensor else None
 
     def shared(self, tensor: Tensor) -> _T | None:
-        """Of a view of what was written through another."""
+        """That of a tensor with the same memory, as of the base of a view."""
         if tensor.layout is not torch.strided:
             return None
         held = self._memory.get(tensor.untyped_storage().data_ptr())
@@ -218,16 +172,14 @@ _ASKERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 
 
 @dataclass
-class _Running:
-    """An operation that runs: what it was given, with versions and, by id, facts of what it writes."""
+class _Call:
+    """An operation that runs: what it is given, with the tensors' versions."""
 
     func: Any
     args: Any
     kwargs: Any
     ins: list[Tensor]
     versions: list[int]
-    held: dict[int, TensorFacts]
-    written: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -241,14 +193,14 @@ class ForwardTrace(TorchFunctionMode):
         models: whose modules' paths are reported.
         inputs: tensors that the model is given, by name.
         stop: code of the function that calls the model: the user's lines are looked for inside of it.
-        called: the line from where the model was called, for operations in modules that are all PyTorch's.
+        called: the line that called the model, for operations in PyTorch's own modules.
         outer: the module of operations that no module holds.
 
     Attributes:
         operations: node of the graph -> the operation that made it.
         leaves: node that accumulates a gradient -> its leaf.
         paused: nothing is looked at.
-        trouble: why the looking ended.
+        trouble: the error that ended the trace.
     """
 
     def __init__(
@@ -261,17 +213,19 @@ class ForwardTrace(TorchFunctionMode):
         outer: str = "",
     ) -> None:
         super().__init__()
-        self._paths: dict[int, str] = {}
-        self._stack: list[str] = [outer]
         self._stop, self._called = stop, called
-        self._states: dict[int, tuple[str, str, bool]] = {}
-        for path, module in (pair for model in models for pair in walk(model, "", set(), inside=True)):
+        self._paths: dict[int, str] = {}
+        self._there: dict[int, tuple[str, str, str]] = {}  # address -> path, name, kind
+        for path, module in (pair for model in models for pair in walk(model, inside=True)):
             self._paths.setdefault(id(module), path)
-            for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
-                for name, tensor in own.items():
+            for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in held.items():
                     if tensor is not None and tensor.numel():
-                        self._states[tensor.data_ptr()] = (path, name, is_parameter)
-        self._given = {tensor.data_ptr(): name for name, tensor in inputs if tensor.numel()}
+                        self._there[_address(tensor)] = path, name, kind
+        for name, tensor in inputs:
+            if tensor.numel():
+                self._there.setdefault(_address(tensor), ("", name, "input"))
+        self._stack: list[str] = [outer]
         self._bad: _OfTensors[Operation] = _OfTensors()
         self._large: _OfTensors[Maker] = _OfTensors()
         self._held: list[Tensor] = []
@@ -283,14 +237,11 @@ class ForwardTrace(TorchFunctionMode):
         self.operations: dict[Any, Operation] = {}
         self.leaves: dict[Any, Tensor] = {}
 
-    # ------------------------------------------------------------------------------------ where we are
+    # ------------------------------------------------------------------------------------ entering and leaving
 
     @contextmanager
     def watching(self) -> Iterator[ForwardTrace]:
-        """In force inside, with hooks on all modules.
-
-        What is inside may itself leave modes and filters of warnings that it entered before, and enter others.
-        """
+        """Trace what runs inside, which may leave modes and filters that it entered before, and enter others."""
         del self._stack[1:]
         self._thread = threading.get_ident()
         handles = [
@@ -319,7 +270,7 @@ class ForwardTrace(TorchFunctionMode):
 
     @contextmanager
     def _beneath(self) -> Iterator[None]:
-        """In force beneath all other modes, but for that of `torch.set_default_device`, which has to be the lowest.
+        """Enter this mode beneath all others, except that of `torch.set_default_device`, which has to be the lowest.
 
         Leaving a mode pops the uppermost one: beneath all others, this one is never popped by mistake.
         """
@@ -340,7 +291,7 @@ class ForwardTrace(TorchFunctionMode):
                     _push_mode(mode)
 
     def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
-        """What fails in looking does not fail what is looked at: it ends the looking, and `trouble` says why."""
+        """An error of the trace ends the trace, and not the operation; `trouble` keeps it."""
         try:
             return look(*args)
         except Exception as error:
@@ -381,7 +332,7 @@ class ForwardTrace(TorchFunctionMode):
 
     def module_of(self, tensor: Tensor) -> str:
         """Path of the module that has a parameter or a buffer; that of the model for anything else."""
-        return self._states.get(tensor.data_ptr(), ("", "", False))[0]
+        return self._there.get(_address(tensor), ("", "", ""))[0]
 
     def _operation(self, op: str) -> Operation:
         return Operation(self._stack[-1], op, users_line(self._stop) or self._called)
@@ -391,159 +342,127 @@ class ForwardTrace(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it, and note what became of values that aren't finite."""
+        """Run it, and follow values that are not finite."""
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        run = self._guarded(self._before, func, args, kwargs)
+        call = self._guarded(self._before, func, args, kwargs)
         self._running = True
         try:
             out = func(*args, **kwargs)
         finally:
             self._running = False
-        if run is not None:
-            self._guarded(self._ran, run, out)
+        if call is not None:
+            self._guarded(self._ran, call, out)
         return out
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> _Running:
+    def _before(self, func: Any, args: Any, kwargs: Any) -> _Call:
         ins = [bare(tensor) for tensor in tensors((args, kwargs))]
         for tensor in ins:
             self.claim(tensor, None)
-        held = {}
-        if writes(func, kwargs):
-            with torch._C.DisableTorchFunction(), _beneath_transforms():
-                held = {id(t): facts(t, "") for t in ins}
-        return _Running(func, args, kwargs, ins, [version_of(tensor) for tensor in ins], held)
+        return _Call(func, args, kwargs, ins, [version_of(tensor) for tensor in ins])
 
-    def _ran(self, run: _Running, out: Any) -> None:
-        """An operation has run: note what isn't finite of it, and the nodes that it made."""
+    def _ran(self, call: _Call, out: Any) -> None:
         with _beneath_transforms() as transformed:
             outs = [bare(tensor) for tensor in tensors(out)]
-            written = [t for t, version in zip(run.ins, run.versions) if version_of(t) != version]
+            written = [t for t, version in zip(call.ins, call.versions) if version_of(t) != version]
             outs += [tensor for tensor in written if not any(tensor is out for out in outs)]
             if not outs:
                 return
-            operation, run.written = self._operation(run.name), {id(tensor) for tensor in written}
-            if run.name not in _UNDEFINED:
-                bad = [tensor for tensor in outs if not finite(tensor)]
-                good = [tensor for tensor in outs if not any(tensor is one for one in bad)]
-                if run.name in _STATISTICS and len(run.args) > 5 and run.args[5]:
-                    run.ins, bad = self._without_statistics(run.ins), self._without_statistics(bad)
-                for tensor in outs:
-                    self._bad.drop(tensor)
-                if bad:
-                    self._note(operation, run, bad, rerun=not written and not transformed)
-                self._note_large(operation, run, good)
-                if transformed:  # nothing else holds the tensors under a transform's wrappers
-                    self._held += bad
+            operation = self._operation(call.name)
+            if call.name not in _UNDEFINED:
+                self._follow(operation, call, outs, {id(tensor) for tensor in written}, transformed)
             for tensor in outs:
                 self.claim(tensor, operation)
 
-    def _without_statistics(self, some: list[Tensor]) -> list[Tensor]:
-        return [t for t in some if self._states.get(t.data_ptr(), ("", "", True))[2]]
-
-    def _note(self, operation: Operation, run: _Running, bad: list[Tensor], *, rerun: bool) -> None:
-        """What an operation returned isn't finite: whether it produced that, and of what."""
-        for tensor in run.ins:
-            known = self._bad.own(tensor)
-            if known is None and id(tensor) not in run.written and not finite(tensor):
-                known = self._origin(tensor)
-            if known is not None:
-                operation.parents.append(known)
-        parents = operation.parents
-        kind = "passed"
-        if all(parent.meant for parent in parents):
-            asked = parents or _writes_infinity(run.args, run.kwargs)
-            masks = all(only_minus_infinity(tensor) for tensor in bad)
-            if asked and (masks or (parents and operation.op in _KEEPS_MASKS)):
-                kind = "meant"
-            else:
-                kind = _cause(run, bad, rerun=rerun)
-        self._number(operation, kind)
-        if kind in ("overflow", "invalid"):
-            names = [self._states.get(t.data_ptr(), ("", f"input {n}"))[1] for n, t in enumerate(run.ins)]
-            operation.inputs = [
-                # An input that the operation has overwritten is reported as it was before, if that is known.
-                replace(run.held[id(t)], name=name) if id(t) in run.held else facts(t, name)
-                for name, t in zip(names, run.ins)
-                if id(t) in run.held or id(t) not in run.written
-            ][:6]
-            operation.outputs = [facts(t, "output") for t in bad][:3]
-        if kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):
-            operation.maker = self._largest(run)[1]
+    def _follow(
+        self, operation: Operation, call: _Call, outs: list[Tensor], written: set[int], transformed: bool
+    ) -> None:
+        """Record which of an operation's results are not finite, or beyond fp16, and where that comes from."""
+        bad = [tensor for tensor in outs if not finite(tensor)]
+        if call.name in _STATISTICS and len(call.args) > 5 and call.args[5]:
+            call.ins, bad = self._without_buffers(call.ins), self._without_buffers(bad)
+        read = [tensor for tensor in call.ins if id(tensor) not in written]
+        if bad:
+            known = [self._bad.own(one) or (None if finite(one) else self._origin(one)) for one in read]
+            known += [self._bad.own(one) for one in call.ins if id(one) in written]
+            operation.parents = [one for one in known if one is not None]
+            self._number(operation, self._kind(operation, call, bad, rerun=not written and not transformed))
+            if operation.kind in ("overflow", "invalid"):
+                names = [self._there.get(_address(t), ("", f"input {n}"))[1] for n, t in enumerate(call.ins)]
+                kept = [(name, t) for name, t in zip(names, call.ins) if id(t) not in written]
+                operation.inputs = [facts(tensor, name) for name, tensor in kept][:6]
+                operation.outputs = [facts(tensor, "output") for tensor in bad][:3]
+            if operation.kind == "overflow" and any(tensor.dtype is torch.float16 for tensor in bad):
+                operation.maker = self._maker(read)
+        for tensor in outs:
+            self._bad.drop(tensor)
+            self._large.drop(tensor)
         for tensor in bad:
             self._bad[tensor] = operation
+        for tensor in outs:
+            if beyond(tensor):
+                where = operation.module, operation.op, line_text(operation.line)
+                self._large[tensor] = self._maker(read) or Maker(*where, facts(tensor, "output"))
+        if transformed:  # nothing else holds the tensors under a transform's wrappers
+            self._held += bad
+
+    def _without_buffers(self, some: list[Tensor]) -> list[Tensor]:
+        return [one for one in some if self._there.get(_address(one), ("", "", ""))[2] != "buffer"]
+
+    def _kind(self, operation: Operation, call: _Call, bad: list[Tensor], *, rerun: bool) -> str:
+        parents = operation.parents
+        if any(parent.kind != "mask" for parent in parents):
+            return "passed"
+        asked = parents or _writes_infinity(call.args, call.kwargs)
+        masks = all(only_minus_infinity(tensor) for tensor in bad)
+        if asked and (masks or (parents and operation.op in _KEEPS_MASKS)):
+            return "mask"
+        wide = _in_fp64(call) if rerun else None
+        if wide is not None and all(bool(torch.isfinite(t).all()) for t in wide):
+            return "overflow"
+        no_number = any(bool(torch.isnan(t).any()) for t in (bad if wide is None else wide))
+        return "invalid" if no_number or operation.op in POLES else "overflow"
 
     def _number(self, operation: Operation, kind: str) -> None:
         self._count += 1
         operation.kind, operation.number = kind, self._count
 
-    def _there(self, tensor: Tensor) -> tuple[str, str, bool | None] | None:
-        """Of a tensor that was there before: the path of its module, its name, whether it is a parameter."""
-        pointer = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        given = self._given.get(pointer)
-        return self._states.get(pointer) or (None if given is None else ("", given, None))
-
     def _origin(self, tensor: Tensor) -> Operation:
-        """Of a tensor that isn't finite though no operation that was seen made it so."""
+        """The source of a tensor that is not finite though no operation was seen to make it so."""
         known = self._bad.shared(tensor)
         if known is not None:
             return known
-        path, name, is_parameter = self._there(tensor) or (self._stack[-1], "", None)
-        if only_minus_infinity(tensor) and not is_parameter:
-            kind = "meant"
-        elif is_parameter is None and (name or self._stack[-1] == OUTSIDE):
-            kind = "input"
+        path, name, kind = self._there.get(_address(tensor), (self._stack[-1], "", ""))
+        if only_minus_infinity(tensor) and kind != "parameter":
+            found = "mask"
+        elif kind == "input" or (not kind and self._stack[-1] == OUTSIDE):
+            found = "input"
         else:
-            kind = "state"
-        origin = Operation(
-            path, "" if is_parameter is None else name, inputs=[facts(tensor, name or "constant")]
-        )
+            found = "state"
+        origin = Operation(path, name if kind != "input" else "", inputs=[facts(tensor, name or "constant")])
         origin.unseen = not name and tensor.grad_fn is not None
-        self._number(origin, kind)
+        self._number(origin, found)
         self._bad[tensor] = origin
         return origin
 
-    # ------------------------------------------------------------------------------------ beyond fp16
-
-    def _note_large(self, operation: Operation, run: _Running, outs: Sequence[Tensor]) -> None:
-        """Who made what is finite of an operation's results and beyond fp16: it, or who made what it was given."""
-        large = [tensor for tensor in outs if beyond(tensor)]
-        for tensor in outs:
-            self._large.drop(tensor)
-        if large:
-            given, made = self._largest(run)
-            made = made if given else operation.made(facts(large[0], "output"))
-            if made is not None:
-                for tensor in large:
-                    self._large[tensor] = made
-
-    def _largest(self, run: _Running) -> tuple[bool, Maker | None]:
-        """Whether an operation was given a number beyond fp16, and who made the largest, where that was seen."""
-        largest, most = 0.0, None
-        for tensor in run.ins:
-            size = 0.0 if id(tensor) in run.written else beyond(tensor)
-            if id(tensor) in run.written and (made := self._maker_of(tensor)) is not None:
-                size = made.result.largest  # its maker knows what it held before
-            if size > largest:
-                largest, most = size, tensor
-        if most is None:
-            return False, None
-        there = self._there(most)
-        before = None if there is None else Operation(there[0], "").made(facts(most, there[1]))
-        return True, self._maker_of(most) or before
-
-    def _maker_of(self, tensor: Tensor) -> Maker | None:
-        return self._large.own(tensor) or self._large.shared(tensor)
+    def _maker(self, read: Sequence[Tensor]) -> Maker | None:
+        """The source of the largest number beyond fp16 among some inputs; None if there is none or it was not seen."""
+        most = max(read, key=beyond, default=None)
+        if most is None or not beyond(most):
+            return None
+        known = self._large.own(most) or self._large.shared(most)
+        there = self._there.get(_address(most))
+        if known is None and there is not None:
+            known = Maker(there[0], "", "", facts(most, there[1]))
+        return known
 
     def reached(self, tensor: Tensor) -> Operation | None:
-        """Behind a tensor that isn't finite; None if it is, or if it holds no more than a mask."""
+        """The operation behind a tensor that is not finite; None if it is finite, or holds only a mask."""
         if finite(tensor):
             return None
         operation = self._bad.own(tensor) or self._origin(tensor)
-        return None if operation.meant else operation
-
-    # ------------------------------------------------------------------------------------ the graph
+        return None if operation.kind == "mask" else operation
 
     def claim(self, tensor: Tensor, operation: Operation | None) -> None:
         """Assign an operation to the nodes of a tensor's graph that have none; None: one that was not seen."""
@@ -559,9 +478,40 @@ class ForwardTrace(TorchFunctionMode):
             stack.extend(following for following, _ in node.next_functions)
 
 
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _writes_infinity(args: Any, kwargs: Any) -> bool:
+    """Whether a number among the arguments is infinite, so that the result is intended."""
+    flat = [*args, *kwargs.values()]
+    flat += [item for value in flat if isinstance(value, (list, tuple)) for item in value]
+    return any(isinstance(value, float) and math.isinf(value) for value in flat)
+
+
+def _in_fp64(call: _Call) -> list[Tensor] | None:
+    """The operation's results on FP64 copies; None where it cannot be repeated, or does not compute in FP64."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.detach().double() if tensor.is_floating_point() else tensor
+
+    device = next((t.device.type for t in call.ins), "cpu")
+    random = torch.get_rng_state()
+    try:
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            kept = {name: value for name, value in call.kwargs.items() if name not in ("dtype", "out")}
+            args, kept = mapped((call.args, kept), wide)
+            outs = [t for t in tensors(call.func(*args, **kept)) if t.is_floating_point()]
+    except Exception:  # an op without an FP64 form, or of a kind that can't be repeated: decided by its name
+        return None
+    finally:
+        torch.set_rng_state(random)
+    return outs if outs and all(t.dtype is torch.float64 for t in outs) else None
+
+
 @contextmanager
 def _beneath_transforms() -> Iterator[bool]:
-    """Outside of the transforms of `torch.func` that are in force; whether there are any."""
+    """Outside of the transforms of `torch.func` that are active; yields whether there are any."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         yield False
         return

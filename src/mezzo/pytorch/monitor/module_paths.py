@@ -1,4 +1,4 @@
-"""Which modules of a model can be looked at, and what they are called: by their paths in the model without wrappers."""
+"""The modules that can be looked at, by their paths in the model without wrappers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 @dataclass
 class Paths:
-    """What is in a model.
+    """The modules of a model.
 
     Args:
-        seen: path -> module, of those whose outputs are looked at: leaves, and those with parameters of their own; or
-            all, where that was asked.
-        compiled: paths of modules whose inside can't be seen, as it is compiled.
+        seen: path -> module, of those whose outputs are looked at.
+        compiled: paths of compiled modules, whose inside cannot be seen.
     """
 
     seen: dict[str, nn.Module] = field(default_factory=dict)
@@ -29,25 +28,23 @@ class Paths:
 
 
 def paths(model: nn.Module, *, every: bool = False) -> Paths:
-    """The modules of a model whose outputs can be looked at. One that is there twice has its first path.
+    """The modules of a model whose outputs can be looked at: leaves, and those with parameters of their own.
 
     Args:
-        model: the whole.
+        model: the whole. A module that is there twice has its first path.
         every: those too that have children and no parameters of their own: they may compute all the same.
     """
     found = Paths()
-    for path, module in walk(model, "", set()):
+    for path, module in walk(model):
         # What `Module.compile()` compiles includes its hooks; what `torch.compile` wraps has them outside.
         if module._compiled_call_impl is not None:
             found.compiled.append(path)
-        elif is_opaque(module):
+            continue
+        opaque = is_opaque(module)
+        if opaque:
             found.compiled.append(path)
-            found.seen[path] = module
-        elif (
-            every
-            or any(p is not None for p in module._parameters.values())
-            or not any(True for _ in module.children())
-        ):
+        own = any(p is not None for p in module._parameters.values())
+        if opaque or every or own or not any(True for _ in module.children()):
             found.seen[path] = module
     return found
 
@@ -55,7 +52,7 @@ def paths(model: nn.Module, *, every: bool = False) -> Paths:
 def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
     """id of a parameter -> path of its first module, and its name there."""
     found: dict[int, tuple[str, str]] = {}
-    for path, module in walk(model, "", set(), inside=True):
+    for path, module in walk(model, inside=True):
         for name, param in module._parameters.items():
             if param is not None:
                 found.setdefault(id(param), (path, name))
@@ -64,11 +61,11 @@ def parameter_paths(model: nn.Module) -> dict[int, tuple[str, str]]:
 
 def path_of(part: nn.Module, model: nn.Module) -> str | None:
     """The path of a module in a model; None if it is not in it."""
-    return next((path for path, module in walk(model, "", set(), inside=True) if module is part), None)
+    return next((path for path, module in walk(model, inside=True) if module is part), None)
 
 
 def joined(path: str, name: str) -> str:
-    """The path of what is called so at a path; either may be empty."""
+    """A path and a name below it; either may be empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -82,15 +79,16 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 def walk(
-    module: nn.Module, path: str, visited: set[int], *, inside: bool = False
+    module: nn.Module, path: str = "", visited: set[int] | None = None, *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules with their paths, each once, parents first; a wrapper and what it wraps have the same path.
 
     Args:
         module, path: where to begin.
-        visited: ids of those that were given already.
+        visited: ids of modules to leave out.
         inside: go into compiled modules too.
     """
+    visited = set() if visited is None else visited
     if id(module) in visited:
         return
     visited.add(id(module))
@@ -105,14 +103,10 @@ def walk(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside the wrappers of `torch.compile` and of data parallelism; itself if there is none.
-
-    Args:
-        model: as a loop calls it.
-    """
+    """The user's own module inside the wrappers of `torch.compile` and of data parallelism; itself if there is none."""
     while True:
         wrapped = model._modules.get("_orig_mod")
-        if wrapped is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        if wrapped is None and isinstance(model, _PARALLEL):
             wrapped = model.module
         if wrapped is None:
             return model

@@ -1,8 +1,8 @@
-"""Replay: a saved call of a model, and running it again with nothing left behind.
+"""Replay: a saved call of a model, and running it again without side effects.
 
-Kept of a call: its arguments by reference, with the versions of their tensors (one that was written since can't be
-used again); the random state; what the call changes of its model besides the parameters; and, as backward comes by,
-the gradients at its outputs, from which backward is replayed.
+Kept of a call: its arguments by reference, with the versions of their tensors (a call whose arguments were written
+since cannot be replayed); the random state; what the call changes of its model besides the parameters; and the
+gradients that arrive at its outputs, from which backward is replayed.
 
 Inside `nothing_left` compiled parts run eagerly, and reentrant checkpoints as plain calls, because their backward
 can't be asked for single gradients.
@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.pytorch.monitor.module_paths import unwrapped
-from mezzo.pytorch.monitor.operations import Line, finite, mapped, tensors, version_of
+from mezzo.pytorch.monitor.operations import Line, mapped, tensors, version_of
 from mezzo.pytorch.snapshot import RandomState
 from mezzo.pytorch.unseen import unseen
 from mezzo.runner.patches import Patches
@@ -103,7 +103,7 @@ class SideEffects:
         self.attributes = {(module, name) for module in self.modules for name, _ in _changeable(module)}
         self.devices = devices_of(model)
         self.pythons = True
-        self._learnt = self.writes_arguments = False
+        self._learnt = False
 
     def learn(self, before: ModuleState) -> None:
         """Keep from now on only what the first call has changed, and of its own state too."""
@@ -239,14 +239,14 @@ class SavedCall:
         model: as the loop calls it.
         args, kwargs: of the call.
         effects: of the model under the wrappers of compilation and data parallelism.
-        enter: makes the region in which it is replayed.
+        enter: enters the context in which it is replayed.
         line: from where it was called.
         number: its place among all calls that are kept.
 
     Attributes:
         grads: number of a backward -> place among the outputs -> the gradient there.
         retained: whether another backward may come through it.
-        done: nothing more comes to it.
+        done: no other backward comes through it.
     """
 
     def __init__(
@@ -264,13 +264,9 @@ class SavedCall:
         self.enter, self.line, self.number = enter, line, number
         given = (args, kwargs)
         self.sources = [weakref.ref(tensor) for tensor in tensors(given) if tensor.grad_fn is not None]
-        # A graph that led here must not live longer for it: its tensors are held without.
-        held = mapped(given, lambda t: t if t.grad_fn is None else t.detach().requires_grad_(t.requires_grad))
-        self._given = list(tensors(held, objects=True))
-        self.copies = effects.writes_arguments
-        self._arguments = mapped(held, _copy) if self.copies else held
-        self._versions = [version_of(leaf) for leaf in self._given]
-        self._returned: list[weakref.ref[Tensor]] = []
+        # Detached, so that a graph that led here does not live longer for it.
+        self._arguments = mapped(given, lambda t: t if t.grad_fn is None else _off_graph(t))
+        self._versions = [(leaf, version_of(leaf)) for leaf in tensors(self._arguments, objects=True)]
         self._keepers: list[weakref.ref[_Keeper]] = []
         self.grads: dict[int, dict[int, Tensor]] = {}
         self.retained = self.done = False
@@ -282,11 +278,10 @@ class SavedCall:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 keeper = _Keeper(weakref.ref(self), place)
                 self._keepers.append(weakref.ref(keeper))
-                self._returned.append(weakref.ref(tensor))
                 metadata: Any = tensor.grad_fn.metadata
                 metadata[OF_CALL] = self.number
                 tensor.register_hook(keeper)
-        return bool(self._returned)
+        return bool(self._keepers)
 
     @property
     def graph_alive(self) -> bool:
@@ -296,19 +291,17 @@ class SavedCall:
     @property
     def written(self) -> bool:
         """Whether an argument has been written in place since."""
-        return any(version_of(leaf) != version for leaf, version in zip(self._given, self._versions))
-
-    def spoilt(self, later: SavedCall) -> bool:
-        """Whether a later call was given what this one returned, detached perhaps, and it isn't finite."""
-        mine = {_storage(tensor) for one in self._returned if (tensor := one()) is not None} - {0}
-        return any(_storage(tensor) in mine and not finite(tensor) for tensor in later._given)
+        return any(version_of(leaf) != version for leaf, version in self._versions)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, off the graph, for one more call."""
-        # The call itself may be what writes them: a copy serves more than once.
-        kept = mapped(self._arguments, _copy) if self.copies else self._arguments
-        args, kwargs = mapped(kept, _off_graph)
+        args, kwargs = mapped(self._arguments, _off_graph)
         return args, kwargs
+
+    def gradients(self, number: int, outputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Of the outputs of a replay, those to which a gradient came in a backward, each with that gradient."""
+        came = [(outputs[place], grad) for place, grad in self.grads[number].items() if place < len(outputs)]
+        return [(output, grad) for output, grad in came if output.requires_grad]
 
     @property
     def nbytes(self) -> int:
@@ -329,14 +322,6 @@ class _Keeper:
         if call is not None and grad is not None:  # None: the node runs, and no gradient came to this output
             call.grads.setdefault(Backward.number, {})[self._place] = grad.detach()
             call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _off_graph(tensor: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def tracer_for(session: Session) -> OverflowTracer:
 def observed_step(session: Session) -> Callable[[bool], None]:
     """Begin to measure a step's peak memory and the formats of its ops; ends with whether to keep them."""
     from mezzo.pytorch.memory import PeakTensorBytes
-    from mezzo.pytorch.observe.formats import OpObserver
+    from mezzo.pytorch.monitor.formats import OpObserver
 
     device = session.device_type or "cpu"
     session.observers.pause()  # what they compute is none of the step's

@@ -1,9 +1,9 @@
-"""What really ran: every call that PyTorch's dispatcher made between two moments, as a tree with formats.
+"""Every call that PyTorch's dispatcher made between two moments, as a tree with formats.
 
-PyTorch's own execution trace records each dispatcher call with the dtypes of its tensors, the calls that it
-made in turn, and the forward op to which a backward call belongs. Unlike a dispatch mode it sees ``linear``
-and not only the ``addmm`` into which it falls apart, sees the call before and after autocast, and leaves
-compiled functions alone: no guard of theirs looks at it. It is process-wide and begins and ends anywhere.
+PyTorch's own execution trace records each dispatcher call with the dtypes of its tensors, the calls that it made in
+turn, and the forward op to which a backward call belongs. Unlike a dispatch mode it sees ``linear`` and not only its
+``addmm``, sees the call before and after autocast, and is not a guard of compiled functions. It is process-wide and may
+begin and end anywhere.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def _roots(trace: dict[str, Any]) -> list[Call]:
 def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
     """The floating tensors among a call's arguments or results, those in lists too.
 
-    A Python number that became a tensor on its way (FP64, without dimensions) beside other floating tensors
-    is left out: it decides no format.
+    A Python number that became a tensor (FP64, without dimensions) with other floating tensors is left out: it decides
+    no format.
     """
     found: list[tuple[int, str, bool]] = []
     for kind, value, shape in zip(side["types"], side["values"], side["shapes"]):
@@ -178,8 +178,7 @@ def _floats(side: dict[str, Any]) -> list[tuple[int, str]]:
 
 @contextmanager
 def _without_chatter() -> Iterator[list[bytes]]:
-    """Take out of stderr the lines in which the observer announces itself, and hand them over; anything else
-    is let through."""
+    """Take the lines in which the observer announces itself out of stderr, and yield them; let others through."""
     said: list[bytes] = []
     try:
         kept = os.dup(2)

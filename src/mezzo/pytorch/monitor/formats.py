@@ -1,8 +1,8 @@
-"""OpObserver: the formats in which the ops of a step really ran, beside the formats that were planned.
+"""OpObserver: the formats in which the ops of a step ran, compared with those that were planned.
 
-The observer reads PyTorch's execution trace (`mezzo.pytorch.observe.execution_trace`) and keeps, of each tree of
-calls, the outermost op that the op table knows: ``linear``, not the ``addmm`` inside it. The formats are
-those with which its kernel ran, after the casts of the region; a result is counted as the caller got it.
+The observer reads PyTorch's execution trace (`execution_trace.py`) and keeps, of each tree of calls, the outermost op
+of the op table: ``linear``, not the ``addmm`` inside it. The formats are those of its kernel's arguments, after the
+casts of autocast; a result is counted as the caller got it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mezzo.core.records import OpFormats
 from mezzo.core.rules import RULES, bare
 from mezzo.pytorch.auto import resolve
 from mezzo.pytorch.autocast.plan import FIRST, WIDEST, OpPlan, plan
-from mezzo.pytorch.observe.execution_trace import Call, ExecutionTrace
+from mezzo.pytorch.monitor.execution_trace import Call, ExecutionTrace
 
 # What marks the module in which calls ran; `explain` sets such marks.
 MODULE_MARK = "mezzo::module "
@@ -35,15 +35,6 @@ _ENGINE = "autograd::engine::evaluate_function: "
 _OPTIMIZER = "Optimizer.step#"
 
 
-@dataclass
-class _Row:
-    """One line of the table while it is being counted."""
-
-    row: OpFormats
-    calls: int = 0
-    casts: int = 0
-
-
 @dataclass(frozen=True)
 class _Seen:
     """One call of an op, resolved: the formats of its kernel, the casts around it, and how it computed."""
@@ -58,21 +49,19 @@ class _Seen:
 
 
 class OpObserver:
-    """Records between `enter` and `exit`, which need not be nested with anything; then `table` tells.
+    """Records between `enter` and `exit`, which need not be nested with anything; `table` has the result.
 
     Args:
-        policy: what was meant to be in force, as for `mezzo.autocast`.
+        policy: the policy that is compared, as for `mezzo.autocast`.
         device_type: the kind of device whose plan is compared.
-        whole: True if all that runs between `enter` and `exit` is inside the region, as in `explain`. Else an
-            op that autocast would have lowered may have run outside the region (a loss, a metric), and that
-            is no departure from the plan.
+        whole: True if all that runs between `enter` and `exit` is inside the context, as in `explain`. Else an op may
+            have run outside of it (a loss, a metric), which is not a departure from the plan.
 
-    In backward an op is called ``linear.backward``; it has no plan, since it computes in the formats that
-    forward saved. What runs inside a compiled function can't be seen: such calls make one row, ``compiled
-    region``. A step that could not be recorded has an empty table and a sentence in `note`.
+    In backward an op is called ``linear.backward``; it has no plan, since it computes in the formats that forward
+    saved. Calls inside compiled functions cannot be seen: they make one row, ``compiled region``. A step that could not
+    be recorded has an empty table and a sentence in `note`.
 
-    Only one execution trace can be recorded in a process at a time; the whole process is seen, all its
-    threads.
+    Only one execution trace can be recorded in a process at a time; it records all threads.
     """
 
     def __init__(self, policy: str | Policy, device_type: str = "cpu", *, whole: bool = False) -> None:
@@ -108,15 +97,14 @@ class OpObserver:
 
     def table(self) -> list[OpFormats]:
         """What ran, a row for each op, formats and module, in the order of the first call."""
-        rows: dict[OpFormats, _Row] = {}
+        rows: dict[OpFormats, OpFormats] = {}
 
         def count(row: OpFormats, casts: int = 0) -> None:
-            found = rows.setdefault(row, _Row(row))
-            found.calls += 1
-            found.casts += casts
+            found = rows.get(row, row)
+            rows[row] = replace(found, calls=found.calls + 1, casts=found.casts + casts)
 
         found = _Reading(self._roots)
-        # Where nothing at all was lowered, the region did not work, and no op can be excused.
+        # Where nothing at all was lowered, the context did not work, and no op can be excused.
         lowered = any(_SIXTEEN & set(seen.inside) for seen in found.forward)
         for seen in found.forward:
             count(self._judged(seen, excuse=lowered and not self._whole), seen.casts)
@@ -127,27 +115,22 @@ class OpObserver:
             count(OpFormats(seen.op, "", "", _arrow(seen.inside, seen.outside), 0, 0, reason), seen.casts)
         for _ in range(found.compiled):
             count(OpFormats(COMPILED, "", "", "", 0, 0, "compiled: formats not observed"))
-        return [replace(item.row, calls=item.calls, casts=item.casts) for item in rows.values()]
+        return list(rows.values())
 
     def _judged(self, seen: _Seen, *, excuse: bool) -> OpFormats:
         observed = _arrow(seen.inside, seen.outside)
-        decided = None
-        for candidate in self._policies_at(seen.module):
-            found = plan(candidate, self.device_type).get(bare(seen.op))
-            row = _row(seen, observed, found)
-            if decided is None or row.as_planned:
-                decided = row
-                if row.as_planned:
-                    break
-        assert decided is not None  # there is always the policy itself
-        untouched = decided.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)
-        if excuse and untouched and not decided.as_planned:
-            return replace(decided, planned="", reason="outside the region: in the format of its inputs")
-        return decided
+        plans = (
+            plan(policy, self.device_type).get(bare(seen.op)) for policy in self._policies_at(seen.module)
+        )
+        rows = [_row(seen, observed, found) for found in plans]
+        row = next((row for row in rows if row.as_planned), rows[0])
+        untouched = row.rule == "lower" and set(seen.arrived) == {"fp32"} == set(seen.outside)
+        if excuse and untouched and not row.as_planned:
+            return replace(row, planned="", reason="outside the region: in the format of its inputs")
+        return row
 
     def _policies_at(self, module: str) -> Iterator[Policy]:
-        """The policy in a module: the one that overrides decide, or, where the module isn't known, any of
-        them."""
+        """The policy in a module; any that overrides give, where the module isn't known."""
         if not self.policy.modules:
             yield self.policy
             return
@@ -165,9 +148,8 @@ class OpObserver:
         decision = self.policy.rule_for(op)
         rule = decision.rule.value if decision else ""
         reason = f"gradient of {op}" + (", in FP32 from 16-bit values" if seen.emulated else "")
-        return OpFormats(
-            f"{op}.backward", rule, "", _arrow(seen.inside, seen.outside), 0, 0, reason, seen.module
-        )
+        observed = _arrow(seen.inside, seen.outside)
+        return OpFormats(f"{op}.backward", rule, "", observed, 0, 0, reason, seen.module)
 
 
 def _row(seen: _Seen, observed: str, found: OpPlan | None) -> OpFormats:
@@ -208,8 +190,7 @@ def _distinct(tensors: Iterable[tuple[int, str]]) -> tuple[str, ...]:
 
 @dataclass
 class _Reading:
-    """The calls of a trace sorted: forward ops, their backward, compiled functions, and the engine's and the
-    optimizer's own arithmetic."""
+    """The calls of a trace: forward ops, their backward, compiled functions, the engine's and the optimizer's own."""
 
     roots: list[Call]
     forward: list[_Seen] = field(default_factory=list)

@@ -1,0 +1,269 @@
+"""`mezzo.explain`: run a model's forward pass once under a precision and report, op by op, formats and reasons."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mezzo.core.errors import UnsupportedPrecisionError, UsageError
+from mezzo.core.policy import PRESETS, Policy
+from mezzo.core.policy import policy as policy_of
+from mezzo.core.records import OpFormats
+from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import apply_module_overrides, described, with_heads
+from mezzo.pytorch.autocast.plan import plan
+from mezzo.pytorch.monitor.formats import MODULE_MARK, OpObserver
+from mezzo.pytorch.monitor.module_paths import is_opaque, walk
+from mezzo.pytorch.monitor.replay import nothing_left
+from mezzo.pytorch.weights.lowering import stored
+
+__all__ = ["Explanation", "explain"]
+
+_WIDTH = 110
+_NARROWEST = 60
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. Printed, it is a table that fits the terminal; `departed` come first.
+
+    Args:
+        precision: the policy, with ``auto`` resolved.
+        device_type: the kind of device on which it ran.
+        ops: a row for each op, formats and place in the model, in the order of the first call.
+        notes: what else the reader should know, a sentence each.
+    """
+
+    precision: str
+    device_type: str
+    ops: list[OpFormats]
+    notes: list[str]
+
+    @property
+    def departed(self) -> list[OpFormats]:
+        """The rows whose observed formats are not those planned."""
+        return [row for row in self.ops if not row.as_planned]
+
+    def to_json(self) -> str:
+        """The explanation as one JSON object: ``precision``, ``device_type``, ``departed``, ``notes``, ``ops``."""
+        rows = [{**asdict(row), "as_planned": row.as_planned} for row in self.ops]
+        found = {**asdict(self), "departed": len(self.departed), "ops": rows}
+        return json.dumps(found, indent=2)
+
+    def __str__(self) -> str:
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        return self.as_text(shutil.get_terminal_size().columns if terminal else _WIDTH)
+
+    def as_text(self, width: int = _WIDTH) -> str:
+        """The table, no line longer than ``width`` columns (at least 60)."""
+        width = max(width, _NARROWEST)
+        count = len({row.op for row in self.ops})
+        verdict = f"{len(self.departed)} NOT AS PLANNED" if self.departed else "all as planned"
+        headline = f"{self.precision} on {self.device_type}: {count} ops ran in the forward pass, {verdict}."
+        lines = textwrap.wrap(headline, width)
+        for row in self.departed:
+            place = f" in {row.module}" if row.module else ""
+            text = f"! {row.op}{place}: planned {row.planned}, observed {row.observed}. {row.reason}."
+            lines += textwrap.wrap(text, width, subsequent_indent="  ")
+        for note in self.notes:
+            lines += textwrap.wrap(f"* {note}", width, subsequent_indent="  ")
+        reasons: dict[str, list[str]] = {}
+        for row in self.ops:
+            reasons.setdefault(row.reason, []).append(row.op)
+        lines += ["", *_table(self.ops, width), ""]
+        for reason, ops in reasons.items():
+            text = f"{', '.join(dict.fromkeys(ops))}: {reason}"
+            lines += textwrap.wrap(text, width, subsequent_indent="    ")
+        return "\n".join(lines)
+
+
+def explain(
+    model: torch.nn.Module, *inputs: Any, precision: str | Policy = "auto", **kwargs: Any
+) -> Explanation:
+    """What each op of a model's forward pass does under a precision: rule, formats planned and seen, casts, why.
+
+    It runs ``with mezzo.autocast(precision): model(*inputs, **kwargs)`` once, in the model's present mode (``train`` or
+    ``eval``) and with gradients as they are switched now, and puts back what the call changed: buffers (BatchNorm's
+    running statistics), attributes of modules, and the random state of torch, Python and NumPy. Parameters and their
+    ``.grad`` are as before afterwards; where the policy stores parameters in 16 bits, they are lowered for the call.
+    The model's output is thrown away. Compiled parts run as they were written.
+
+    Args:
+        model: any module; its first tensor, or else the first among the inputs, gives the kind of device.
+        inputs: the model's arguments.
+        precision: as for `mezzo.autocast`.
+        kwargs: the model's keyword arguments.
+
+    Raises:
+        UsageError: ``model`` is not a module; see `mezzo.policy` for the precision.
+        UnknownNameError: a precision, op or module pattern that does not exist, with the nearest that does.
+        UnsupportedPrecisionError: another execution trace is being recorded in this process.
+        Whatever the model itself raises.
+
+    >>> import torch
+    >>> result = explain(torch.nn.Linear(4, 2), torch.ones(1, 4), precision="bf16")
+    >>> [(row.op, row.observed) for row in result.ops]
+    [('linear', 'bf16 -> bf16')]
+    """
+    _check_model(model)
+    device_type = _device_type(model, inputs, kwargs)
+    context = autocast(precision, device_type)
+    policy = with_heads(context.policy or policy_of("fp32"), model)
+    notes = list(policy.notes)
+    if isinstance(precision, (str, Policy)) and policy_of(precision).compute == "auto":
+        notes.append(f"auto is {policy.compute} here; mezzo.MixedPrecision times it against fp32 first.")
+    compiled = next((path or "the model" for path, module in walk(model) if is_opaque(module)), "")
+    if compiled:
+        notes.append(f"{compiled} is compiled: these are the formats of the code as it was written.")
+    notes += described(policy, model)
+    observer = OpObserver(policy, device_type, whole=True)
+    with ExitStack() as stack:
+        stack.enter_context(nothing_left(model))
+        notes += stack.enter_context(stored(model, policy))
+        if policy.modules:
+            stack.enter_context(apply_module_overrides(model, policy, device_type))
+        stack.enter_context(_marked(model))
+        stack.enter_context(context)
+        stack.enter_context(observer)
+        model(*inputs, **kwargs)
+    if observer.note:
+        raise UnsupportedPrecisionError(f"explain: {observer.note}. End that one, then explain.")
+    rows = observer.table()
+    return Explanation(str(policy), device_type, _by_place(rows), notes + _kernels(rows, policy, device_type))
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, torch.nn.Module):
+        return
+    received = type(model).__name__
+    fix = "Pass the model first, then its inputs: mezzo.explain(model, x, precision='bf16')."
+    if isinstance(model, str) and difflib.get_close_matches(model, PRESETS, n=1):
+        fix = f"The precision goes by name: mezzo.explain(model, x, precision={model!r})."
+    elif isinstance(model, type) and issubclass(model, torch.nn.Module):
+        received, fix = f"the class {model.__name__}", f"Make one first: {model.__name__}(...)."
+    raise UsageError(f"mezzo.explain: model must be a torch.nn.Module, received {received}. {fix}")
+
+
+def _device_type(model: torch.nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    tensors = [*model.parameters(), *model.buffers(), *inputs, *kwargs.values()]
+    return next((str(t.device.type) for t in tensors if isinstance(t, torch.Tensor)), "cpu")
+
+
+@contextmanager
+def _marked(model: torch.nn.Module) -> Iterator[None]:
+    """Mark in the trace which module runs."""
+    open_marks: list[Any] = []
+    handles = []
+
+    def begin(path: str) -> Any:
+        def hook(*_: Any) -> None:
+            open_marks.append(torch.autograd.profiler.record_function(MODULE_MARK + path))
+            open_marks[-1].__enter__()
+
+        return hook
+
+    def end(*_: Any) -> None:
+        open_marks.pop().__exit__(None, None, None)
+
+    try:
+        for path, module in walk(model, inside=True):
+            if path and not isinstance(module, torch.jit.ScriptModule):
+                handles.append(module.register_forward_pre_hook(begin(path), prepend=True))
+                handles.append(module.register_forward_hook(end, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while open_marks:
+            end()
+
+
+def _by_place(rows: list[OpFormats]) -> list[OpFormats]:
+    """Rows of repeated blocks in one: ``blocks.0.attn`` and ``blocks.1.attn`` are ``blocks.*.attn``."""
+    merged: dict[OpFormats, OpFormats] = {}
+    for row in rows:
+        place = re.sub(r"([^\d.][^.]*)\.\d+(?=\.|$)", r"\1.*", row.module)
+        key = replace(row, module=place, calls=0, casts=0)
+        before = merged.get(key, key)
+        merged[key] = replace(before, calls=before.calls + row.calls, casts=before.casts + row.casts)
+    return list(merged.values())
+
+
+# How a plan says that an op is computed -> the sentence for the ops of which it says so.
+_BY_KERNEL = {
+    "native": "internal_fp32 by the native 16-bit kernel: {ops}.",
+    "kernel": "computed in FP32 from sixteen bits by Mezzo's own kernel: {ops}.",
+    "rounded": "internal_fp32 by the FP32 kernel between casts, rounded once, since nothing shows that the 16-bit "
+    "kernel here accumulates in FP32: {ops}.",
+    "emulated": "{compute} is not native to this device: computed in FP32 between casts: {ops}.",
+}
+
+
+def _kernels(rows: list[OpFormats], policy: Policy, device_type: str) -> list[str]:
+    """Which kernels computed the ops that met 16 bits: the device's, Mezzo's own, or FP32's between casts."""
+    if policy.activations == "fp32":
+        return []
+    plans = plan(policy, device_type)
+    ran: dict[str, list[str]] = {kind: [] for kind in _BY_KERNEL}
+    for op in dict.fromkeys(row.op for row in rows if policy.activations in row.observed and row.op in plans):
+        how, kernel = plans[op].how, plans[op].kernel
+        if how in ("pytorch", "native"):
+            how = "native" if plans[op].rule == "internal_fp32" else ""
+        if how in ran and (kernel is None or kernel.kind in ("inside", "result")):
+            ran[how].append(op)
+    return [
+        text.format(ops=", ".join(ran[kind]), compute=policy.activations)
+        for kind, text in _BY_KERNEL.items()
+        if ran[kind]
+    ]
+
+
+def _table(rows: list[OpFormats], width: int) -> list[str]:
+    """The rows as aligned columns, cut short where they don't fit, then without the planned formats."""
+    cells = [
+        {
+            "op": row.op,
+            "module": row.module,
+            "rule": row.rule or "-",
+            "planned": row.planned or "-",
+            "observed": row.observed or "-",
+            "calls": str(row.calls),
+            "casts": str(row.casts),
+            "": "" if row.as_planned else "!",
+        }
+        for row in rows
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in cells[0]} if cells else {}
+    left_out = {name for name in ("module", "") if not any(row[name] for row in cells)}
+    if sum(widths.values()) + 2 * len(widths) > width:
+        left_out.add("planned")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    kept = [name for name in widths if name not in left_out]
+    for name in kept:
+        numbers = name in ("calls", "casts")
+        least = {"op": 14, "module": 10, "observed": 12, "rule": 8}.get(name, widths[name])
+        table.add_column(
+            name,
+            justify="right" if numbers else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            min_width=min(least, widths[name]),
+        )
+    for row in cells:
+        table.add_row(*(row[name] for name in kept))
+    page = io.StringIO()
+    Console(file=page, width=width, color_system=None, markup=False, highlight=False).print(table)
+    return [line.rstrip() for line in page.getvalue().splitlines()]

@@ -1,1 +1,0 @@
-"""What really ran, in which formats, and why."""
