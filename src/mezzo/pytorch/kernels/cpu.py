@@ -193,6 +193,9 @@ def load_quiet_fp32(x: Pointer, i: int) -> float:
     return float_of(i32(_NAN)) if value != value else value
 
 
+load_quiet_bf16, load_quiet_fp16 = load_bf16, load_fp16
+
+
 @inline
 def store_bf16(out: Pointer, i: int, value: float) -> None:
     """Ties to even; every NaN as one pattern, since a carry out of the cut bits could make another an infinity."""
@@ -219,6 +222,9 @@ def store_number_bf16(out: Pointer, i: int, value: float) -> None:
     pattern = bits(value)
     even = i32(i32(pattern >> 16) & i32(1))
     out[i] = i16(i32(i32(pattern + i32(0x7FFF)) + even) >> 16)
+
+
+store_number_fp16, store_number_fp32 = store_fp16, store_fp32
 
 
 @inline
