@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -54,7 +54,6 @@ class ExponentRows:
     def __init__(self) -> None:
         self._rows: dict[tuple[_Key, torch.device], Tensor] = {}
         self._slabs: dict[torch.device, list[Tensor]] = {}
-        self._count: dict[torch.device, Callable[[Tensor, Tensor], None]] = {}
         self._lock = threading.Lock()  # autograd has a thread for each device
 
     def __bool__(self) -> bool:
@@ -73,11 +72,8 @@ class ExponentRows:
             return
         key = _Key(module, what, name, format or name_of(numbers.dtype))
         device = numbers.device
-        count = self._count.get(device)
-        if count is None:
-            count = self._count[device] = exponents.counter(device.type)
         row = self._rows.get((key, device))
-        count(numbers, self._new(key, device) if row is None else row)
+        exponents.count(numbers, self._new(key, device) if row is None else row)
 
     def take(self, other: ExponentRows) -> None:
         """Take over the rows of another, whose keys are none of these."""

@@ -131,6 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
         reduction = settings[0]
         given = Rows(_matrix(logits)[0], target.reshape(-1).long(), _wide(weight), *settings[1:])
         ctx.kernel = kernel_for(logits.device.type, given)
+        loss: Tensor
         loss, lse = ctx.kernel.rows_loss(given)
         divisor = _weight_of(given) if reduction == MEAN else None
         ctx.save_for_backward(logits, target, weight, lse, divisor)
