@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.core.rules import RULES, Rule
 from mezzo.pytorch.kernels.emulated import EMULATED
-from mezzo.pytorch.kernels.packing import made_again
+from mezzo.pytorch.kernels.packing import recomputed
 from mezzo.pytorch.memory import _StorageCounter
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -530,14 +530,14 @@ def test_what_a_recording_says_of_other_ops_is_left_as_it_was() -> None:
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
-    with made_again():
+    with recomputed():
         assert "recompute" not in traceback.current_meta  # nothing records
     with traceback.preserve_node_meta():
-        with made_again():
+        with recomputed():
             assert traceback.current_meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
         assert "recompute" not in traceback.current_meta
         traceback.current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        with pytest.raises(RuntimeError, match="boom"), made_again():
+        with pytest.raises(RuntimeError, match="boom"), recomputed():
             raise RuntimeError("boom")
         assert traceback.current_meta.pop("recompute") is CheckpointPolicy.MUST_SAVE
 

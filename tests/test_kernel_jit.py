@@ -105,7 +105,6 @@ from mezzo.pytorch.kernels import jit
 from mezzo.pytorch.kernels.optimizer_step import cpu_loops
 kernel = jit.kernel(cpu_loops, {}, "count_moves")
 assert jit.kernel(cpu_loops, {}, "count_moves") is kernel
-assert jit.kernels() == (kernel,)
 assert jit.compile_seconds() == kernel.seconds > 0
 print(kernel.from_cache)
 """
@@ -185,41 +184,16 @@ def owned_by_another(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "lstat", pretended)
 
 
-# What is wrong -> makes it so, given the cache, the folder in it and a file in that; the path to be named.
-Change = Callable[[Path, Path, Path, pytest.MonkeyPatch], Path]
+Change = Callable[[Path, pytest.MonkeyPatch], object]
 
-
-def _mode(which: int, mode: int) -> Change:
-    def change(*places: object) -> Path:
-        place = places[which]
-        assert isinstance(place, Path)
-        place.chmod(mode)
-        if which == 2:
-            place.parents[1].chmod(0o755)
-        return place
-
-    return change
-
-
-def _owner(which: int) -> Change:
-    def change(*places: object) -> Path:
-        place, monkeypatch = places[which], places[3]
-        assert isinstance(place, Path)
-        assert isinstance(monkeypatch, pytest.MonkeyPatch)
-        owned_by_another(place, monkeypatch)
-        return place
-
-    return change
-
-
-REFUSED: dict[str, Change] = {
-    "cache writable by group": _mode(0, 0o770),
-    "folder writable by all": _mode(1, 0o707),
-    "folder sticky and writable by all": _mode(1, 0o1777),
-    "file writable by group": _mode(2, 0o664),
-    "cache of another user": _owner(0),
-    "folder of another user": _owner(1),
-    "file of another user": _owner(2),
+# Name -> whether it is the cache or the folder in it, and what happens to that.
+REFUSED: dict[str, tuple[str, Change]] = {
+    "cache writable by group": ("cache", lambda place, _: place.chmod(0o770)),
+    "folder writable by all": ("folder", lambda place, _: place.chmod(0o707)),
+    "folder readable by all": ("folder", lambda place, _: place.chmod(0o755)),
+    "folder sticky and writable by all": ("folder", lambda place, _: place.chmod(0o1777)),
+    "cache of another user": ("cache", owned_by_another),
+    "folder of another user": ("folder", owned_by_another),
 }
 
 
@@ -231,12 +205,11 @@ def test_a_cache_that_others_can_change_is_not_used(
     real = tmp_path / "real"
     cache = tmp_path / "link" if linked else real
     folder = folder_of(real, monkeypatch)
-    (folder / "__pycache__").mkdir()
-    file = folder / "__pycache__" / "kernel.1.nbc"
-    file.write_bytes(b"")
     if linked:
         cache.symlink_to(real)
-    named = REFUSED[what](real, folder, file, monkeypatch)
+    which, change = REFUSED[what]
+    named = real if which == "cache" else folder
+    change(named, monkeypatch)
     with pytest.warns(UserWarning, match="kernel cache") as told:
         found = folder_of(cache, monkeypatch)
     assert real not in found.parents
@@ -270,8 +243,6 @@ def test_a_cache_of_ones_own_is_used(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         folder = folder_of(cache, monkeypatch)
-        (folder / "__pycache__").mkdir()
-        (folder / "__pycache__" / "kernel.py").write_text("")
         assert folder_of(cache, monkeypatch) == folder
     assert cache.resolve() in folder.parents
     assert folder.stat().st_mode & 0o777 == 0o700

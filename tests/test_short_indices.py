@@ -12,7 +12,6 @@ from torch import Tensor
 import mezzo
 from alive import bytes_alive
 from mezzo.pytorch.autocast.plan import plan
-from mezzo.pytorch.kernels.short_indices import _narrowest
 
 Pool = Callable[[Tensor], Tensor]
 
@@ -40,20 +39,6 @@ def test_it_is_in_the_plan(op: str) -> None:
     assert (row.how, row.kernel and row.kernel.kind) == ("kernel", "indices")
     assert "16 or 32 bits" in row.reason
     assert plan(mezzo.policy("fp32"), "cpu")[op].how == "pytorch"
-
-
-@pytest.mark.parametrize(
-    ("elements", "dtype"),
-    [
-        (1, torch.int16),
-        (2**15, torch.int16),
-        (2**15 + 1, torch.int32),
-        (2**31, torch.int32),
-        (2**31 + 1, None),
-    ],
-)
-def test_the_shortest_integer_that_holds_the_last_place(elements: int, dtype: torch.dtype | None) -> None:
-    assert _narrowest(elements) is dtype
 
 
 def _gradients(x: Tensor, pool: Pool, region: bool) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from mezzo.core.rules import Rule
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.dtypes import name_of
 from mezzo.pytorch.hardware import native_formats
-from mezzo.pytorch.kernels import backend, cross_entropy
+from mezzo.pytorch.kernels import cross_entropy
 from mezzo.pytorch.kernels.cross_entropy.reference import Rows
 from mezzo.pytorch.kernels.plain import is_plain
 
@@ -436,7 +436,7 @@ def _walk(
     """
     x, weight, bias, given = head
     (count, width), classes = x.shape, len(weight)
-    kernel = backend.load(cross_entropy.__name__, x.device.type)
+    kernel = cross_entropy.kernel_for(x.device.type, given)
     losses = x.new_zeros(count, dtype=torch.float32)
     found_lse = x.new_zeros(count, dtype=torch.float64) if lse is None else lse
     wide = torch.float32 if x.dtype is torch.float16 else x.dtype

@@ -1,6 +1,6 @@
 """Which implementation of the kernels a device uses: Triton's on a GPU, Numba's on a CPU, or the reference.
 
-Which op has a kernel of Mezzo's, and on which devices, is in the table of operations (`mezzo.core.rules`). A kernel for
+The table of operations (`mezzo.core.rules`) says which op has a kernel of Mezzo's, and on which devices. A kernel for
 an op takes the op's own arguments, with a 16-bit first tensor.
 """
 
@@ -20,7 +20,8 @@ from mezzo.core.errors import UsageError, unknown_name
 KERNELS = "MEZZO_KERNELS"
 """Environment variable that forces one implementation for every device."""
 
-IMPLEMENTATIONS = ("reference", "numba", "triton")
+# Implementation -> its file in a kernel's folder.
+_FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
 
 # Device type -> the compiler that its kernels need, and how to get it.
 _COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "pip install triton")}
@@ -29,21 +30,22 @@ _COMPILED = {"cpu": ("numba", 'pip install "mezzo[cpu]"'), "cuda": ("triton", "p
 def implementation(device_type: str) -> str:
     """``"triton"``, ``"numba"`` or ``"reference"``, for a device type such as ``"cpu"`` or ``"cuda"``.
 
-    A CPU's kernels are compiled by Numba and a CUDA device's by Triton, where they are installed; otherwise,
-    and on other devices, the reference serves: the same numbers from PyTorch operations, many times
-    slower. The first such fallback of a process warns. The environment's ``MEZZO_KERNELS`` overrides this.
+    Kernels are compiled by Numba on a CPU and by Triton on CUDA, if installed. Otherwise, with one warning per process,
+    and on other devices the reference serves: PyTorch operations, many times slower. ``MEZZO_KERNELS`` overrides this.
     Neither compiler is imported here.
 
     Raises:
-        UnknownNameError: ``MEZZO_KERNELS`` names none of the three.
-        UsageError: it names one that would read this device's addresses where they mean nothing: Numba off the
-            CPU, Triton off CUDA (but for its interpreter, which runs on a CPU: ``TRITON_INTERPRET=1``).
+        UnknownNameError: ``MEZZO_KERNELS`` is not one of the three.
+        UsageError: it names a compiler that cannot run on this device. Triton's interpreter (``TRITON_INTERPRET=1``)
+            runs on a CPU.
     """
     forced = os.environ.get(KERNELS)
     if forced:
-        if forced not in IMPLEMENTATIONS:
-            raise unknown_name("implementation", forced, IMPLEMENTATIONS, where=f"{KERNELS}={forced!r}: ")
-        if forced != "reference" and not _runs_on(forced, device_type):
+        if forced not in _FILES:
+            raise unknown_name("implementation", forced, tuple(_FILES), where=f"{KERNELS}={forced!r}: ")
+        is_interpreted = forced == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        runs_on = {"reference": device_type, "numba": "cpu", "triton": "cpu" if is_interpreted else "cuda"}
+        if device_type != runs_on[forced]:
             raise UsageError(
                 f"{KERNELS}={forced!r}: its kernels cannot run on {device_type!r}. Use {KERNELS}=reference, or unset "
                 "it to let each device have its own."
@@ -58,15 +60,6 @@ def implementation(device_type: str) -> str:
     return "reference"
 
 
-def _runs_on(compiler: str, device_type: str) -> bool:
-    interpreted = compiler == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    return device_type == "cpu" if interpreted else _COMPILED.get(device_type, ("",))[0] == compiler
-
-
-# Implementation -> the file that has it in each kernel's folder.
-_FILES = {"reference": "reference", "numba": "cpu", "triton": "triton"}
-
-
 def load(package: str, device_type: str) -> ModuleType:
     """The module of a kernel's package that serves a device type: its reference.py, cpu.py or triton.py.
 
@@ -79,21 +72,16 @@ def load(package: str, device_type: str) -> ModuleType:
 
 
 def kernel(path: str) -> Callable[..., Any]:
-    """What ``module:function`` names in this package; the module is imported now."""
+    """The function ``module:function`` of this package; the module is imported now."""
     module, _, name = path.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return found
 
 
 def serves_custom_kernels(device_type: str) -> bool:
-    """Whether the kernels can run on a kind of device: on CUDA they need Triton, on a CPU nothing.
-
-    Without Numba a CPU runs their reference, in FP32 all the same.
-    """
-    if device_type == "cpu":
-        return True
-    forced = os.environ.get(KERNELS)
-    return device_type == "cuda" and (bool(forced) or is_installed("triton"))
+    """Whether the kernels can run on a device type: on a CPU always (without Numba as reference), on CUDA by Triton."""
+    has_triton = bool(os.environ.get(KERNELS)) or is_installed("triton")
+    return device_type == "cpu" or (device_type == "cuda" and has_triton)
 
 
 @functools.cache

@@ -8,6 +8,8 @@ no fast math, no contraction; what is fused says so (`fma`).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ Pointer = Any  # to elements of one type, indexed as in C
 
 _numba: Any = numba  # its annotations cover a part of it, and another part in each release
 types, njit, intrinsic = _numba.types, _numba.njit, _numba.extending.intrinsic
+_FLOAT, _WORD = ir.FloatType(), ir.IntType(32)
 
 i8: Callable[[int], int] = types.int8
 i16: Callable[[int], int] = types.int16
@@ -76,52 +79,67 @@ def _pointer(element: Any) -> Callable[[int], Pointer]:
 uint8_at = _pointer(types.uint8)
 int8_at = _pointer(types.int8)
 int16_at = _pointer(types.int16)
-int32_at = _pointer(types.int32)
 int64_at = _pointer(types.int64)
 float32_at = _pointer(types.float32)
 float64_at = _pointer(types.float64)
 
 
-def _bits(typing: Any, value: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
+def _instruction(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Callable[..., int]]:
+    """Make ``build(builder, *values)``, which emits LLVM instructions, a function of these types for Numba."""
 
-    return types.int32(types.float32), build
+    def decorate(build: Callable[..., Any]) -> Callable[..., int]:
+        def typed(typing: Any, *given: Any) -> Any:
+            return result(*operands), lambda context, builder, signature, values: build(builder, *values)
 
+        names = ["typing", *(f"operand{i}" for i in range(len(operands)))]
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        typed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Numba reads it
+        made: Callable[..., int] = intrinsic(functools.update_wrapper(typed, build, updated=()))
+        return made
 
-def _float_of(typing: Any, pattern: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), build
-
-
-def _half_bits(typing: Any, value: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), build
+    return decorate
 
 
-def _float_of_half(typing: Any, pattern: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), build
-
-
-def _fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), build
+@_instruction(types.int32, types.float32)
+def bits(builder: Any, value: Any) -> Any:
+    """The int32 with an FP32's pattern."""
+    return builder.bitcast(value, _WORD)
 
 
-def _take(typing: Any, counter: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+@_instruction(types.float32, types.int32)
+def float_of(builder: Any, pattern: Any) -> Any:
+    """The FP32 of an int32 pattern."""
+    return builder.bitcast(pattern, _FLOAT)
 
-    return types.int64(types.CPointer(types.int64)), build
+
+@_instruction(types.int16, types.float32)
+def half_bits(builder: Any, value: Any) -> Any:
+    """The int16 with the pattern of an FP32 in fp16, ties to even."""
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+
+
+@_instruction(types.float32, types.int16)
+def float_of_half(builder: Any, pattern: Any) -> Any:
+    """The FP32 of an fp16's int16 pattern."""
+    return builder.fpext(builder.bitcast(pattern, ir.HalfType()), _FLOAT)
+
+
+@_instruction(types.float32, types.float32, types.float32, types.float32)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` with one rounding: an instruction, or the C library's function where a CPU has none."""
+    return builder.fma(a, b, c)
+
+
+@_instruction(types.int64, types.CPointer(types.int64))
+def take(builder: Any, counter: Any) -> Any:
+    """Increment a counter atomically and return its previous value."""
+    return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+
+@_instruction(types.int32, types.int32)
+def held(builder: Any, pattern: Any) -> Any:
+    """The same int32, which the optimizer treats as unknown."""
+    return builder.asm(ir.FunctionType(_WORD, [_WORD]), "", "=r,0", [pattern], side_effect=True)
 
 
 def _scratch(element: Any) -> Callable[[int], Pointer]:
@@ -138,24 +156,6 @@ def _scratch(element: Any) -> Callable[[int], Pointer]:
     made: Callable[[int], Pointer] = intrinsic(scratch)
     return made
 
-
-bits: Callable[[float], int] = intrinsic(_bits)
-"""The int32 with an FP32's pattern."""
-
-float_of: Callable[[int], float] = intrinsic(_float_of)
-"""The FP32 of an int32 pattern."""
-
-half_bits: Callable[[float], int] = intrinsic(_half_bits)
-"""The int16 with the pattern of an FP32 in fp16, ties to even."""
-
-float_of_half: Callable[[int], float] = intrinsic(_float_of_half)
-"""The FP32 of an fp16's int16 pattern."""
-
-fma: Callable[[float, float, float], float] = intrinsic(_fma)
-"""``a * b + c`` of FP32s with one rounding: an instruction, or the C library's function where a CPU has none."""
-
-take: Callable[[Pointer], int] = intrinsic(_take)
-"""The counter's value, which is one more for whoever asks next, on any thread."""
 
 # So many elements on the stack (a literal number), for as long as the function runs.
 float32_scratch = _scratch(types.float32)
@@ -193,6 +193,9 @@ def load_quiet_fp32(x: Pointer, i: int) -> float:
     return float_of(i32(_NAN)) if value != value else value
 
 
+load_quiet_bf16, load_quiet_fp16 = load_bf16, load_fp16
+
+
 @inline
 def store_bf16(out: Pointer, i: int, value: float) -> None:
     """Ties to even; every NaN as one pattern, since a carry out of the cut bits could make another an infinity."""
@@ -219,6 +222,9 @@ def store_number_bf16(out: Pointer, i: int, value: float) -> None:
     pattern = bits(value)
     even = i32(i32(pattern >> 16) & i32(1))
     out[i] = i16(i32(i32(pattern + i32(0x7FFF)) + even) >> 16)
+
+
+store_number_fp16, store_number_fp32 = store_fp16, store_fp32
 
 
 @inline
@@ -282,41 +288,30 @@ def clear(lanes: Pointer) -> None:
         lanes[lane] = f32(0.0)
 
 
-def _lanes(typing: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        with builder.goto_entry_block():
-            made = builder.alloca(ir.FloatType(), size=LANES)
-        made.align = 64
-        return made
-
-    return types.CPointer(types.float32)(), build
-
-
-lanes_scratch: Callable[[], Pointer] = intrinsic(_lanes)
-"""64 FP32s on the stack, where no vector of them crosses a cache line (twice as slow where they do)."""
+@_instruction(types.CPointer(types.float32))
+def lanes_scratch(builder: Any) -> Any:
+    """64 FP32s on the stack, aligned so that no vector crosses a cache line (twice as slow where one does)."""
+    with builder.goto_entry_block():
+        made = builder.alloca(_FLOAT, size=LANES)
+    made.align = 64
+    return made
 
 
-def _total(typing: Any, lanes: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sixteen = ir.VectorType(ir.FloatType(), 16)
-        first = builder.bitcast(args[0], sixteen.as_pointer())
-        places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(LANES // 16)]
-        a, b, c, d = (builder.load(place, align=64) for place in places)
-        lanes = builder.fadd(builder.fadd(a, c), builder.fadd(b, d))
-        for half in (8, 4, 2, 1):
-            kinds = ir.VectorType(ir.IntType(32), half)
-            lower, upper = (
-                builder.shuffle_vector(lanes, lanes, ir.Constant(kinds, list(range(start, start + half))))
-                for start in (0, half)
-            )
-            lanes = builder.fadd(lower, upper)
-        return builder.extract_element(lanes, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(types.CPointer(types.float32)), build
-
-
-total: Callable[[Pointer], float] = intrinsic(_total)
-"""The lanes' sum: upper half onto lower half, six times. (Written as loops it became 63 scalar additions.)"""
+@_instruction(types.float32, types.CPointer(types.float32))
+def total(builder: Any, address: Any) -> Any:
+    """The lanes' sum: upper half onto lower half, six times. (Written as loops it became 63 scalar additions.)"""
+    first = builder.bitcast(address, ir.VectorType(_FLOAT, 16).as_pointer())
+    places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(LANES // 16)]
+    a, b, c, d = (builder.load(place, align=64) for place in places)
+    lanes = builder.fadd(builder.fadd(a, c), builder.fadd(b, d))
+    for half in (8, 4, 2, 1):
+        kinds = ir.VectorType(_WORD, half)
+        lower, upper = (
+            builder.shuffle_vector(lanes, lanes, ir.Constant(kinds, list(range(start, start + half))))
+            for start in (0, half)
+        )
+        lanes = builder.fadd(lower, upper)
+    return builder.extract_element(lanes, ir.Constant(_WORD, 0))
 
 
 # exp in FP32 for a loop over many numbers: no branches, 12 operations, so that 16 lanes compute at once.
@@ -351,18 +346,6 @@ C4 = f32(0.04166838899254799)
 C3 = f32(0.1666652113199234)
 C2 = f32(0.4999999403953552)
 _ONE = f32(1.0)
-
-
-def _held(typing: Any, pattern: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        return builder.asm(ir.FunctionType(word, [word]), "", "=r,0", [args[0]], side_effect=True)
-
-    return types.int32(types.int32), build
-
-
-held: Callable[[int], int] = intrinsic(_held)
-"""The same int32, of which the compiler knows nothing."""
 
 
 @inline

@@ -1,12 +1,10 @@
 """`embedding` and `embedding_bag` over a 16-bit table, with a gradient that is summed in FP32 and rounded once.
 
-A CPU adds up the gradients of a token's occurrences in the table's own format: from 256 times what is added, a
-bf16 sum stands still (`benchmarks/weight_gradients.py` has figures). The forward is PyTorch's own. The
-backward sums the rows that occur in FP32 and rounds each once: no FP32 gradient of the whole table is made.
-
-An FP32 or FP64 table, a sparse gradient (it is not summed before the optimizer coalesces it), and a table that
-needs no gradient are left to PyTorch. Under `torch.func`, in compilers, and for tensor subclasses, the same is
-made of casts around the op, which all of these know how to take apart.
+On a CPU PyTorch sums the gradients of a token's occurrences in the table's format, and a bf16 sum stops growing at 256
+times the addend (`benchmarks/weight_gradients.py` has figures). Here the rows that occur are summed in FP32;
+`embedding` makes no FP32 copy of the table or of its gradient. PyTorch's own op serves FP32 and FP64 tables, sparse
+gradients and tables without a gradient; casts around the op serve `embedding_bag`, `torch.func`, compilers and tensor
+subclasses.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from mezzo.pytorch.kernels.plain import is_plain
 
+_aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -28,30 +27,16 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """The rows of a table, as `aten.embedding` gives them.
+    """The rows of a table [rows, columns], as `aten.embedding` gives them.
 
-    Naive code::
-
-        aten.embedding(weight.float(), indices, ...).to(weight.dtype)
-
-    Args:
-        weight: [rows, columns].
-        indices: integers of any shape.
-        padding_idx: a row whose gradient stays zero; negative for none.
-        scale_grad_by_freq: divide each occurrence's gradient by the token's count.
-        sparse: PyTorch's own gradient, a sparse one.
-
-    Returns:
-        [..., columns], of the table's format.
+    Equals ``aten.embedding(weight.float(), indices, ...).to(weight.dtype)``, with ATen's arguments.
     """
-    if not _is_ours(weight, sparse):
-        rows: Tensor = torch.ops.aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
-        return rows
-    if not is_plain(weight):
-        wide = torch.ops.aten.embedding(weight.float(), indices, padding_idx, scale_grad_by_freq)
-        rows = wide.to(weight.dtype)
-        return rows
-    rows = _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call,unused-ignore]
+    if not _sums_rows(weight, sparse):
+        rows: Tensor = _aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+    elif is_plain(weight):
+        rows = _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)  # type: ignore[no-untyped-call,unused-ignore]
+    else:
+        rows = _aten.embedding(weight.float(), indices, padding_idx, scale_grad_by_freq).to(weight.dtype)
     return rows
 
 
@@ -63,31 +48,24 @@ def embedding_bag(
     mode: int = 0,
     sparse: bool = False,
     per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
+    *rest: Any,
 ) -> Any:
-    """Sums, means or maxima of bags of rows, as `aten.embedding_bag` gives them; see `embedding`.
-
-    With `per_sample_weights` it is the naive code, of which the table's FP32 copy is held for backward.
-    """
-    if per_sample_weights is not None and per_sample_weights.dtype is not weight.dtype:
-        widest = torch.promote_types(per_sample_weights.dtype, weight.dtype)
-        weight, per_sample_weights = weight.to(widest), per_sample_weights.to(widest)
-    rest = (scale_grad_by_freq, mode, sparse)
-    tail = (include_last_offset, padding_idx)
-    if not _is_ours(weight, sparse):
-        return torch.ops.aten.embedding_bag(weight, indices, offsets, *rest, per_sample_weights, *tail)
-    if per_sample_weights is not None or not is_plain(weight):
-        samples = None if per_sample_weights is None else per_sample_weights.float()
-        wide, *others = torch.ops.aten.embedding_bag(weight.float(), indices, offsets, *rest, samples, *tail)
-        return (wide.to(weight.dtype), *others)
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return _EmbeddingBag.apply(  # type: ignore[no-untyped-call,unused-ignore]
-        weight, indices, offsets, scale_grad_by_freq, mode, include_last_offset, padding
+    """Sums, means or maxima of bags of rows: `aten.embedding_bag` of an FP32 copy of the table, rounded once."""
+    dtype, samples = weight.dtype, per_sample_weights
+    if samples is not None and samples.dtype is not dtype:
+        dtype = torch.promote_types(samples.dtype, dtype)
+        weight, samples = weight.to(dtype), samples.to(dtype)
+    if not _sums_rows(weight, sparse):
+        return _aten.embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse, samples, *rest)
+    samples = None if samples is None else samples.float()
+    wide, *others = _aten.embedding_bag(
+        weight.float(), indices, offsets, scale_grad_by_freq, mode, sparse, samples, *rest
     )
+    return (wide.to(dtype), *others)
 
 
-def _is_ours(weight: Tensor, sparse: bool) -> bool:
+def _sums_rows(weight: Tensor, sparse: bool) -> bool:
+    """Whether backward sums the gradients of 16-bit rows."""
     return weight.dtype in _HALVES and not sparse and weight.requires_grad and torch.is_grad_enabled()
 
 
@@ -98,22 +76,22 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(indices)
         ctx.rest = (weight.shape[0], padding_idx, scale_grad_by_freq)
-        rows: Tensor = torch.ops.aten.embedding(weight, indices, padding_idx, scale_grad_by_freq)
+        rows: Tensor = _aten.embedding(weight, indices, padding_idx, scale_grad_by_freq)
         return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         (grad,) = grads
-        # For a second derivative, and for a batch of gradients: by what has them itself.
         if (torch.is_grad_enabled() and grad.requires_grad) or not is_plain(grad):
-            wide = torch.ops.aten.embedding_dense_backward(grad.float(), indices, *ctx.rest)
+            # A second derivative or a batch of gradients: PyTorch's op has both.
+            wide = _aten.embedding_dense_backward(grad.float(), indices, *ctx.rest)
             return wide.to(grad.dtype), None, None, None
         return _summed(grad, indices, *ctx.rest), None, None, None
 
 
 def _summed(grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_grad_by_freq: bool) -> Tensor:
-    """The table's gradient, of the format of the one that arrives; each row summed in order, in FP32."""
+    """The table's gradient in the format of `grad`; each row is summed in order, in FP32."""
     found, place, counts = indices.reshape(-1).unique(return_inverse=True, return_counts=True)
     columns = grad.shape[-1]
     sums = grad.new_zeros((len(found), columns), dtype=torch.float32)
@@ -125,39 +103,3 @@ def _summed(grad: Tensor, indices: Tensor, rows: int, padding_idx: int, scale_gr
     if padding_idx >= 0:
         result[padding_idx] = 0
     return result
-
-
-class _EmbeddingBag(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        indices: Tensor,
-        offsets: Tensor,
-        scale_grad_by_freq: bool,
-        mode: int,
-        include_last_offset: bool,
-        padding_idx: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out, bag_of, bag_size, largest = torch.ops.aten._embedding_bag(
-            weight, indices, offsets, scale_grad_by_freq, mode, False, None, include_last_offset, padding_idx
-        )
-        ctx.mark_non_differentiable(bag_of, bag_size, largest)
-        ctx.save_for_backward(indices, offsets, bag_of, bag_size, largest)
-        ctx.rest = (weight.shape[0], scale_grad_by_freq, mode, padding_idx)
-        return out, bag_of, bag_size, largest
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, scale_grad_by_freq, mode, padding_idx = ctx.rest
-        wide = torch.ops.aten._embedding_bag_backward(
-            grads[0].float(),
-            *ctx.saved_tensors,
-            rows,
-            scale_grad_by_freq,
-            mode,
-            False,
-            None,
-            padding_idx,
-        )
-        return wide.to(grads[0].dtype), *[None] * 6

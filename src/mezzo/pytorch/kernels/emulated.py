@@ -3,12 +3,10 @@
     def emulated(*inputs, compute):
         return op(*[x.to(compute).float() for x in inputs]).to(compute)
 
-That is a tensor core's contract: 16 bits in, FP32 products and sums, 16 bits out. It is made of
-differentiable casts around the FP32 op, so everything that PyTorch knows of that op stays true: first and
-second derivatives, ``torch.func``, vmap, compilation, memory format, FP32 speed. Gradients obey the
-contract too: the one that arrives is in 16 bits, backward computes in FP32, and each input's gradient is
-rounded to 16 bits before it becomes that input's own dtype. What casts alone would cost is memory, and
-`mezzo.pytorch.kernels.packing` gives that back.
+That is a tensor core's contract: 16 bits in, FP32 products and sums, 16 bits out. Differentiable casts around the FP32
+op keep everything that PyTorch knows of that op: first and second derivatives, ``torch.func``, vmap, compilation,
+memory format, FP32 speed. Gradients follow the contract too: the incoming one has 16 bits, backward computes in FP32,
+and each input's gradient is rounded to 16 bits before it gets that input's dtype. `packing` keeps 16 bits for backward.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _PASSED = (type(None), bool, int, float)
 
 SMALL = 1 << 12
-"""Elements up to which an input's FP32 copy is kept for backward: hooks that keep 16 bits would cost more than the op.
+"""Elements up to which an input's FP32 copy is kept for backward, because hooks would cost more than the op.
 
-Values and gradients are the same. An in-place change of such an input before backward is not refused, and backward uses
-the values from before it, as it does where `torch.autocast` has cast an input.
+An in-place change of such an input before backward is not refused: backward uses the values from before it, as with an
+input that `torch.autocast` has cast.
 """
 
 
@@ -48,15 +46,10 @@ _nesting = _Nesting()
 class Emulated:
     """An aten op, callable with its own arguments and ``compute=torch.float16 | torch.bfloat16``.
 
-    Floating tensors among the arguments, in lists too, are rounded to ``compute`` (ties to even; beyond
-    the largest value to inf; NaN, inf, signed zeros and subnormals kept) and widened to FP32, the op runs
-    in FP32, and its floating results are rounded to ``compute``. Integer, bool and complex tensors pass
-    as they are; a call without a floating tensor is the op itself. A call within an emulated call (under
-    ``torch.func`` a dispatcher meets the op again on its way down) is the op itself.
-
-    Args:
-        op: the aten op.
-        keep_rank: see `Packing`; what is lossy about the memory that this op keeps for backward.
+    Floating tensors among the arguments, in lists too, are rounded to ``compute`` (ties to even; beyond the largest
+    value to inf; NaN, inf, signed zeros and subnormals kept) and widened, the op runs in FP32, and its floating results
+    are rounded to ``compute``. Other tensors pass unchanged. A call without a floating tensor, or within an emulated
+    call (``torch.func`` dispatches the op again), is the op itself. `keep_rank`: see `Packing`.
     """
 
     def __init__(self, op: Callable[..., Any], keep_rank: int | None = None) -> None:
@@ -75,35 +68,34 @@ class Emulated:
             raise ValueError(
                 f"compute={compute}: emulation stores results in torch.float16 or torch.bfloat16"
             )
-        small = _small(args, compute) if self.keep_rank is None and not kwargs else None
-        if small is not None:
-            _nesting.inside = True
-            try:
-                return _narrow(self._fast(*small), compute)
-            finally:
-                _nesting.inside = False
-        inputs: list[Rounded] = []
-
         _nesting.inside = True
         try:
-            wide_args = [_widen(value, compute, inputs) for value in args]
-            wide_kwargs = {name: _widen(value, compute, inputs) for name, value in kwargs.items()}
-            if not inputs:
-                return self.op(*args, **kwargs)
-            if not may_pack(inputs):
-                return _narrow(self.op(*wide_args, **wide_kwargs), compute)
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            packing = Packing(inputs, compute, self.keep_rank, outer)
-            try:
-                with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-                    wide_out = self.op(*wide_args, **wide_kwargs)
-                out = _narrow(wide_out, compute)
-                packing.settle(wide_out, out)
-            finally:
-                packing.forget()
-            return out
+            small = _small(args, compute) if self.keep_rank is None and not kwargs else None
+            if small is not None:
+                return _narrow(self._fast(*small), compute)
+            return self._call(args, kwargs, compute)
         finally:
             _nesting.inside = False
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: torch.dtype) -> Any:
+        inputs: list[Rounded] = []
+        wide_args = [_widen(value, compute, inputs) for value in args]
+        wide_kwargs = {name: _widen(value, compute, inputs) for name, value in kwargs.items()}
+        if not inputs:
+            return self.op(*args, **kwargs)
+        if not may_pack(inputs):
+            return _narrow(self.op(*wide_args, **wide_kwargs), compute)
+        packing = Packing(
+            inputs, compute, self.keep_rank, torch._C._autograd._top_saved_tensors_default_hooks(False)
+        )
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
+                wide_out = self.op(*wide_args, **wide_kwargs)
+            out = _narrow(wide_out, compute)
+            packing.settle(wide_out, out)
+        finally:
+            packing.forget()
+        return out
 
 
 def _small(args: tuple[Any, ...], compute: torch.dtype) -> list[Any] | None:
@@ -128,8 +120,7 @@ def _small(args: tuple[Any, ...], compute: torch.dtype) -> list[Any] | None:
 def _widen(value: Any, compute: torch.dtype, inputs: list[Rounded]) -> Any:
     """The argument with its floating tensors rounded and widened; each is added to ``inputs``.
 
-    Not a closure: one that calls itself is a cycle, and would keep the FP32 copies alive until the collector
-    comes by.
+    Not a closure: a recursive one is a reference cycle, and would keep the FP32 copies alive until garbage collection.
     """
     if isinstance(value, Tensor):
         if not value.is_floating_point():
@@ -149,17 +140,16 @@ def _narrow(result: Any, compute: torch.dtype) -> Any:
     return result
 
 
-# The lowest rank from which a saved tensor that is no input is rounded too (`Packing`). What a product of broadcast
-# inputs saves is a copy of them and loses nothing; an attention's probabilities and output and a recurrent step's gates
-# are rounded. The LSTM of the FP32 kernel keeps its gates in one opaque workspace, which stays as it is.
+# Op -> `keep_rank` of `Packing`. A product of broadcast inputs saves a copy of them, and rounding it loses nothing; an
+# attention's probabilities and output and a recurrent step's gates are rounded. The LSTM's workspace stays.
 _KEEP_RANK = {
     **dict.fromkeys(("matmul", "einsum", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), 1),
     **dict.fromkeys(("chain_matmul", "linalg_multi_dot", "lstm", "gru", "rnn_tanh", "rnn_relu"), 2),
     "scaled_dot_product_attention": 3,
 }
 
-# Besides these, the ops of PyTorch's two lists of lower-precision ops, and those which reach the same arithmetic past
-# the lists: transposed convolutions and string padding, whole recurrent layers and cells, ``bilinear``.
+# The ops of PyTorch's two lists of lower-precision ops, and those that reach the same arithmetic without being listed:
+# transposed convolutions and string padding, whole recurrent layers and cells, ``bilinear``.
 _OTHERS = """
     linear bilinear linalg_matmul mm bmm mv addmm _addmm_activation addmv addr addbmm baddbmm linalg_vecdot
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution

@@ -5,29 +5,20 @@
     TN   dw [N, K] = g [M, N]^T x [M, K]
          db [N]    = sum of g                   of g itself, in FP32
 
-*Quantize*: a tensor is multiplied by a scale, a power of two taken from its largest finite magnitude, and rounded once
-to codes. *Tensorwise* there is one scale for a tensor, and one set of codes for both of its products. *Rowwise* a scale
-must be constant along the dimension that a product sums over, so each product quantizes its factors anew. `quantize` is
-the only place that knows how scales are found, and `product` takes whatever scales broadcast.
+*Quantize*: a tensor is divided by a power of two, from its largest finite magnitude, and rounded once. *Tensorwise* has
+one scale and one set of codes for both products of a tensor. *Rowwise* scales must be constant along the dimension that
+a product sums over, so each product quantizes its factors anew. `encode` treats both formats alike, unlike PyTorch's
+casts: finite values saturate, NaN stays NaN, infinity stays in e5m2 and becomes NaN in e4m3fn, which has none.
 
-PyTorch's casts turn infinity into 448 in e4m3fn, and large finite values into infinity in e5m2. `encode` treats both
-formats alike:
+*GEMM*, native: `torch._scaled_mm`, with the shared dimension innermost in both factors and sizes in multiples of 16.
+`use_fast_accum` stays off: with it the sums keep about 14 bits (DeepSeek-V3 technical report, arXiv 2412.19437, 3.3.2).
+Emulated: an ordinary product of the decoded values. An 8-bit value times a power of two is exact in bf16, so a bf16
+product with FP32 sums, where the device is fast in it, gives the hardware's result up to the order of the sum;
+elsewhere the product is FP32's.
 
-    finite values     the nearest of the format, ties to even; beyond the largest value: the largest (*saturate*)
-    infinities        infinity in e5m2; NaN in e4m3fn, which has no infinity
-    NaN               NaN
-    zeros             keep their sign
-
-*GEMM*, native: `torch._scaled_mm`. The hardware takes both factors with the shared dimension innermost (the second
-"column-major") and sizes in multiples of 16, so NN copies w's codes transposed, and TN both codes, padded with zeros
-where M is not a multiple of 16. `use_fast_accum` stays off: with it the sums keep about 14 bits (DeepSeek-V3 technical
-report, arXiv 2412.19437, 3.3.2). Emulated: an ordinary product of the values that the codes stand for. An 8-bit value
-times a power of two is exact in bf16, so a bf16 product with FP32 sums, where the device is fast in it, gives the
-hardware's result up to the order of the sum; elsewhere the product is FP32's.
-
-Between forward and backward the layer holds x in 8 bits and the weight itself, which is quantized again in backward.
-All but the native product is PyTorch operations, for any device, compilers and `torch.func`. See Micikevicius et al.,
-"FP8 Formats for Deep Learning" (arXiv 2209.05433).
+For backward the layer keeps x in 8 bits and the weight itself, which is quantized again. All but the native product is
+PyTorch operations, for any device, compilers and `torch.func`. See Micikevicius et al., "FP8 Formats for Deep Learning"
+(arXiv 2209.05433).
 """
 
 from __future__ import annotations
@@ -54,7 +45,6 @@ __all__ = [
     "decode",
     "encode",
     "fp8_linear",
-    "inv_scale_of",
     "is_native",
     "misfit",
     "product",
@@ -66,7 +56,7 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MANTISSA = (1 << 23) - 1  # of an FP32 pattern
 
 PATH = "MEZZO_FP8"
-"""Environment variable that forces one way for every device: ``native`` or ``emulated``."""
+"""Environment variable that forces ``native`` or ``emulated`` for every device."""
 
 PATHS = ("emulated", "native")
 NATIVE_FROM = (8, 9)
@@ -91,14 +81,14 @@ class Quantized:
         self._values: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that the codes stand for, made once and kept for a second product of the same factor."""
+        """The decoded numbers, kept for a second product of the same factor."""
         if self._values is None or self._values.dtype is not dtype:
             self._values = decode(self.codes).mul_(self.inv_scale).to(dtype)
         return self._values
 
 
 def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim: int = 1) -> Quantized:
-    """Codes, and the inverse of the scale that the tensor's own magnitudes ask for.
+    """Codes of a tensor, and their inverse scale.
 
     Naive code::
 
@@ -113,7 +103,7 @@ def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim
     """
     wide = x.detach().to(torch.float32)
     if x.device.type == "cpu" and is_plain(x):
-        # One look without a wait for a device: if all is finite, no special value needs care, in half the time.
+        # If all values are finite, PyTorch's cast needs no correction: half the time, and no device waits.
         largest = _magnitude(wide, granularity, dim)
         if largest.isfinite().all():
             inv_scale = inv_scale_of(largest, dtype)
@@ -123,10 +113,7 @@ def quantize(x: Tensor, dtype: torch.dtype, granularity: str = "tensorwise", dim
 
 
 def amax(x: Tensor, granularity: str, dim: int = 1) -> Tensor:
-    """The largest finite magnitude of the elements that share a scale; 0 if there is none. No host sync.
-
-    NaN and infinities are left out, since a scale that they decided would zero every other element.
-    """
+    """The largest finite magnitude of the elements that share a scale; 0 if there is none. No host sync."""
     return _magnitude(x.nan_to_num(0.0, 0.0, 0.0), granularity, dim)
 
 
@@ -139,25 +126,20 @@ def _magnitude(x: Tensor, granularity: str, dim: int) -> Tensor:
 
 
 def inv_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two with ``amax / inv_scale <= finfo(dtype).max``.
+    """The smallest powers of two with ``amax / inv_scale <= finfo(dtype).max``, from 2**-126 to 2**126.
 
-    ``2 ** ceil(log2(amax / max))``, with the exponent taken from the bits of the quotient: the biased exponent, plus 1
-    if the mantissa is not 0. It is kept within -126 to 126, so that a scale and its inverse are both normal numbers.
-
-    Args:
-        amax: FP32, finite, not negative, any shape.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+    ``2 ** ceil(log2(amax / max))``: the exponent is the quotient's biased one, plus 1 if its mantissa is not 0.
     """
     quotient = (amax / torch.finfo(dtype).max).view(torch.int32)
     return (((quotient + _MANTISSA) >> 23).clamp(1, 253) << 23).view(torch.float32)
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes of FP32 values, rounded once; special values as in the table above."""
+    """Codes of FP32 values, rounded once to nearest even; special values as described above."""
     largest = torch.finfo(dtype).max
     if dtype is torch.float8_e4m3fn:
         return x.nan_to_num(math.nan, math.nan, math.nan).clamp(-largest, largest).to(dtype)
-    # Zero for what is finite, and minus infinity for infinity. Ten times as fast as `torch.where` of `isinf`.
+    # 0 for finite values, minus infinity for infinity: ten times as fast as `torch.where` of `isinf`.
     cut = x.nan_to_num(0.0).sub_(x)
     return x.clamp(-largest, largest).sub_(cut).to(dtype)
 
@@ -165,9 +147,8 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
 def decode(codes: Tensor) -> Tensor:
     """The FP32 values of codes: ``codes.float()``, exactly.
 
-    PyTorch's conversion from e4m3fn takes 3 ms for a million elements on a CPU. fp16 has the same layout with one more
-    exponent bit, and its conversion takes 0.1 ms, so the codes are moved to fp16's bits first. (Not while compiling:
-    Inductor cannot have bf16 and fp16 in one kernel.)
+    PyTorch's conversion from e4m3fn takes 3 ms per million elements on a CPU. fp16 has the same layout with one
+    more exponent bit and takes 0.1 ms, so codes are moved to fp16's bits. (Inductor cannot mix bf16 and fp16.)
     """
     if codes.device.type != "cpu" or torch.compiler.is_compiling():
         return codes.to(torch.float32)
@@ -198,13 +179,10 @@ def product(
 
     Args:
         form: ``"NT"``, ``"NN"`` or ``"TN"``.
-        a, b: the factors as they lie in memory; scales either [] on both, or one for each row and column of the result.
+        a, b: the factors as stored; scales either [] on both, or one for each row and column of the result.
         bias: [N], rounded to bf16 and added before the result is rounded; only with bf16 results.
-        out_dtype: of the result. A bf16 GEMM's and a rowwise native product's FP32 results were rounded to bf16 once.
-        native: force the way; None for what `is_native` says.
-
-    Returns:
-        of `out_dtype`. NaN and infinities of the factors go where IEEE 754 sums take them.
+        out_dtype: of the result. FP32 results of a bf16 GEMM or a rowwise native product were rounded to bf16 once.
+        native: whether to use `torch._scaled_mm`; None to ask `is_native`.
     """
     if is_native(a.codes.device) if native is None else native:
         return _native(form, a, b, bias, out_dtype)
@@ -305,25 +283,22 @@ def fp8_linear(
         g = values(grad, e5m2)
         dinput, dweight, dbias = (g @ w).bfloat16(), g.T @ x, grad.float().sum(0)
 
-    Each gradient is in the dtype of its tensor. An FP32 weight's gradient is the FP32 sum itself where the product can
-    give it: natively with tensorwise scales, and where emulation multiplies in FP32. Otherwise it was rounded to bf16
-    once.
-
-    If K or N is not a multiple of 16, or the input is empty, this is ``F.linear`` of bf16 values, exactly.
+    Gradients have the dtype of their tensor. An FP32 weight's gradient is the FP32 sum natively with tensorwise scales
+    and where emulation multiplies in FP32; otherwise it was rounded to bf16 once. If K or N is not a multiple of 16, or
+    the input is empty, this is ``F.linear`` of bf16 values.
 
     Args:
-        input: [..., K], FP32, bf16, fp16 or FP64 (by way of FP32).
-        weight: [N, K], of any of these; FP32 values are rounded to 8 bits once, not by way of bf16.
+        input: [..., K], FP32, bf16, fp16 or FP64 (converted to FP32).
+        weight: [N, K], of any of these; FP32 values are rounded to 8 bits directly.
         bias: [N] or None; added as bf16, before the result is rounded, as fp8 hardware does.
         scaling: ``tensorwise`` or ``rowwise``.
 
     Returns:
-        [..., N], bf16. A NaN or infinity in a row of the input makes the row NaN (infinities have no code in e4m3fn);
-        one in the weight makes its column NaN. In the gradient infinities stay infinities. Scales ignore them.
+        [..., N], bf16. A NaN or infinity in a row of the input makes the row NaN, one in the weight its column; in
+        gradients infinities stay infinities. Scales ignore them.
 
     Raises:
-        UsageError: a dtype that is not a floating format; a second derivative (8-bit codes of the input are held, and
-            the values that it would need are not).
+        UsageError: a dtype that is not a floating format; a second derivative, which would need the input's values.
         RuntimeError: the weight was changed in place between forward and backward.
     """
     for name, given in (("input", input), ("weight", weight), ("bias", bias)):
@@ -333,7 +308,7 @@ def fp8_linear(
     is_matrix = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1]
     if not is_matrix or not input.numel() or misfit(*weight.shape[::-1]):
         return _in_bf16(input, weight, bias)
-    # A transform's tensor does not tell whether it needs a gradient.
+    # A tensor of torch.func does not show whether it needs a gradient.
     for_weight = (weight.requires_grad and torch.is_grad_enabled()) or not is_plain(input, weight, bias)
     x, w = (factor.float() if factor.dtype is torch.float64 else factor for factor in (input, weight))
     result: Tensor = _Fp8Linear.apply(x, w, bias, scaling, for_weight)[0]  # type: ignore[no-untyped-call]
@@ -353,7 +328,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Holds what backward needs and no more. Made of operations that vmap and compilers take apart."""
+    """Made of operations that vmap and compilers take apart."""
 
     generate_vmap_rule = True
 
@@ -361,7 +336,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, for_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, and what is held of x [M, K] for the weight's gradient: codes and their inverse scale."""
+        """The output; x [M, K] as kept for the weight's gradient: codes and their inverse scale."""
         x, w = _rows(input), weight.detach()
         left, right = (quantize(factor, FORWARD, scaling, dim=1) for factor in (x, w))
         y = product("NT", left, right, bias).view(*input.shape[:-1], w.shape[0])
@@ -389,14 +364,14 @@ class _Fp8Linear(torch.autograd.Function):
         eager = not torch.compiler.is_compiling()
         if eager and torch._C._functorch.is_legacy_batchedtensor(grad):
             raise UsageError(
-                "fp8_linear(): a batch of gradients (is_grads_batched=True), which its casts cannot take. Take them "
-                "one at a time, or with torch.func.vmap over torch.func.vjp."
+                "fp8_linear(): is_grads_batched=True is not supported. Take gradients one at a time, or with "
+                "torch.func.vmap over torch.func.vjp."
             )
         weight, codes, inv_scale = ctx.saved_tensors
         with torch.no_grad():
             results = _gradients(ctx, grad, weight, None if codes is None else Quantized(codes, inv_scale))
         if eager and torch.is_grad_enabled():
-            # A leaf, so that the results have a history even where this gradient has none.
+            # A leaf, so that the results have a history even if this gradient has none.
             anchors = (grad, torch.zeros((), requires_grad=True), *(() if weight is None else (weight,)))
             results = tuple(None if r is None else _FirstOnly.apply(r, *anchors) for r in results)  # type: ignore[no-untyped-call]
         return *results, None, None
@@ -405,7 +380,7 @@ class _Fp8Linear(torch.autograd.Function):
 def _gradients(
     ctx: Any, grad: Tensor, weight: Tensor | None, held: Quantized | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias: with respect to the input if the weight was saved, and so on."""
+    """The gradients of input, weight and bias, each if wanted."""
     input_dtype, weight_dtype, bias_dtype = ctx.dtypes
     scaling = ctx.scaling
     g = _rows(grad)
@@ -418,7 +393,6 @@ def _gradients(
         shares = by_row is not None and scaling == "tensorwise"
         by_column = by_row if shares else quantize(g, BACKWARD, scaling, dim=0)
         assert by_column is not None
-        # bf16 unless more is wanted: an fp16 or bf16 weight's gradient is rounded once either way.
         produced = torch.bfloat16 if weight_dtype is torch.bfloat16 else torch.float32
         dw = product("TN", by_column, held, out_dtype=produced).to(weight_dtype)
     if ctx.needs_input_grad[2]:
@@ -427,7 +401,7 @@ def _gradients(
 
 
 class _FirstOnly(torch.autograd.Function):
-    """A gradient that is used as a number, and refuses to be differentiated."""
+    """A gradient that cannot be differentiated again."""
 
     generate_vmap_rule = True
 
@@ -442,6 +416,6 @@ class _FirstOnly(torch.autograd.Function):
     @unseen
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise UsageError(
-            "fp8_linear(): a gradient of its gradient. The layer holds its input in 8 bits only, from which no second "
-            "derivative can be taken. Leave the layers that need one in bf16: module.NAME=bf16 in the policy."
+            "fp8_linear(): a gradient of its gradient. The layer keeps its input in 8 bits only, which has no second "
+            "derivative. Leave the layers that need one in bf16: module.NAME=bf16 in the policy."
         )

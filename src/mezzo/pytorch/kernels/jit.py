@@ -1,19 +1,17 @@
-"""Compiled loops without choices: a template, written out once for each combination of functions it is bound to.
+"""Compiled loops without branches on formats: a template module, written out once for each set of functions.
 
-A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` name what
-changes:
+A template is an ordinary module with functions of one argument, a ``job``. Its imports marked ``# bound`` are the
+variable part:
 
     from mezzo.pytorch.kernels.optimizer_step.cpu_elements import decode_split as decode  # bound
 
-With `"decode": "mezzo.pytorch.kernels.optimizer_step.cpu_elements:decode_split8"` among its bindings,
-`kernel` writes that module with the other import into a cache folder, compiles such a function as C's, and lets Numba
-keep the machine code beside it. The folder is named after everything that the code is made of: Mezzo's kernels,
-Numba, LLVM and the processor. So nothing stale is ever loaded, and the next process starts at once. To compile takes
-a second or two.
+With the binding ``"decode": "mezzo.pytorch.kernels.optimizer_step.cpu_elements:decode_split8"``, `kernel` writes the
+module with the other import into a cache folder, compiles such a function as a C function, and Numba caches the machine
+code there. The folder's name is a digest of Mezzo's kernels, Numba, LLVM and the processor, so nothing stale is loaded.
 
 The cache is `MEZZO_CACHE_DIR`, else ``mezzo`` in `XDG_CACHE_HOME` or ``~/.cache``. It holds Python sources and pickles,
-which are executed, so a cache that another user owns or can write to is not used, with a warning. Without a usable
-cache there is a temporary folder for this process.
+which are executed, so a folder that another user can write to is refused with a warning. Without a usable cache there
+is a temporary folder for this process.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import llvmlite.binding
@@ -59,18 +56,15 @@ class KernelError(MezzoError, RuntimeError):
     """A kernel that can't be compiled on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A compiled loop.
 
     Args:
-        name: of the written module (the template's, and a digest of what it is bound to) and of the function.
         address: of a C function ``void main(int64_t *job)``; it stays loaded as long as the process.
-        seconds: how long it took to compile, or to load.
+        seconds: the time to compile or load it.
         from_cache: loaded, not compiled.
     """
 
-    name: str
     address: int
     seconds: float
     from_cache: bool
@@ -79,7 +73,7 @@ class Kernel:
 CPU = "mezzo.pytorch.kernels.cpu"
 """The module that most bindings are from."""
 
-# dtype -> what its functions in `CPU` are called, and the type behind a pointer to its elements.
+# dtype -> the suffix of its functions in `CPU`, and the type behind a pointer to its elements.
 _DTYPES: Mapping[torch.dtype, tuple[str, str]] = MappingProxyType(
     {torch.float32: ("fp32", "float32"), torch.bfloat16: ("bf16", "int16"), torch.float16: ("fp16", "int16")}
 )
@@ -122,18 +116,13 @@ def kernel(template: ModuleType, bindings: Mapping[str, str], main: str = "main"
     return found
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """All that this process has compiled or loaded."""
-    return tuple(_kernels.values())
-
-
 def compile_seconds() -> float:
-    """How long this process has spent compiling and loading kernels, apart from running them."""
+    """The time that this process has spent compiling and loading kernels."""
     return sum(kernel.seconds for kernel in _kernels.values())
 
 
 def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Path]:
-    """The written module's name and file; the file is there already if anyone ever asked for it."""
+    """The written module's name and file; an existing file is used again."""
     text = inspect.getsource(template)
     names = {match[3] for match in _BOUND.finditer(text)}
     if unknown := set(bindings) - names:
@@ -149,7 +138,7 @@ def _written(template: ModuleType, bindings: Mapping[str, str]) -> tuple[str, Pa
     place = "_".join(template.__name__.split(".")[-2:])
     name = f"{place}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     file = _folder() / f"{name}.py"
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have cleared the cache
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # the cache may have been cleared
     if not file.exists():  # a new file has a new date, and that would make Numba compile again
         handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -176,7 +165,7 @@ def _compiled(name: str, file: Path, main: str) -> Kernel:
             "MEZZO_KERNELS=reference to run the same step as PyTorch operations, many times slower."
         ) from error
     _keep_alive.append(compiled)
-    return Kernel(f"{name}.{main}", compiled.address, time.perf_counter() - start, compiled.cache_hits > 0)
+    return Kernel(compiled.address, time.perf_counter() - start, compiled.cache_hits > 0)
 
 
 def entry(main: Callable[[Any], None]) -> Any:
@@ -187,7 +176,7 @@ def entry(main: Callable[[Any], None]) -> Any:
 
 @functools.cache
 def _folder() -> Path:
-    """The folder of modules that were written by these sources, with these compilers, for this processor."""
+    """The cache folder of these sources, compilers and processor."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
     sources = (source for each in ("cpu*.py", "__init__.py", "formulas.py") for source in root.rglob(each))
@@ -198,66 +187,61 @@ def _folder() -> Path:
     for word in (VERSION, numba.__version__, llvmlite.__version__, sys.version, cpu, features):
         digest.update(b"\0" + word.encode())
     name = digest.hexdigest()[:16]
-    for parent in _parents():
-        try:
+    parent = _cache()
+    if parent is not None:
+        with contextlib.suppress(OSError):
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = (parent / name).resolve()
             folder.mkdir(mode=0o700, exist_ok=True)
-            if why := _unsafe(folder):
-                warnings.warn(
-                    f"the kernel cache is not used, and kernels are compiled anew in each process: {why}. Delete "
-                    f"{folder} and run `chmod 700 {folder.parent}`, or set {CACHE} to a folder of your own.",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                continue
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError:
-            continue
+            why = _unsafe(folder)
+            if not why:
+                with tempfile.TemporaryFile(dir=folder):
+                    return folder
+            warnings.warn(
+                f"the kernel cache is not used, and kernels are compiled anew in each process: {why}. Delete "
+                f"{folder} and run `chmod 700 {folder.parent}`, or set {CACHE} to a folder of your own.",
+                UserWarning,
+                stacklevel=2,
+            )
     temporary = Path(tempfile.mkdtemp(prefix="mezzo-kernels-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return temporary
 
 
 def _unsafe(folder: Path) -> str:
-    """Why other users could change what is executed from the folder; empty where they can't."""
+    """Why other users could change what is executed from the folder; empty where they can't.
+
+    In a folder with mode 700 nobody else can write a file. Its parent may be sticky, as /tmp is.
+    """
     if not hasattr(os, "getuid"):  # Windows: access lists, which a user's own folders inherit
         return ""
-    closed = not folder.stat().st_mode & 0o077  # files in it may have any mode (a umask of 002)
-    for place in (folder.parent, folder, *folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # another process's temporary file
-            found = place.lstat()
-            mode = stat.S_IMODE(found.st_mode)
-            if place == folder.parent and mode & stat.S_ISVTX:
-                continue  # such as /tmp: other users cannot replace what is ours
-            if found.st_uid not in (os.getuid(), 0):
-                return f"{place} belongs to user {found.st_uid}, not to you (user {os.getuid()})"
-            inside = place not in (folder, folder.parent)
-            if mode & 0o022 and not (inside and (closed or stat.S_ISLNK(found.st_mode))):
-                return f"other users can write to {place} (mode {mode:o})"
+    for place, forbidden in ((folder.parent, 0o022), (folder, 0o077)):
+        found = place.lstat()
+        if place == folder.parent and found.st_mode & stat.S_ISVTX:
+            continue
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{place} belongs to user {found.st_uid}, not to you (user {os.getuid()})"
+        if found.st_mode & forbidden:
+            return f"other users have access to {place} (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
 
 
-def _parents() -> list[Path]:
+def _cache() -> Path | None:
     if CACHE in os.environ:
-        return [Path(os.environ[CACHE])]
+        return Path(os.environ[CACHE])
     caches = os.environ.get("XDG_CACHE_HOME")
     try:
-        return [(Path(caches) if caches else Path.home() / ".cache") / "mezzo"]
+        return (Path(caches) if caches else Path.home() / ".cache") / "mezzo"
     except RuntimeError:  # a user without a home
-        return []
+        return None
 
 
 # PyTorch's own threads, for functions that are not PyTorch's.
 #
-# A second pool of threads would contend with PyTorch's, which spin for a while after each of its operations. GNU's,
-# Intel's and LLVM's OpenMP libraries all have `GOMP_parallel`, the entry that GCC's `#pragma omp parallel` calls, and
-# PyTorch has loaded one of them: a parallel region through it costs microseconds. Where there is none (macOS,
-# Windows), and in a process forked from one that may have used the pool (whose threads are then gone), Python's
-# threads do it: ctypes lets go of the interpreter's lock for the call.
-
-Parallel = Callable[[int, int, int], None]  # function, data, threads
+# A second pool of threads would contend with PyTorch's, which spin for a while after each operation. GNU's, Intel's and
+# LLVM's OpenMP libraries all have `GOMP_parallel`, the entry of GCC's `#pragma omp parallel`, and PyTorch has loaded
+# one of them: a parallel region costs microseconds. Where there is none (macOS, Windows), and in a forked process,
+# whose OpenMP threads are gone, Python's threads do it: ctypes releases the interpreter's lock for the call.
 
 _forked = False
 
@@ -265,15 +249,18 @@ _forked = False
 def parallel(address: int, data: int) -> None:
     """Call a C function ``void f(void *data)`` once on each of PyTorch's threads, and wait for all.
 
-    Args:
-        address: of the function, which shares out its work itself (by an atomic counter in its data).
-        data: the address that every call is given.
+    The function shares out its work itself, by an atomic counter in its data.
     """
     threads = torch.get_num_threads()
     if threads == 1:
         _function(address)(data)
+    elif has_openmp():
+        _openmp()(address, data, threads, 0)
     else:
-        _region()(address, data, threads)
+        others = [_pool(threads - 1).submit(_function(address), data) for _ in range(threads - 1)]
+        _function(address)(data)
+        for other in others:
+            other.result()
 
 
 def alone(address: int, data: int) -> None:
@@ -282,8 +269,8 @@ def alone(address: int, data: int) -> None:
 
 
 def has_openmp() -> bool:
-    """Whether `parallel` uses PyTorch's threads, and not some of its own."""
-    return _region() is not _python_threads
+    """Whether `parallel` uses PyTorch's threads, and not Python's."""
+    return not _forked and _openmp() is not None
 
 
 @functools.cache
@@ -291,30 +278,16 @@ def _function(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
-def _region() -> Parallel:
-    return _python_threads if _forked else _openmp() or _python_threads
-
-
 @functools.cache
-def _openmp() -> Parallel | None:
+def _openmp() -> Any:
     # First what interposes on PyTorch's own calls (a preloaded library), then what libtorch is linked to.
     for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
-        try:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
             gomp = ctypes.CDLL(library).GOMP_parallel
-        except (OSError, AttributeError, TypeError):
-            continue
-        gomp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        gomp.restype = None
-        return lambda address, data, threads: gomp(address, data, threads, 0)
+            gomp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            gomp.restype = None
+            return gomp
     return None
-
-
-def _python_threads(address: int, data: int, threads: int) -> None:
-    function = _function(address)
-    others = [_pool(threads - 1).submit(function, data) for _ in range(threads - 1)]
-    function(data)
-    for other in others:
-        other.result()
 
 
 @functools.cache

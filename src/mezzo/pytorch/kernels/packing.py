@@ -1,17 +1,15 @@
 """What an emulated op keeps for its backward: 16-bit values instead of the FP32 copies that it computed with.
 
-The FP32 op inside an emulation saves FP32 tensors, each twice the bytes that 16-bit hardware would save.
-They are held in 16 bits here, through autograd's own saved-tensor hooks, and come back as FP32 when
-backward asks:
+The FP32 op inside an emulation saves FP32 tensors, twice the bytes that 16-bit hardware would save. Saved-tensor hooks
+keep them in 16 bits and widen them when backward asks:
 
-- an input was rounded to the 16-bit format before the op, so its 16-bit form loses nothing. Where the
-  caller's 16-bit tensor exists already, that tensor is kept, not a copy;
-- a parameter is alive anyway: the parameter itself is kept, at no bytes, and rounded again in backward;
-- what else an op saves (an attention's output, a recurrent cell's gates) is rounded where the op's row
-  says so: 16-bit hardware would have stored it in 16 bits too. Where it is a result, which the caller is
-  given in 16 bits, that tensor is kept, not a second one like it.
+- an input was rounded before the op, so its 16-bit form loses nothing. If the caller's tensor has 16 bits, that tensor
+  is kept and not a copy;
+- a parameter is alive anyway: it is kept itself and rounded again in backward;
+- other saved tensors (an attention's output, a recurrent cell's gates) are rounded where the op's row says so, as
+  16-bit hardware would have stored them. A result is kept as the 16-bit tensor that the caller gets.
 
-Hooks that were set around the op (activation checkpointing, offload to the host) still see every tensor kept.
+Hooks around the op (activation checkpointing, offload to the host) still see every tensor kept.
 """
 
 from __future__ import annotations
@@ -28,20 +26,17 @@ from mezzo.pytorch.kernels.plain import is_plain
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-
 is_recorded = traceback.has_preserved_node_meta
-"""Whether ops are being recorded into a graph whose nodes carry notes."""
+"""Whether ops are being recorded into a graph whose nodes carry metadata."""
 
 
 @contextmanager
-def made_again() -> Iterator[None]:
-    """Ops recorded meanwhile are tagged for recomputation in backward; outside of a recording nothing happens.
+def recomputed() -> Iterator[None]:
+    """Tag the ops that are recorded meanwhile for recomputation in backward.
 
-    A compiler decides by itself what forward keeps. Over ATen's own casts (``aot_eager``, and backends like it) min-cut
-    keeps what backward reads in the form in which it is read: of an emulated op that is FP32, twice the bytes of the
-    16-bit tensor that it was widened from (``torch/_functorch/partitioners.py``, "materialized in backward"). The same
-    partitioner honours a tag, which activation checkpointing puts on what it recomputes. Inductor, whose casts are
-    other ops, was seen to keep the 16 bits without it too.
+    A compiler decides what forward keeps. Over ATen's casts (``aot_eager``) its min-cut keeps the form that backward
+    reads, which is FP32, unless the widening cast has the tag that activation checkpointing uses
+    (``torch/_functorch/partitioners.py``, "materialized in backward"). Inductor keeps 16 bits without it too.
     """
     if not is_recorded():
         yield
@@ -61,12 +56,9 @@ def made_again() -> Iterator[None]:
 
 
 class Rounded:
-    """One floating input on its way into an emulated op: what came, its 16-bit form, and that in FP32.
+    """A floating input of an emulated op: the caller's `source`, its 16-bit form `low`, and that in FP32, `wide`.
 
-    Args:
-        source: the tensor as the caller gave it, any floating dtype.
-        compute: ``torch.float16`` or ``torch.bfloat16``; rounding is torch's cast (ties to even, overflow
-            to inf).
+    Rounding is torch's cast to `compute`: ties to even, overflow to infinity.
     """
 
     __slots__ = ("low", "reuse", "source", "wide")
@@ -76,7 +68,7 @@ class Rounded:
         self.source = source
         self.low = source.to(compute)
         if is_recorded():
-            with made_again():
+            with recomputed():
                 self.wide = self.low.to(torch.float32)
         else:
             self.wide = self.low.to(torch.float32)
@@ -124,7 +116,7 @@ class Packing:
         return _Kept(self._through(saved.to(self._compute)), self._outer, widen=True)
 
     def settle(self, wide: Any, low: Any) -> None:
-        """Keep what is lossy in 16 bits: the op's results, where they were saved, as they are handed on.
+        """Keep what is lossy in 16 bits; a saved result as the tensor that the caller gets.
 
         Args:
             wide: what the op returned: a tensor, or a list or tuple of anything.
@@ -142,7 +134,7 @@ class Packing:
                 kept.handle = self._through(given.detach())
 
     def forget(self) -> None:
-        """The op is done: let go of the FP32 tensors, though the graph may hold on to these hooks."""
+        """Release the FP32 tensors after the op, since the graph may hold on to these hooks."""
         self._inputs.clear()
         self._waiting.clear()
 
@@ -155,28 +147,28 @@ class Packing:
         return packed.restore()
 
 
-def may_pack(inputs: Sequence[Rounded]) -> bool:
-    """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing or
-    subclasses.
+def hooks_are_allowed() -> bool:
+    """Whether saved-tensor hooks may be set here; `torch.func` disables them."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined,no-any-return]
 
-    A compiler decides by itself what to save.
-    """
+
+def may_pack(inputs: Sequence[Rounded]) -> bool:
+    """Whether this call saves for a backward that runs here: not in inference, ``torch.func``, tracing, subclasses."""
     return (
         torch.is_grad_enabled()
         and any(item.wide.requires_grad for item in inputs)
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        and hooks_are_allowed()
         and is_plain(*(item.source for item in inputs))
     )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Two tensors alive at once with the same one have the same elements in the same order."""
+    """Equal for two living tensors if they have the same elements in the same order."""
     return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 class Versioned:
-    """A kept tensor that may be the user's own: an in-place change since then is refused, as autograd
-    refuses it."""
+    """A kept tensor that may be the user's own; an in-place change is refused in backward, as autograd refuses it."""
 
     __slots__ = ("tensor", "version")
 
@@ -185,23 +177,19 @@ class Versioned:
         self.version = tensor._version
 
     def get(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed in place since, as autograd has it.
-        """
+        """The tensor; RuntimeError if it was changed in place."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {list(self.tensor.shape)} and dtype {self.tensor.dtype}, an "
-                f"input of an op whose backward is Mezzo's, is at version "
-                f"{self.tensor._version}; expected version {self.version}. Use the out-of-place form."
+                f"operation: a tensor of shape {list(self.tensor.shape)} and dtype {self.tensor.dtype}, an input of "
+                f"an op with Mezzo's backward, is at version {self.tensor._version}; expected version "
+                f"{self.version}. Use the out-of-place form."
             )
         return self.tensor
 
 
 class _Kept:
-    """A saved tensor as it is, or rounded to 16 bits and widened again on the way back."""
+    """A saved tensor as it is, or rounded to 16 bits and widened again in backward."""
 
     __slots__ = ("_unpack", "_widen", "handle")
 
@@ -216,11 +204,9 @@ class _Kept:
 
 
 class Reuse:
-    """The FP32 form of an input that one call saved many times (a recurrent weight, each step): made at
-    the first use in backward, dropped at the last.
+    """The FP32 form of an input that one call saved many times, such as a recurrent weight at each step.
 
-    Args:
-        again: makes it of what was kept.
+    It is made by `again` at the first use in backward and dropped after the last.
     """
 
     __slots__ = ("again", "left", "saved", "wide")
@@ -243,8 +229,7 @@ class Reuse:
 
 
 class _View(_Kept):
-    """A view of an input's FP32 form, kept as the input's 16-bit form (or the parameter) and the view's
-    geometry."""
+    """A view of an input's FP32 form, kept as the 16-bit form (or the parameter) and the view's geometry."""
 
     __slots__ = ("_offset", "_reuse", "_size", "_stride")
 

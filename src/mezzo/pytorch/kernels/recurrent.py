@@ -1,17 +1,15 @@
-"""Recurrent layers and cells with an FP32 state: PyTorch's FP32 operation on inputs and weights of 16-bit values.
-
-Used for ``hidden=fp32``. Otherwise a recurrent operation is PyTorch's own 16-bit kernel or, where hardware lacks the
-format, emulated like every matrix product (`mezzo.pytorch.kernels.emulated`).
-"""
+"""Recurrent layers and cells with an FP32 state, for ``hidden=fp32``: PyTorch's FP32 operation on 16-bit values."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mezzo.pytorch.kernels.emulated import Emulated
 
@@ -21,7 +19,7 @@ _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def with_fp32_state(overload: torch._ops.OpOverload, compute: torch.dtype) -> Callable[..., Any]:
-    """A recurrent aten operation whose hidden and cell state come in and go out in FP32, and stay FP32 between steps.
+    """A recurrent aten operation whose hidden and cell state are FP32 on the way in, between steps and on the way out.
 
     Naive code, where ``q(x) = x.to(compute).float()``::
 
@@ -45,12 +43,10 @@ def with_fp32_state(overload: torch._ops.OpOverload, compute: torch.dtype) -> Ca
 
     def run(*args: Any) -> Any:
         hx = args[place]
-        states = [hx] if isinstance(hx, Tensor) else list(hx)
-        tensors = [args[0], *states, *_tensors(args[place + 1 :])]
-        if any(tensor.dtype not in _FORMATS for tensor in tensors):
+        read = (args[0], *args[place:])  # not `batch_sizes` of a packed sequence, which is integers
+        if any(isinstance(leaf, Tensor) and leaf.dtype not in _FORMATS for leaf in tree_leaves(read)):
             return overload(*args)
-        wide = [state.float() for state in states]
-        wide_hx = wide[0] if isinstance(hx, Tensor) else wide
+        wide_hx = hx.float() if isinstance(hx, Tensor) else [state.float() for state in hx]
         ends: list[Tensor] = []
 
         def without_states(*rest: Any) -> tuple[Tensor, ...]:
@@ -59,28 +55,11 @@ def with_fp32_state(overload: torch._ops.OpOverload, compute: torch.dtype) -> Ca
             ends.extend(found[outputs:])
             return found[:outputs]
 
-        op = Emulated(without_states)
-        rest = (*args[:place], *args[place + 1 :])
-        if args[0].device.type == "cpu":
-            out = op(*rest, compute=compute)
-        else:
-            with (
-                warnings.catch_warnings()
-            ):  # cuDNN asks for contiguous weights; these are new copies at each call
-                warnings.filterwarnings(
-                    "ignore", message="RNN module weights are not part of single contiguous"
-                )
-                out = op(*rest, compute=compute)
+        with warnings.catch_warnings() if args[0].is_cuda else contextlib.nullcontext():
+            if args[0].is_cuda:  # cuDNN asks for contiguous weights; these are new copies at each call
+                warnings.filterwarnings("ignore", message="RNN module weights are not part of single contig")
+            out = Emulated(without_states)(*args[:place], *args[place + 1 :], compute=compute)
         results = (*out, *ends)
         return results if len(results) > 1 else results[0]
 
     return run
-
-
-def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor):
-                found.append(item)
-    return found

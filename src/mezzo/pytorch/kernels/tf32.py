@@ -1,13 +1,11 @@
 """TF32 on hardware that has none: factors of products are rounded to 10 bits of mantissa, the rest is FP32.
 
     def product(x, w):
-        return op(round_tf32(x), round_tf32(w))  # and in backward the gradient is rounded before it is multiplied
+        return op(round_tf32(x), round_tf32(w))  # in backward the gradient is rounded before it is multiplied
 
-A tensor core does the same with FP32 operands: it reads 19 bits of each, multiplies them exactly and sums in FP32.
-Rounding is to nearest, ties to even. (GPUs differ in how they drop the 13 bits; the error is at most one unit in the
-last of the 10 places either way.) Where a device has TF32, PyTorch's own switch is used (`mezzo.pytorch.hardware`).
-
-Rounded factors are not kept for backward: their sources are, and are rounded again there.
+A tensor core reads 19 bits of each FP32 operand, multiplies exactly and sums in FP32. Rounding here is to nearest, ties
+to even; GPUs differ in it by at most one unit in the last of the 10 places. Where a device has TF32, PyTorch's own
+switch is used (`mezzo.pytorch.hardware`). For backward the sources are kept and rounded again, not the rounded factors.
 """
 
 from __future__ import annotations
@@ -29,17 +27,11 @@ _CUT = 13  # bits of FP32's mantissa that TF32 lacks
 
 
 def round_tf32(x: Tensor) -> Tensor:
-    """FP32 values rounded to TF32's 10 bits of mantissa, ties to even, and held in FP32.
+    """FP32 values rounded to TF32's 10 bits of mantissa, ties to even, in a new FP32 tensor.
 
     Equals ``mezzo.formats.round(x, "tf32")``: -0 keeps its sign, subnormals are multiples of 2**-136, values from
-    2**128 - 2**116 up become infinite, infinities stay, NaN stays NaN. Differentiated as a cast is:
-    the gradient passes unchanged, unrounded.
-
-    Args:
-        x: FP32, any shape; bf16 and fp16 values are TF32 values already, and come back as FP32.
-
-    Returns:
-        FP32, a new tensor of x's shape.
+    2**128 - 2**116 up become infinite, infinities and NaN stay. The gradient passes unchanged. bf16 and fp16 values are
+    TF32 values already, and come back as FP32.
 
     Raises:
         UsageError: other dtypes.
@@ -57,15 +49,14 @@ def round_tf32(x: Tensor) -> Tensor:
 def _round(x: Tensor) -> Tensor:
     x = x.detach()
     bits = x.view(torch.int32)
-    # A carry out of the mantissa moves to the next exponent by itself, from the largest to infinity, and from the
-    # largest subnormal to the smallest normal. Of a NaN it may leave anything, so the result is multiplied by 1, or NaN
-    # where x is: a sixth of the time of `torch.where`.
+    # A carry moves to the next exponent by itself, to infinity and to the smallest normal too. A NaN may become
+    # anything, so the result is multiplied by 1, or NaN where x is: a sixth of the time of `torch.where`.
     rounded = (bits >> _CUT).bitwise_and_(1).add_(bits).add_((1 << _CUT - 1) - 1).bitwise_and_(-(1 << _CUT))
     return rounded.view(torch.float32).mul_(x.clamp(1.0, 1.0))
 
 
 class _Factor(torch.autograd.Function):
-    """Rounded on the way in; its gradient, an FP32 sum, passes as it is."""
+    """Rounded in forward; its gradient, an FP32 sum, passes unchanged."""
 
     generate_vmap_rule = True
 
@@ -83,7 +74,7 @@ class _Factor(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """As it is on the way out; the gradient that comes back is rounded: it is a factor of two products."""
+    """Unchanged in forward; its gradient, a factor of two products, is rounded."""
 
     @staticmethod
     def forward(y: Tensor) -> Tensor:
@@ -99,7 +90,7 @@ class _Result(torch.autograd.Function):
 
 
 class _InTF32(Rounded):
-    """One factor: its source is kept for backward, and rounded again there."""
+    """One factor: its source is kept for backward and rounded again there."""
 
     def __init__(self, source: Tensor) -> None:
         self.source = self.low = source.float()
@@ -108,12 +99,12 @@ class _InTF32(Rounded):
 
 
 def product(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The op, of TF32 factors: FP32 and 16-bit tensors among the arguments are factors, all else passes as it is.
+    """The op on TF32 factors: FP32 and 16-bit tensors among its arguments.
 
-    What is added and not multiplied (a bias, a mask, the hidden state that a recurrent layer begins with) keeps its
-    24 bits. Gradients obey the same contract: the one that arrives is rounded before it is multiplied; those that leave
-    are FP32 sums. NaN, infinities and signed zeros pass; a value that rounds beyond FP32's largest is infinite. Inside
-    one kernel (a recurrent layer's steps, attention's second product) intermediate factors stay FP32.
+    Addends (a bias, a mask, the hidden state that a recurrent layer begins with) keep their 24 bits. The incoming
+    gradient is rounded before it is multiplied; outgoing ones are FP32 sums. NaN, infinities and signed zeros pass; a
+    value that rounds beyond FP32's largest is infinite. Inside one kernel (a recurrent layer's steps, attention's
+    second product) intermediate factors stay FP32.
     """
     names = [argument.name for argument in op._schema.arguments]
     addends = {"bias", "b_ih", "b_hh", "hx", "attn_mask"}
@@ -126,15 +117,13 @@ def product(op: torch._ops.OpOverload) -> Callable[..., Any]:
         named = {name: _rounded(value, factors, name in addends) for name, value in kwargs.items()}
         if not may_pack(factors):
             return _handed_on(op(*rounded, **named))
-        packing = Packing(
-            factors, torch.float32, None, torch._C._autograd._top_saved_tensors_default_hooks(False)
-        )
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        packing = Packing(factors, torch.float32, None, outer)
         try:
             with torch.autograd.graph.saved_tensors_hooks(packing.pack, Packing.unpack):
-                out = op(*rounded, **named)
+                return _handed_on(op(*rounded, **named))
         finally:
             packing.forget()
-        return _handed_on(out)
 
     return in_tf32
 
@@ -149,11 +138,12 @@ def _rounded(value: Any, factors: list[_InTF32], is_addend: bool) -> Any:
         factors.append(_InTF32(value))
         return factors[-1].wide
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        ranks = [item.dim() if isinstance(item, Tensor) else 0 for item in value]
         # Among a recurrent layer's parameters the vectors are biases.
-        biased = any(rank != 1 for rank in ranks)
+        is_vector = [isinstance(item, Tensor) and item.dim() == 1 for item in value]
+        has_biases = not all(is_vector)
         return [
-            _rounded(item, factors, is_addend or (biased and rank == 1)) for item, rank in zip(value, ranks)
+            _rounded(item, factors, is_addend or (has_biases and vector))
+            for item, vector in zip(value, is_vector)
         ]
     return value
 
@@ -161,8 +151,8 @@ def _rounded(value: Any, factors: list[_InTF32], is_addend: bool) -> Any:
 def _factor(x: Tensor) -> Tensor:
     if is_plain(x):
         return round_tf32(x)
-    # A kernel that torch.func transforms can't hold an autograd Function. The difference of a number and the
-    # one that it rounds to is exact, and so is their sum.
+    # `torch.func` cannot transform an autograd Function inside a kernel. A number's rounding error is exact, as is
+    # their sum.
     change = (_round(x) - x.detach()).detach()
     return torch.where(x.isfinite(), x + change, x)
 

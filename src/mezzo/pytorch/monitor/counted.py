@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -51,7 +51,6 @@ class ExponentRows:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[_Key, torch.device], Tensor] = {}
-        self._count: dict[torch.device, Callable[[Tensor, Tensor], None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -69,11 +68,9 @@ class ExponentRows:
             return
         device = numbers.device
         key = _Key(module, what, name, format or name_of(numbers.dtype)), device
-        if device not in self._count:
-            self._count[device] = exponents.counter(device.type)
         if key not in self._rows:  # autograd has a thread for each device
             self._rows.setdefault(key, torch.zeros(exponents.WORDS, dtype=torch.int64, device=device))
-        self._count[device](numbers, self._rows[key])
+        exponents.count(numbers, self._rows[key])
 
     def take(self, other: ExponentRows) -> None:
         """Take over the rows of another, whose keys are none of these."""

@@ -1,7 +1,7 @@
-"""Rows' losses and gradients in Triton: a loss is one program's walk over its row, a gradient a program a block.
+"""Losses and gradients of rows in Triton: one program per row for the loss, one per block for the gradient.
 
-Both read the logits once. Exponentials are FP32, relative to the largest logit so far; what is one number a row is
-FP64: the sum of exponentials, its logarithm, and the target's own gradient, where what counts is ``p - 1``.
+Both read the logits once. Exponentials are FP32, relative to the largest logit so far. Numbers of a row are FP64: the
+sum of exponentials, its logarithm, and the target's gradient, where ``p - 1`` cancels.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -63,7 +63,6 @@ def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
     n, classes = logits.shape
     if not n:
         return
-    every = lse if weight is None else weight.sum(dtype=torch.float64)
     with torch.cuda.device_of(logits):
         gradients_kernel[(n, triton.cdiv(classes, _block(classes)))](
             _patterns(logits),
@@ -71,7 +70,6 @@ def rows_gradient(given: Rows, lse: Tensor, scale: Tensor, out: Tensor) -> None:
             lse.contiguous(),
             scale,
             lse if weight is None else weight,
-            every,
             _patterns(out),
             classes,
             logits.stride(0),
@@ -116,11 +114,7 @@ def losses_kernel(
     logits += row * stride
     index = tl.arange(0, BLOCK)
     top = -float("inf")
-    exponentials, weighted, every = (
-        tl.zeros((), tl.float64),
-        tl.zeros((), tl.float64),
-        tl.zeros((), tl.float64),
-    )
+    exponentials, every = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     for start in range(0, classes, BLOCK):
         is_class = index < classes - start
         x = block.decode_float(tl.load(logits + start + index, mask=is_class, other=0), DTYPE)
@@ -132,14 +126,8 @@ def losses_kernel(
         exponentials = exponentials * tl.exp(old).to(tl.float64) + part
         top = here
         if SMOOTHED:
-            if WEIGHTED:
-                w = tl.load(weights + start + index, mask=is_class, other=0)
-                x *= w
-                count = tl.sum(w, axis=0).to(tl.float64)
-            else:
-                count = tl.minimum(BLOCK, classes - start).to(tl.float64)
-            weighted += tl.sum(tl.where(is_class, x, 0.0), axis=0).to(tl.float64) + count * at.to(tl.float64)
-            every += count
+            count = tl.minimum(BLOCK, classes - start).to(tl.float64)
+            every += tl.sum(tl.where(is_class, x, 0.0), axis=0).to(tl.float64) + count * at.to(tl.float64)
     peak = tl.where(top - top == 0, top, float("nan")).to(tl.float64)
     log_sum = tl.log(exponentials)
     tl.store(lses + row, peak + log_sum)
@@ -150,7 +138,8 @@ def losses_kernel(
     if WEIGHTED:
         loss *= tl.load(weights + target, mask=counts, other=0).to(tl.float64)
     if SMOOTHED:
-        loss = (1 - smoothing) * loss + smoothing / classes * (every * log_sum - (weighted - every * peak))
+        of_all = classes * log_sum - (every - classes * peak)
+        loss = (1 - smoothing) * loss + smoothing / classes * of_all
     tl.store(losses + row, tl.where(counts, loss, 0.0).to(tl.float32))
 
 
@@ -161,7 +150,6 @@ def gradients_kernel(
     lses: tl.tensor,
     scales: tl.tensor,
     weights: tl.tensor,
-    sum_of_weights: tl.tensor,
     gradients: tl.tensor,
     classes: int,
     stride: int,
@@ -174,7 +162,7 @@ def gradients_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A block of one row's gradient; it reads no other logits than those that it replaces, if they are replaced."""
+    """A block of one row's gradient. It reads only the logits at its own places, so it may replace them."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_class = column < classes
@@ -189,11 +177,8 @@ def gradients_kernel(
         at_target *= tl.load(weights + target, mask=counts, other=0).to(tl.float64)
     factor = at_target
     if SMOOTHED:
-        shift = -scale * smoothing / classes
-        if WEIGHTED:
-            factor -= shift * tl.load(sum_of_weights)
-        else:
-            factor -= shift * classes
+        factor += scale * smoothing
+        shift = (-scale * smoothing / classes).to(tl.float32)
     lse = tl.where(lse - lse == 0, lse, float("nan"))
     high = lse.to(tl.float32)
     exact = (factor * tl.exp(high.to(tl.float64) - lse)).to(tl.float32)
@@ -204,10 +189,7 @@ def gradients_kernel(
     correct = tl.exp(own - lse) * factor - at_target
     value = tl.where(is_target, correct.to(tl.float32), value)
     if SMOOTHED:
-        if WEIGHTED:
-            value += shift.to(tl.float32) * tl.load(weights + column, mask=is_class, other=0)
-        else:
-            value += shift.to(tl.float32)
+        value += shift
     value = tl.where(counts, value, 0.0)
     to = gradients + row * gradient_stride + column
     if gradients.dtype.element_ty == tl.int16:

@@ -1,12 +1,9 @@
 """`layer_norm` and `rms_norm` with 16-bit input and output, FP32 inside, and parameters of FP32 or 16 bits.
 
-PyTorch's `layer_norm` on a CPU sums the parameters' gradients in sixteen bits (7 % off at 4,096 rows), and CUDA's
-refuses FP32 parameters with 16-bit input; its `rms_norm` on a CPU saves FP32 copies of a 16-bit input. Here the
-statistics, the arithmetic and all sums are FP32. For backward the input itself is saved, 16 bits an element, and one
-FP32 number a row (`rms_norm`) or two.
-
-Under `torch.func`, in compilers, in forward-mode differentiation, and for tensor subclasses, both are casts around
-PyTorch's own op, which all of these can differentiate.
+PyTorch's `layer_norm` on a CPU sums the parameters' gradients in 16 bits (7 % off at 4,096 rows), and its `rms_norm`
+saves FP32 copies of a 16-bit input. Here the statistics, the arithmetic and all sums are FP32. For backward the 16-bit
+input itself is saved, and one FP32 number per row (`rms_norm`) or two. `torch.func`, compilers, forward-mode
+differentiation and tensor subclasses get casts around PyTorch's own op.
 """
 
 from __future__ import annotations
@@ -47,9 +44,8 @@ def layer_norm(
 
         torch.layer_norm(input.float(), normalized_shape, weight.float(), bias.float(), eps).to(input.dtype)
 
-    The gradients are the naive code's as well, those of the parameters in the parameters' own dtypes; sums do not
-    depend on the number of threads. A row with a NaN or an infinity is NaN throughout. A second derivative
-    is computed by PyTorch operations in FP32.
+    The gradients are the naive code's, those of the parameters in the parameters' dtypes; sums do not depend on the
+    number of threads. A row with a NaN or an infinity is NaN. Second derivatives are PyTorch operations in FP32.
 
     Args:
         input: [..., \\*normalized_shape], fp16 or bf16; FP32 and FP64 go to PyTorch's own op.
@@ -57,13 +53,10 @@ def layer_norm(
         weight: of that shape, FP32, fp16 or bf16; None for ones.
         bias: likewise; None for zeros.
         eps: added to the variance.
-        cudnn_enable: as in PyTorch's schema, where it does nothing.
-
-    Returns:
-        of the input's shape and dtype.
+        cudnn_enable: as in PyTorch's schema, without effect.
 
     Raises:
-        RuntimeError: PyTorch's own, where the shapes don't fit.
+        RuntimeError: PyTorch's own, if the shapes don't fit.
     """
     if input.dtype not in _HALVES:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
@@ -83,14 +76,8 @@ def rms_norm(
 
         torch.rms_norm(input.float(), normalized_shape, weight.float(), eps).to(input.dtype)
 
-    See `layer_norm` for the arguments and gradients. A row with a NaN is NaN throughout; one with an infinity is 0, but
-    NaN where it is infinite.
-
-    Args:
-        input: [..., \\*normalized_shape], fp16 or bf16; FP32 and FP64 go to PyTorch's own op.
-        normalized_shape: the sizes of the last dimensions, which form a row.
-        weight: of that shape, FP32, fp16 or bf16; None for ones.
-        eps: added to the mean square; None for FP32's own, 2^-23, as PyTorch has it for 16-bit input too.
+    See `layer_norm` for the arguments and gradients. A row with a NaN is NaN; one with an infinity is 0, but NaN where
+    it is infinite. `eps` is added to the mean square; None for FP32's, 2^-23, as PyTorch has it for 16-bit input too.
     """
     if input.dtype not in _HALVES:
         return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -103,7 +90,7 @@ def rms_norm(
 def _columns(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> int:
-    """The elements of a row, if these tensors are plain ones that fit together; else 0."""
+    """The elements of a row, if these are plain tensors that fit together; else 0."""
     if not is_plain(input, weight, bias):
         return 0
     shape = tuple(normalized_shape)
@@ -168,7 +155,7 @@ class _Normalised(torch.autograd.Function):
         form = ctx.form
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
-            # The gradients of what has gradients itself, or belongs to a transform.
+            # A second derivative, or a transform's tensors.
             lines = x.reshape(-1, form.columns).float()
             flat = None if weight is None else weight.reshape(form.columns).float()
             statistics = reference.statistics(lines, form)

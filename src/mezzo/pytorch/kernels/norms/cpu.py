@@ -1,18 +1,16 @@
 """Normalisation of 16-bit rows on a CPU, on PyTorch's threads: layer_norm, and rms_norm as the same without a mean.
 
-Forward: mean, then variance about it, then the output, a row at a time while it lies in the cache. Backward:
-dx from two sums over a row, the parameters' gradients from sums over each block of rows, in one pass. With h
-= (x - mean) * rstd and g = dy * weight::
+Forward: mean, variance about it, output, a row at a time while it is in the cache. Backward: dx from two sums over a
+row, the parameters' gradients from sums over each block of rows, in one pass. With h = (x - mean) * rstd and
+g = dy * weight::
 
     dx      = rstd * (g - mean(g) - h * mean(g * h))       (rms_norm: h = x * rstd, and no mean(g))
     dweight = sum over rows of dy * h
     dbias   = sum over rows of dy
 
-Rows are shared out in blocks that depend on the shape alone, and the blocks' sums, in FP32, are added up in
-the blocks' order and rounded once: any number of threads gives the same bits. What a call does in Python is
-to allocate what it returns, the statistics and the blocks' sums, and to write their addresses down.
-
-The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
+Blocks of rows depend on the shape alone, and their sums, in FP32, are added in order and rounded once: any number of
+threads gives the same bits. The loops are a template: `jit` writes this file out with other functions in the lines
+marked as bound.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ from mezzo.pytorch.kernels.cpu import (
     float_of,
     fma,
     i32,
-    inline,
     int16_at,
     lanes_scratch,
     loop,
@@ -51,8 +48,8 @@ from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
 from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
 from mezzo.pytorch.kernels.norms.reference import Form
 
-# What the loops are given; 0 for a tensor that isn't wanted. SUMS: FP32 [2, blocks, columns], the weight's and the
-# bias's (rms_norm has none). EPSILON is an FP32's pattern.
+# The words of a job; 0 for a tensor that is not wanted. SUMS: FP32 [2, blocks, columns], of weight and bias (rms_norm
+# has none). EPSILON is an FP32's pattern.
 (
     COUNTER, TAKEN, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS, BIAS, OUT, EPSILON,
     BLOCKS, BLOCK_ROWS, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
@@ -68,6 +65,10 @@ _LEAST_ROWS, _MOST_ROWS, _BLOCKS = 16, 4096, 64  # of a block of the backward, a
 
 _Job = c_int64 * JOB_WORDS
 
+# Numba passes the elements of a tuple as arguments of their own.
+Tensors = tuple[Pointer, Pointer, Pointer, Pointer]
+Statistics = tuple[Pointer, Pointer]
+
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
     """The normalised rows and their statistics; see `reference.forward`."""
@@ -76,18 +77,16 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
     out = torch.empty_like(x)
     statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
     if rows:
-        job = _Job(
-            0,
-            max(_shared(rows), _LEAST // columns),
-            rows,
-            columns,
-            x.data_ptr(),
+        scale, shift, means = (
             _address(weight, columns, 1.0),
-            statistics.data_ptr(),
-            statistics.data_ptr() + (4 * rows if is_centred else 0),
             _address(bias, columns, -0.0),
-            out.data_ptr(),
-            _pattern(epsilon),
+            statistics.data_ptr(),
+        )
+        rstds = means + (4 * rows if is_centred else 0)
+        taken = max(_shared(rows), _LEAST // columns)
+        job = _Job(
+            *(0, taken, rows, columns, x.data_ptr(), scale, means, rstds, shift),
+            *(out.data_ptr(), _pattern(epsilon)),
         )
         _run(_kernel("normalise", x.dtype, False, is_centred), job, rows * columns)
     return out, statistics
@@ -112,25 +111,11 @@ def backward(
     sums = torch.empty(2 * size if is_centred else size, dtype=torch.float32) if wants_sums else None
     dweight = torch.empty(columns, dtype=torch.float32) if wants_sums else None
     dbias = torch.empty(columns, dtype=torch.float32) if wants_sums and is_centred else None
+    scale, means = _address(weight, columns, 1.0), kept.data_ptr()
+    rstds = means + (4 * rows if is_centred else 0)
     job = _Job(
-        0,
-        _shared(blocks),
-        rows,
-        columns,
-        x.data_ptr(),
-        _address(weight, columns, 1.0),
-        kept.data_ptr(),
-        kept.data_ptr() + (4 * rows if is_centred else 0),
-        0,
-        0,
-        0,
-        blocks,
-        block_rows,
-        dy.data_ptr(),
-        0 if dx is None else dx.data_ptr(),
-        0 if sums is None else sums.data_ptr(),
-        0 if dweight is None else dweight.data_ptr(),
-        0 if dbias is None else dbias.data_ptr(),
+        *(0, _shared(blocks), rows, columns, x.data_ptr(), scale, means, rstds, 0, 0, 0),
+        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums, dweight, dbias))),
     )
     if rows:
         _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
@@ -146,11 +131,12 @@ def _run(kernel: int, job: object, elements: int) -> None:
 
 
 def _shared(count: int) -> int:
-    """How many a thread takes at once: a fourth of its part.
-
-    Fewer, and threads walk side by side through memory, where each one's prefetching takes lines from the other.
-    """
+    """The rows or blocks that a thread takes at once: a fourth of its part, because neighbours disturb prefetching."""
     return -(-count // (4 * torch.get_num_threads()))
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _address(parameter: Tensor | None, columns: int, absent: float) -> int:
@@ -159,7 +145,7 @@ def _address(parameter: Tensor | None, columns: int, absent: float) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _constant(columns: int, value: float) -> array[float]:
-    """A parameter that isn't there: ones, or minus zeros, which added to anything change nothing."""
+    """An absent parameter: ones, or minus zeros, which change nothing that they are added to."""
     return array("f", [value]) * columns
 
 
@@ -196,18 +182,11 @@ def add_squares(x: Pointer, start: int, count: int, mean: float, lanes: Pointer)
 
 @loop
 def normalise_rows(
-    x: Pointer,
-    weight: Pointer,
-    bias: Pointer,
-    out: Pointer,
-    means: Pointer,
-    rstds: Pointer,
-    start: int,
-    stop: int,
-    columns: int,
-    epsilon: float,
+    tensors: Tensors, statistics: Statistics, start: int, stop: int, columns: int, epsilon: float
 ) -> None:
     """Normalise some rows."""
+    x, weight, bias, out = tensors
+    means, rstds = statistics
     lanes = lanes_scratch()
     whole = columns - columns % LANES
     count = f32(columns)
@@ -234,40 +213,23 @@ def normalise_rows(
 
 def normalise(job: Pointer) -> None:
     """Take blocks of rows until none is left."""
+    tensors = int16_at(job[X]), float32_at(job[WEIGHT]), float32_at(job[BIAS]), int16_at(job[OUT])
+    statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
         start = take(job) * job[TAKEN]
         if start >= job[ROWS]:
             break
-        normalise_rows(
-            int16_at(job[X]),
-            float32_at(job[WEIGHT]),
-            float32_at(job[BIAS]),
-            int16_at(job[OUT]),
-            float32_at(job[MEANS]),
-            float32_at(job[RSTDS]),
-            start,
-            min(start + job[TAKEN], job[ROWS]),
-            job[COLUMNS],
-            float_of(i32(job[EPSILON])),
-        )
+        stop = min(start + job[TAKEN], job[ROWS])
+        normalise_rows(tensors, statistics, start, stop, job[COLUMNS], float_of(i32(job[EPSILON])))
 
 
 @expand
 def add_products(
-    dy: Pointer,
-    x: Pointer,
-    weight: Pointer,
-    first: int,
-    start: int,
-    count: int,
-    mean: float,
-    rstd: float,
-    g_lanes: Pointer,
-    gh_lanes: Pointer,
-    weight_sums: Pointer,
-    bias_sums: Pointer,
+    tensors: Tensors, sums: Tensors, first: int, start: int, count: int, mean: float, rstd: float
 ) -> None:
     """Add g and g * h of as many elements to as many lanes, and their parts to the parameters' sums."""
+    dy, x, weight, _ = tensors
+    g_lanes, gh_lanes, weight_sums, bias_sums = sums
     for lane in range(count):
         i = start + lane
         gradient = load_x(dy, first + i)
@@ -284,21 +246,20 @@ def add_products(
 
 @loop
 def differentiate_rows(
-    dy: Pointer,
-    x: Pointer,
-    weight: Pointer,
-    means: Pointer,
-    rstds: Pointer,
-    dx: Pointer,
-    weight_sums: Pointer,
-    bias_sums: Pointer,
+    tensors: Tensors,
+    statistics: Statistics,
+    sums: Statistics,
     start: int,
     stop: int,
     columns: int,
     wants_dx: bool,
 ) -> None:
     """The gradients of some rows; their parts of the parameters' gradients are added to a block's sums."""
+    dy, x, weight, dx = tensors
+    means, rstds = statistics
     g_lanes, gh_lanes = lanes_scratch(), lanes_scratch()
+    weight_sums, bias_sums = sums
+    into = g_lanes, gh_lanes, weight_sums, bias_sums
     whole = columns - columns % LANES
     count = f32(columns)
     if has_sums():
@@ -314,11 +275,8 @@ def differentiate_rows(
             clear(g_lanes)
         clear(gh_lanes)
         for i in range(0, whole, LANES):
-            add_products(
-                dy, x, weight, first, i, LANES, mean, rstd, g_lanes, gh_lanes, weight_sums, bias_sums
-            )
-        rest = columns - whole
-        add_products(dy, x, weight, first, whole, rest, mean, rstd, g_lanes, gh_lanes, weight_sums, bias_sums)
+            add_products(tensors, into, first, i, LANES, mean, rstd)
+        add_products(tensors, into, first, whole, columns - whole, mean, rstd)
         if wants_dx:
             g_mean = total(g_lanes) / count if is_centred() else f32(0.0)
             gh_mean = total(gh_lanes) / count
@@ -328,35 +286,20 @@ def differentiate_rows(
                 store_x(dx, first + i, rstd * (g - g_mean - h * gh_mean))
 
 
-@inline
-def block(job: Pointer, number: int) -> None:
-    """The gradients of a block of rows."""
-    columns = job[COLUMNS]
-    start = number * job[BLOCK_ROWS]
-    differentiate_rows(
-        int16_at(job[DY]),
-        int16_at(job[X]),
-        float32_at(job[WEIGHT]),
-        float32_at(job[MEANS]),
-        float32_at(job[RSTDS]),
-        int16_at(job[DX]),
-        float32_at(job[SUMS] + 4 * number * columns),
-        float32_at(job[SUMS] + 4 * (job[BLOCKS] + number) * columns),
-        start,
-        min(start + job[BLOCK_ROWS], job[ROWS]),
-        columns,
-        job[DX] != 0,
-    )
-
-
 def differentiate(job: Pointer) -> None:
     """Take some blocks until none is left."""
+    columns, rows = job[COLUMNS], job[BLOCK_ROWS]
+    tensors = int16_at(job[DY]), int16_at(job[X]), float32_at(job[WEIGHT]), int16_at(job[DX])
+    statistics = float32_at(job[MEANS]), float32_at(job[RSTDS])
     while True:
         first = take(job) * job[TAKEN]
         if first >= job[BLOCKS]:
             break
         for number in range(first, min(first + job[TAKEN], job[BLOCKS])):
-            block(job, number)
+            at = job[SUMS] + 4 * number * columns
+            sums = float32_at(at), float32_at(at + 4 * job[BLOCKS] * columns)
+            start, stop = number * rows, min(number * rows + rows, job[ROWS])
+            differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
 
 
 @loop

@@ -14,7 +14,7 @@ class Form(NamedTuple):
     Args:
         columns: the elements of a row, at least 1.
         epsilon: added to the variance.
-        is_centred: subtract the mean: layer_norm. Else it is rms_norm, without a bias.
+        is_centred: subtract the mean: layer_norm. Otherwise it is rms_norm, without a bias.
     """
 
     columns: int
@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows, and what the backward needs of them.
+    """The normalised rows, and their statistics for backward.
 
     Args:
         x: contiguous, fp16 or bf16, of which the last `form.columns` elements are a row.
@@ -32,7 +32,7 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
         form: see `Form`.
 
     Returns:
-        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations; [1, rows] without
+        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
         the means.
     """
     lines = x.view(-1, form.columns).float()
@@ -54,19 +54,13 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients.
+    """dx of `x`'s shape and dtype, dweight and dbias FP32 [columns]; what is not wanted may be None.
 
     Args:
         dy: the gradient of the output, of `x`'s shape and dtype, contiguous.
-        x: as `forward` got it; so `weight`, `form`.
-        weight: likewise.
-        kept: what `forward` gave.
-        form: likewise.
-        wants_dx: whether the input's gradient is wanted.
-        wants_sums: whether those of the parameters are.
-
-    Returns:
-        dx of `x`'s shape and dtype; dweight and dbias: FP32 [columns]. What isn't wanted may be None.
+        x, weight, form: the arguments of `forward`.
+        kept: the statistics that `forward` returned.
+        wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
     """
     lines = x.view(-1, form.columns).float()
     mean = kept[0][:, None] if form.is_centred else None
@@ -78,7 +72,7 @@ def backward(
 def gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias of FP32 rows [rows, columns], in terms that can be differentiated again."""
+    """dx, dweight and dbias of FP32 rows [rows, columns], by differentiable operations."""
     h = (x if mean is None else x - mean) * rstd
     g = dy if weight is None else dy * weight
     centred = g if mean is None else g - g.mean(-1, keepdim=True)
@@ -87,7 +81,7 @@ def gradients(
 
 
 def statistics(x: Tensor, form: Form) -> tuple[Tensor | None, Tensor]:
-    """Mean and reciprocal deviation of FP32 rows, [rows, 1] each, in terms that can be differentiated."""
+    """Mean and reciprocal deviation of FP32 rows, [rows, 1] each, by differentiable operations."""
     mean = x.mean(-1, keepdim=True) if form.is_centred else None
     distance = x if mean is None else x - mean
     return mean, distance.square().mean(-1, keepdim=True).add(form.epsilon).rsqrt()
