@@ -9,7 +9,6 @@ wait or must know at once, else the device.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks
+from mezzo.pytorch.snapshot import OptimizerSnapshot
 
 
 @dataclass(slots=True)
@@ -399,8 +399,7 @@ class ClosureStep:
         self._evaluate = evaluate
         self._back_off = back_off
         self._copies = copies
-        self._params: list[tuple[Tensor, Tensor, int]] | None = None
-        self._state: dict[Tensor, Any] = {}
+        self._before: OptimizerSnapshot | None = None
         self.loss: Any = None
 
     def take(self, step: Callable[[Callable[..., Any]], Any]) -> tuple[Any, bool]:
@@ -408,42 +407,20 @@ class ClosureStep:
         try:
             return step(self._closure), False
         except AbandonedStepError:
-            self._restore()
+            if self._before is not None:
+                self._before.restore()
             return None, True
 
     def _closure(self, *args: Any, **kwargs: Any) -> Any:
         """One evaluation, repeated while a smaller scale can help."""
-        if self._copies and self._params is None:
-            self._remember()
+        if self._copies and self._before is None:
+            self._before = OptimizerSnapshot(self._optimizer)
         while True:
             self.loss, finite = self._evaluate(*args, **kwargs)
             if finite:
                 return self.loss
             if not _is_finite(self.loss) or not self._back_off():
                 raise AbandonedStepError
-
-    def _restore(self) -> None:
-        if self._params is None:
-            return
-        with torch.no_grad():
-            for param, saved, version in self._params:
-                param.copy_(saved)
-                # Other graphs that saved it before the step may still run backward.
-                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-
-    def _remember(self) -> None:
-        self._params = [(p, p.detach().clone(), p._version) for p in parameters(self._optimizer)]
-        # Tensors at the top are updated in place, those in LBFGS's history are only appended and dropped.
-        self._state = {
-            param: {name: _copied(value) for name, value in entries.items()}
-            for param, entries in self._optimizer.state.items()
-        }
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _is_finite(loss: Any) -> bool:
