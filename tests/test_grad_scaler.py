@@ -183,7 +183,7 @@ def call(*names: str) -> Callable[[Any, torch.optim.Optimizer], None]:
     [
         (("unscale_", "unscale_"), "already been called"),
         (("step", "unscale_"), "being called after step"),
-        (("step", "step"), "already been called since the last update"),
+        (("step", "step"), "being called after step"),
         (("update",), "no gradients were checked"),
         (("step", "update", "update"), "no gradients were checked"),
     ],

@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "watch, in parts": ({"watch": 0.5}, "watch is 0.5"),
     "trace, in words": ({"trace": "yes"}, "trace is 'yes'; give True"),
     "records, a path": ({"records": "run.jsonl"}, "records is 'run.jsonl'; give a RecordWriter"),
-    "scheduler": ({"scheduler": 3}, "has no step"),
+    "scheduler": ({"scheduler": 3}, "scheduler is 3"),
     "ema": ({"ema": 3}, "update_parameters"),
     "loss scale": ({"loss_scale": -1.0}, "scale is -1"),
     "loss scale, a word": ({"loss_scale": "dynamc"}, "MixedPrecision: loss_scale: "),

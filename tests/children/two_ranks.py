@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import agreed, local, own_sum_of_squares
 from mezzo.pytorch.training.release import GradientRelease
 
@@ -74,7 +73,7 @@ def hybrid(rank: int, shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def mixed(rank: int) -> dict[str, Any]:
-    """One parameter in shards, one whole; a single sum can't tell which part is which."""
+    """One parameter in shards, one whole, one without gradient."""
     mesh = init_device_mesh("cpu", (2,))
     cut = nn.Parameter(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
     cut.grad = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
@@ -82,12 +81,7 @@ def mixed(rank: int) -> dict[str, Any]:
     plain.grad = torch.tensor([3.0, 4.0])
     still = nn.Parameter(torch.zeros(2))
     params = [plain, cut, still]
-    try:
-        agreed(None, torch.ones((), dtype=torch.float64), params)
-        refused = ""
-    except UsageError as error:
-        refused = str(error)
-    return bits(*agreed(None, own_sum_of_squares(params), params)) | {"refused": refused}
+    return bits(*agreed(None, own_sum_of_squares(params), params))
 
 
 def parts_to_add(rank: int) -> dict[str, Any]:
@@ -97,15 +91,6 @@ def parts_to_add(rank: int) -> dict[str, Any]:
     param.grad = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()])
     got = local(param.grad)
     return bits(*agreed(None, own_sum_of_squares([param]), [param])) | {"local": got.tolist()}
-
-
-def subgroup(rank: int) -> dict[str, Any]:
-    alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    both = dist.new_group([0, 1])
-    params = [nn.Parameter(torch.zeros(1))]
-    own = torch.tensor(1.0 + rank, dtype=torch.float64)
-    inside = agreed(None, own, params, alone)[1]
-    return bits(*agreed(torch.tensor(float(rank)), own, params, both)) | {"alone": float(inside)}
 
 
 def mesh_of_one(rank: int) -> dict[str, Any]:
@@ -174,7 +159,6 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "copies of one": lambda rank: hybrid(rank, (1, 2)),
     "mixed": mixed,
     "parts to add": parts_to_add,
-    "subgroup": subgroup,
     "mesh of one": mesh_of_one,
     "released": released,
     "released, clipped": lambda rank: released(rank, clip_norm=0.01),
