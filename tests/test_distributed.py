@@ -1,4 +1,4 @@
-"""Two ranks agree to the bit on an overflow and on the norm, however the parameters are spread."""
+"""Two gloo ranks agree on an overflow and on the norm, however the parameters are spread, and train alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks import two_ranks
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank printed: case -> result."""
-    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=120)
+    return two_ranks("two_ranks.py", tmp_path_factory.mktemp("ranks") / "store", seconds=400)
 
 
 def both(ranks: list[dict[str, Any]], case: str) -> tuple[float | None, float]:
@@ -96,3 +96,29 @@ def test_a_ranks_own_sum_covers_the_gradients_that_are_there() -> None:
     params[0].grad, params[2].grad = torch.full((3,), 2.0), torch.ones(3)
     assert float(own_sum_of_squares(params)) == 15
     assert local(params[0]) is params[0]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", ["alone", "alone, released"])
+def test_an_overflow_of_one_rank_is_skipped_by_both_and_norms_agree(
+    case: str, ranks: list[dict[str, Any]]
+) -> None:
+    assert ranks[0][case] == ranks[1][case]
+    assert [moved for moved, _ in ranks[0][case]["told"]] == [True, False, True]
+    assert ranks[0][case]["steps"] == 2.0
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", ["averaged", "averaged, accumulated"])
+def test_ranks_under_ddp_stay_equal_to_the_bit(case: str, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0][case] == ranks[1][case]
+    assert ranks[0][case]["dtypes"] == (["torch.float32"] if "accumulated" in case else [])
+
+
+@pytest.mark.heavy
+def test_what_ddp_can_not_have_is_refused(ranks: list[dict[str, Any]]) -> None:
+    lowering, release = ranks[0]["refused"]["told"]
+    assert "mezzo.lower_weights(model, 'bf16')" in lowering
+    assert "DistributedDataParallel" in release
+    assert ranks[0]["refused"]["same"]
+    assert ranks[0]["refused"]["dtype"] == "torch.float32"
