@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
@@ -20,7 +19,64 @@ import mezzo
 from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
 from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.pytorch.loss_scaler import LossScaler
-from scaled_steps import INF, NAN, OPTIMIZERS, flat, loss_of, parameters, same, state_after, train
+
+INF, NAN = float("inf"), float("nan")
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([1.0, -2.0, 3.0])), nn.Parameter(torch.tensor([[0.5]]))]
+
+
+def loss_of(params: list[nn.Parameter], event: float) -> Tensor:
+    """A loss whose gradient is 3 everywhere, but for one element: 3 * event."""
+    weights = torch.tensor([event, 1.0, 1.0])
+    return 3.0 * ((params[0] * weights).sum() + params[1].sum())
+
+
+def flat(optimizer: torch.optim.Optimizer) -> list[Any]:
+    state = optimizer.state_dict()["state"]
+    return [value for key in sorted(state) for _, value in sorted(state[key].items())]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(left, right)
+    )
+
+
+def train(scaler: Any, optimizer: torch.optim.Optimizer, params: list[nn.Parameter], event: float) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss_of(params, event)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def started(**arguments: Any) -> tuple[Any, torch.optim.Optimizer, list[nn.Parameter]]:
+    """A scaler, and an optimizer whose gradients are scaled."""
+    params, scaler = parameters(), mezzo.GradScaler(**arguments)
+    scaler.scale(loss_of(params, 1.0)).backward()
+    return scaler, OPTIMIZERS["sgd"](params), params
+
+
+def state_after(scaler: Any, events: list[float]) -> dict[str, Any]:
+    params = parameters()
+    optimizer = OPTIMIZERS["sgd"](params)
+    for event in events:
+        train(scaler, optimizer, params, event)
+    state: dict[str, Any] = scaler.state_dict()
+    return state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -73,20 +129,6 @@ def test_fused_sgd_with_momentum_starts_from_nothing_after_a_first_step_that_was
     assert same(*results)
 
 
-def test_a_step_whose_loss_was_never_scaled_is_loud() -> None:
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    scaler = mezzo.GradScaler()
-    train(scaler, optimizer, params, 1.0)
-    before = [p.detach().clone() for p in params]
-    for call in (scaler.step, scaler.unscale_):
-        optimizer.zero_grad()
-        loss_of(params, 1.0).backward()
-        with pytest.raises(CallOrderError, match="scale\\(\\) has not been called"):
-            call(optimizer)
-    assert same([p.detach() for p in params], before)
-
-
 def test_unscales_with_the_scale_that_the_loss_was_multiplied_with() -> None:
     params = parameters()
     optimizer = OPTIMIZERS["sgd"](params)
@@ -97,17 +139,6 @@ def test_unscales_with_the_scale_that_the_loss_was_multiplied_with() -> None:
     assert params[0].grad is not None
     assert params[0].grad.tolist() == [3.0, 3.0, 3.0]
     assert scaler.get_scale() == 1024.0
-
-
-def test_two_optimizers_one_of_them_stepped_after_an_update() -> None:
-    first, second = parameters(), parameters()
-    one, two = OPTIMIZERS["sgd"](first), OPTIMIZERS["sgd"](second)
-    scaler = mezzo.GradScaler(init_scale=4.0, growth_interval=1)
-    scaler.scale(loss_of(first, 1.0) + loss_of(second, 1.0)).backward()
-    scaler.step(one)
-    scaler.update()
-    scaler.step(two)
-    assert same([p.detach() for p in first], [p.detach() for p in second])
 
 
 def test_clipping_comes_after_unscaling() -> None:
@@ -138,21 +169,6 @@ def test_the_larger_of_two_found_infs_counts_for_one_scale() -> None:
     assert (scaler.was_skipped(one), scaler.was_skipped(two)) == (False, True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_was_skipped_says_so_and_a_skip_leaves_no_trace(name: str) -> None:
-    params = parameters()
-    optimizer = OPTIMIZERS[name](params)
-    scaler = mezzo.GradScaler()
-    with pytest.raises(CallOrderError, match="has not stepped yet"):
-        scaler.was_skipped(optimizer)
-    train(scaler, optimizer, params, 1.0)
-    assert scaler.was_skipped(optimizer) is False
-    before = [p.detach().clone() for p in params] + copy.deepcopy(flat(optimizer))
-    train(scaler, optimizer, params, NAN)
-    assert scaler.was_skipped(optimizer) is True
-    assert same([p.detach() for p in params] + flat(optimizer), before)
-
-
 def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
     scaler = mezzo.GradScaler(init_scale=4.0)
     one, pair = torch.tensor(1.0), namedtuple("pair", "a b")
@@ -167,80 +183,6 @@ def test_scale_keeps_the_shape_of_what_it_is_given() -> None:
         scaler.scale(1.0)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="not dict"):
         scaler.scale({"loss": one})
-
-
-def call(*names: str) -> Callable[[Any, torch.optim.Optimizer], None]:
-    def run(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        for name in names:
-            method = getattr(scaler, name)
-            method() if name == "update" else method(optimizer)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("calls", "message"),
-    [
-        (("unscale_", "unscale_"), "already been called"),
-        (("step", "unscale_"), "being called after step"),
-        (("step", "step"), "already been called since the last update"),
-        (("update",), "no gradients were checked"),
-        (("step", "update", "update"), "no gradients were checked"),
-    ],
-)
-def test_wrong_orders_are_errors_as_they_are_in_torch(calls: tuple[str, ...], message: str) -> None:
-    for make in (torch.amp.GradScaler, mezzo.GradScaler):
-        params = parameters()
-        optimizer = OPTIMIZERS["sgd"](params)
-        scaler = make("cpu")
-        scaler.scale(loss_of(params, 1.0)).backward()
-        error: Any = (RuntimeError, AssertionError) if make is torch.amp.GradScaler else CallOrderError
-        with pytest.raises(error, match="called|recorded" if make is torch.amp.GradScaler else message):
-            call(*calls)(scaler, optimizer)
-
-
-def test_no_gradient_at_all_is_an_error() -> None:
-    params = parameters()
-    scaler = mezzo.GradScaler()
-    scaler.scale(torch.ones(()))
-    with pytest.raises(UsageError, match="has a gradient"):
-        scaler.step(OPTIMIZERS["sgd"](params))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"device": 1024.0}, "init_scale=1024.0"),
-        ({"growth_factor": 1.0}, "growth_factor"),
-        ({"backoff_factor": 1.0}, "backoff_factor"),
-        ({"growth_interval": 0}, "growth_interval"),
-        ({"init_scale": INF}, "init"),
-        ({"init_scale": 1.0, "floor": 2.0}, "between the floor"),
-    ],
-)
-def test_constructor_refuses_what_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        mezzo.GradScaler(**arguments)
-
-
-@pytest.mark.parametrize("given", [0.0, INF, NAN, 2.0**30, torch.ones(2), torch.ones((), requires_grad=True)])
-def test_update_refuses_a_scale_that_is_none(given: Any) -> None:
-    scaler = mezzo.GradScaler()
-    with pytest.raises(UsageError):
-        scaler.update(given)
-    assert scaler.get_scale() == 2.0**16
-
-
-@pytest.mark.parametrize(("given", "used"), [(3.0, 3.0), (INF, 2.0**24), (NAN, 2.0**-14), (0.0, 2.0**-14)])
-def test_update_brings_a_tensor_within_the_bounds(given: float, used: float) -> None:
-    scaler = mezzo.GradScaler()
-    scaler.update(torch.tensor([given]))
-    assert scaler.get_scale() == used
-
-
-def test_a_first_scale_beyond_the_default_bounds_moves_them() -> None:
-    assert mezzo.GradScaler(init_scale=2.0**30).get_scale() == 2.0**30
-    assert mezzo.GradScaler(init_scale=2.0**-30).get_scale() == 2.0**-30
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -291,17 +233,6 @@ def test_setters_take_effect_as_in_torch(started: bool) -> None:
     assert traces[0] == traces[1]
 
 
-def test_nothing_is_kept_of_an_optimizer_that_is_gone() -> None:
-    scaler = mezzo.GradScaler()
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    train(scaler, optimizer, params, 1.0)
-    assert len(scaler._last) == 1
-    del optimizer
-    gc.collect()
-    assert len(scaler._last) == 0
-
-
 def test_the_older_contract_hands_the_scaler_to_the_optimizer() -> None:
     class Own(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -323,20 +254,6 @@ def test_the_older_contract_hands_the_scaler_to_the_optimizer() -> None:
         train(scaler, optimizer, params, INF)
     assert scaler.was_skipped(optimizer) is True
     assert scaler.get_scale() == 2.0**15
-
-
-def test_scale_of_the_optimizer_s_own_is_multiplied_in() -> None:
-    weights = []
-    for make in (torch.amp.GradScaler, mezzo.GradScaler):
-        params = parameters()
-        optimizer = OPTIMIZERS["adamw-fused"](params)
-        scaler = make("cpu")
-        optimizer.grad_scale = torch.tensor(4.0)
-        scaler.scale(loss_of(params, 1.0)).backward()
-        scaler.step(optimizer)
-        weights.append([p.detach() for p in params] + flat(optimizer))
-        assert not hasattr(optimizer, "grad_scale")
-    assert same(*weights)
 
 
 def test_a_fused_step_that_raises_can_be_taken_again() -> None:
@@ -379,127 +296,6 @@ def test_several_devices_have_one_scale_and_nothing_is_read() -> None:
         assert str(machine.scale.device) == "cuda:0"
 
 
-def problem(offset: float = 0.0) -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(20, 3, generator=generator), torch.randn(20, generator=generator)
-    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))]
-    return params, lambda: ((x @ params[0] + params[1] - y) ** 2).mean() + offset
-
-
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**126])
-@pytest.mark.parametrize("keyword", [True, False])
-def test_lbfgs_equals_the_plain_one_bit_by_bit(search: str | None, init_scale: float, keyword: bool) -> None:
-    outcomes = []
-    for scaler in (None, mezzo.GradScaler(init_scale=init_scale)):
-        params, loss_fn = problem()
-        optimizer = torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn=search)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()  # noqa: B023
-            loss = loss_fn()  # noqa: B023
-            # With 2**126 the loss still is a number, and 8 times its gradient is not.
-            (loss if scaler is None else scaler.scale(8.0 * loss)).backward()  # noqa: B023
-            if scaler is None:  # noqa: B023
-                for p in params:  # noqa: B023
-                    assert p.grad is not None
-                    p.grad.mul_(8.0)
-            return loss
-
-        losses = []
-        for _ in range(3):
-            if scaler is None:
-                losses.append(optimizer.step(closure))
-            else:
-                losses.append(
-                    scaler.step(optimizer, closure=closure) if keyword else scaler.step(optimizer, closure)
-                )
-                assert scaler.was_skipped(optimizer) is False
-                scaler.update()
-        outcomes.append([p.detach() for p in params] + losses)
-    assert same(*outcomes)
-
-
-def test_a_closure_that_overflows_runs_again_at_a_smaller_scale() -> None:
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    scaler = mezzo.GradScaler(init_scale=16.0)
-    scales = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(params, 1.0)
-        scales.append(scaler.get_scale())
-        scaler.scale(loss).backward()
-        if scales[-1] > 4.0:
-            params[0].grad.fill_(INF)  # type: ignore[union-attr]
-        return loss
-
-    loss = scaler.step(optimizer, closure)
-    scaler.update()
-    assert loss is not None
-    assert scales == [16.0, 8.0, 4.0]
-    assert scaler.get_scale() == 4.0
-    assert params[1].item() == pytest.approx(0.2)
-
-
-def test_a_closure_that_no_scale_helps_is_skipped_at_the_floor() -> None:
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    scaler = mezzo.GradScaler(init_scale=4.0, floor=1.0, patience=2)
-    scales = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(params, 1.0)
-        scales.append(scaler.get_scale())
-        assert len(scales) < 10
-        scaler.scale(loss).backward()
-        params[0].grad.fill_(INF)  # type: ignore[union-attr]
-        return loss
-
-    before = [p.detach().clone() for p in params]
-    assert scaler.step(optimizer, closure) is None
-    assert scales == [4.0, 2.0, 1.0]
-    assert scaler.was_skipped(optimizer) is True
-    assert same([p.detach() for p in params], before)
-    scaler.update()
-    scaler.step(optimizer, closure)
-    with pytest.raises(LossScaleCollapseError):
-        scaler.update()
-
-
-def test_a_closure_that_fails_in_the_middle_of_a_step_leaves_no_trace() -> None:
-    params, loss_fn = problem()
-    optimizer = torch.optim.LBFGS(params, lr=0.5, max_iter=5)
-    scaler = mezzo.GradScaler()
-    calls = 0
-    fails_from = 3
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = loss_fn() * (1.0 if calls < fails_from else NAN)
-        scaler.scale(loss).backward()
-        return loss
-
-    fails_from = 100
-    scaler.step(optimizer, closure)
-    scaler.update()
-    calls, fails_from = 0, 3
-    before = [p.detach().clone() for p in params] + copy.deepcopy(flat(optimizer))
-    assert scaler.step(optimizer, closure) is None
-    scaler.update()
-    assert calls == 3
-    assert scaler.was_skipped(optimizer) is True
-    assert scaler.get_scale() == 2.0**15
-    after = [p.detach() for p in params] + flat(optimizer)
-    assert len(after) == len(before)
-    for a, b in zip(after, before):
-        assert same(a, b) if isinstance(a, list) else same([a], [b])
-
-
 @pytest.mark.parametrize("unscaled", [True, False])
 def test_a_closure_used_wrongly_is_loud(unscaled: bool) -> None:
     params = parameters()
@@ -518,34 +314,6 @@ def test_a_closure_used_wrongly_is_loud(unscaled: bool) -> None:
         CallOrderError, match="do not call unscale_" if unscaled else "did not scale its loss"
     ):
         scaler.step(optimizer, closure)
-
-
-def test_a_disabled_scaler_keeps_its_getters_and_passes_through() -> None:
-    scaler = mezzo.GradScaler(enabled=False, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
-    loss = torch.tensor(1.0)
-    assert scaler.scale(loss) is loss
-    assert not scaler.is_enabled()
-    assert scaler.get_scale() == 1.0
-    assert scaler.get_growth_factor() == 4.0
-    assert scaler.get_backoff_factor() == 0.25
-    assert scaler.get_growth_interval() == 7
-    scaler.set_growth_factor(8.0)
-    scaler.set_backoff_factor(0.5)
-    scaler.set_growth_interval(9)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
-        8.0,
-        0.5,
-        9,
-    )
-    params = parameters()
-    optimizer = OPTIMIZERS["sgd"](params)
-    optimizer.zero_grad()
-    loss_of(params, 1.0).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.was_skipped(optimizer) is False
-    assert params[1].item() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -601,28 +369,6 @@ def test_copies_and_pickles_go_on_alike(copied: Callable[[Any], Any]) -> None:
     assert state_after(twin, [1.0, INF]) == state_after(scaler, [1.0, INF])
 
 
-def test_a_pickle_of_version_0_1_0_goes_on() -> None:
-    scaler = mezzo.GradScaler.__new__(mezzo.GradScaler)
-    pure = mezzo.DynamicLossScale(
-        init=8.0, growth_interval=3, hysteresis=2, scale=4.0, good_steps=2, overflows=0
-    )
-    scaler.__setstate__({"device": None, "enabled": True, "pure": pure})
-    assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.get_growth_interval()) == (4.0, 2, 3)
-    assert state_after(scaler, [1.0])["scale"] == 8.0
-    assert state_after(scaler, [INF])["scale"] == 8.0  # forgiven, by its hysteresis
-
-
-def test_a_state_of_version_0_1_0_goes_on() -> None:
-    saved = {
-        "scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 4, "_growth_tracker": 3,
-        "floor": 256.0, "ceiling": 1024.0, "hysteresis": 1, "patience": 9, "overflows": 0, "stuck": 0,
-    }  # fmt: skip
-    scaler = mezzo.GradScaler()
-    scaler.load_state_dict(saved)
-    assert scaler.state_dict() == saved
-    assert state_after(scaler, [1.0] * 9)["scale"] == 1024.0
-
-
 def test_it_is_a_scaler_of_torch_with_its_private_names() -> None:
     scaler = mezzo.GradScaler(init_scale=8.0, growth_interval=2)
     assert isinstance(scaler, torch.amp.GradScaler)
@@ -662,3 +408,172 @@ def test_a_subclass_may_check_gradients_its_own_way() -> None:
         assert scaler.was_skipped(optimizer)
         assert scaler.get_scale() == 4.0
         assert params[1].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (("unscale_", "unscale_"), "already been called"),
+        (("step", "unscale_"), "being called after step"),
+        (("step", "step"), "being called after step"),
+        (("update",), "no gradients were checked"),
+        (("step", "update", "update"), "no gradients were checked"),
+        (("was_skipped",), "has not stepped yet"),
+        (("step", "update", "step"), "has not been called since"),
+        (("step", "update", "unscale_"), "has not been called since"),
+    ],
+)
+def test_wrong_orders_are_errors(calls: tuple[str, ...], message: str) -> None:
+    scaler, optimizer, _ = started()
+    *before, last = calls
+    for name in before:
+        getattr(scaler, name)(*([] if name == "update" else [optimizer]))
+    with pytest.raises(CallOrderError, match=message):
+        getattr(scaler, last)(*([] if last == "update" else [optimizer]))
+
+
+def test_no_gradient_at_all_is_an_error() -> None:
+    scaler, optimizer, _ = started()
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match="has a gradient"):
+        scaler.step(optimizer)
+
+
+def test_a_scale_that_collapsed_raises_and_stays_above_zero() -> None:
+    """torch's scale is 2**-128 after 144 overflows; its inverse is infinite, and the next good step writes that."""
+    scaler = mezzo.GradScaler()
+    optimizer = OPTIMIZERS["sgd"](params := parameters())
+    for _ in range(30 + 50 - 1):  # to the floor, and the patience there
+        train(scaler, optimizer, params, INF)
+    with pytest.raises(LossScaleCollapseError):
+        train(scaler, optimizer, params, INF)
+    assert scaler.get_scale() == 2.0**-14
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": 1024.0}, "init_scale=1024.0"),
+        ({"growth_factor": 1.0}, "growth_factor"),
+        ({"backoff_factor": 1.0}, "backoff_factor"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"init_scale": INF}, "init"),
+        ({"init_scale": 1.0, "floor": 2.0}, "between the floor"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        mezzo.GradScaler(**arguments)
+
+
+@pytest.mark.parametrize("scale", [2.0**30, 2.0**-30])
+def test_a_first_scale_beyond_the_default_bounds_moves_them(scale: float) -> None:
+    assert mezzo.GradScaler(init_scale=scale).get_scale() == scale
+
+
+REFUSED = [0.0, INF, NAN, 2.0**30, torch.ones(2), torch.ones((), requires_grad=True)]
+CLAMPED = [(3.0, 3.0), (INF, 2.0**24), (NAN, 2.0**-14), (0.0, 2.0**-14)]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [(given, None) for given in REFUSED] + [(torch.tensor([a]), b) for a, b in CLAMPED]
+)
+def test_update_refuses_an_invalid_number_and_clamps_a_tensor(given: Any, used: float | None) -> None:
+    scaler = mezzo.GradScaler()
+    if used is None:
+        with pytest.raises(UsageError):
+            scaler.update(given)
+    else:
+        scaler.update(given)
+    assert scaler.get_scale() == (2.0**16 if used is None else used)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**126])
+def test_lbfgs_equals_the_plain_one_bit_by_bit(search: str | None, init_scale: float) -> None:
+    """With 2**126 the loss still is a number, and 8 times its gradient is not."""
+    outcomes = []
+    for scaler in (mezzo.GradScaler(enabled=False), mezzo.GradScaler(init_scale=init_scale)):
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(20, 3, generator=generator), torch.randn(20, generator=generator)
+        params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))]
+        optimizer = torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn=search)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()  # noqa: B023
+            loss = ((x @ params[0] + params[1] - y) ** 2).mean()  # noqa: B023
+            scaler.scale(8.0 * loss).backward()  # noqa: B023
+            return loss
+
+        losses = []
+        for _ in range(3):
+            losses.append(scaler.step(optimizer, closure=closure))
+            assert scaler.was_skipped(optimizer) is False
+            scaler.update()
+        outcomes.append([p.detach() for p in params] + losses)
+    assert same(*outcomes)
+
+
+@pytest.mark.parametrize(("finite_up_to", "scales"), [(4.0, [16.0, 8.0, 4.0]), (0.0, [16.0, 8.0, 4.0, 2.0])])
+def test_a_closure_that_overflows_runs_again_at_a_smaller_scale(finite_up_to: float, scales: Any) -> None:
+    """Down to the floor of 2, where the step is skipped and undone."""
+    params = parameters()
+    optimizer = OPTIMIZERS["sgd-momentum"](params)
+    scaler = mezzo.GradScaler(init_scale=16.0, floor=2.0, patience=2)
+    seen = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        seen.append(scaler.get_scale())
+        loss = loss_of(params, 1.0)
+        scaler.scale(loss).backward()
+        if seen[-1] > finite_up_to:
+            params[0].grad.fill_(INF)  # type: ignore[union-attr]
+        return loss
+
+    loss = scaler.step(optimizer, closure)
+    scaler.update()
+    assert seen == scales
+    assert scaler.get_scale() == scales[-1]
+    assert scaler.was_skipped(optimizer) is (loss is None) is (finite_up_to == 0.0)
+    assert params[1].item() == pytest.approx(0.5 if loss is None else 0.2)
+    if loss is None:
+        scaler.step(optimizer, closure)
+        with pytest.raises(LossScaleCollapseError):
+            scaler.update()
+
+
+def test_a_disabled_scaler_passes_through_and_keeps_its_numbers() -> None:
+    numbers = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+    scaler, optimizer, params = started(enabled=False, **numbers)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.is_enabled(), scaler.was_skipped(optimizer), scaler.get_scale()) == (False, False, 1.0)
+    assert params[1].item() == pytest.approx(0.2)
+    assert {key: getattr(scaler, f"get_{key}")() for key in numbers} == numbers
+    scaler.set_growth_factor(8.0)
+    assert scaler.state_dict()["growth_factor"] == 8.0
+
+
+FROM_0_1_0 = {
+    "scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "_growth_tracker": 2,
+    "floor": 2.0, "ceiling": 8.0, "hysteresis": 2, "patience": 9, "overflows": 0, "stuck": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["state", "pickle"])
+def test_states_and_pickles_of_version_0_1_0_go_on(kind: str) -> None:
+    from mezzo.pytorch.scaling.scaler import GradScaler  # where a pickle looks for it
+
+    scaler = GradScaler.__new__(GradScaler)
+    if kind == "state":
+        scaler = GradScaler()
+        scaler.load_state_dict(FROM_0_1_0)
+    else:
+        names = ("growth_interval", "hysteresis", "scale", "patience", "floor", "ceiling")
+        pure = mezzo.DynamicLossScale(init=8.0, good_steps=2, **{name: FROM_0_1_0[name] for name in names})
+        scaler.__setstate__({"device": None, "enabled": True, "pure": pure})
+    assert scaler.state_dict() == FROM_0_1_0
+    assert state_after(scaler, [1.0])["scale"] == 8.0
+    assert state_after(scaler, [INF])["scale"] == 8.0  # the first overflow is forgiven, by its hysteresis

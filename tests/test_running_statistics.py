@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bad_steps import INF, is_finite, same
-from mezzo.pytorch.training.buffers import SMALL, MovingBuffers
+from mezzo.pytorch.training.networks import SMALL, MovingBuffers
 from moving_buffers import Averages, in_place, replaced, through_data, written_then_replaced, zeros
 
 
@@ -51,7 +51,7 @@ def test_what_holds_still_is_not_copied_any_more() -> None:
     assert (7, 7) not in ops.copied
     assert (SMALL,) not in ops.copied
     assert ops.names.count("cat") == 2  # FP32 and the counter of BatchNorm
-    kept = {each.place.name: each.copy is not None for each in statistics._still}
+    kept = {each.slot.name: each.values is not None for each in statistics._still}
     assert kept == {"mask": True, "large": False}
 
 
@@ -75,7 +75,7 @@ def test_batch_normalisation_alone_costs_two_copies_a_step_and_no_learning(layer
 
 
 def test_after_the_learning_steps_a_skip_that_only_the_device_knows_of_is_not_waited_for() -> None:
-    model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), Averages(replaced), nn.BatchNorm1d(4))
+    model = nn.Sequential(Averages(in_place, mask=zeros(3, 3)), Averages(through_data), nn.BatchNorm1d(4))
     statistics = MovingBuffers(model)
     forward = lambda: model(torch.randn(8, 4))  # noqa: E731
     steps_of(statistics, forward, 2)

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
+import bad_steps
 import mezzo
 from mezzo.core.errors import UnknownNameError, UnsupportedPrecisionError, UsageError
 from mezzo.pytorch import auto
 from mezzo.pytorch.optim.optimizers import SGD, AdamW
 from mezzo.pytorch.optim.with_masters import with_masters
 from mezzo.pytorch.weights.lowering import lower_weights
-from training_modes import ADAMW, MODES, made
 from training_steps import (  # noqa: F401
     INF,
     NAN,
@@ -31,6 +31,34 @@ from training_steps import (  # noqa: F401
     same,
     who_decides,
 )
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+ADAMW: Make = lambda p: torch.optim.AdamW(p, lr=0.05)  # noqa: E731
+
+# masters=, precision, the optimizer, state=
+MODES: dict[str, tuple[str, str, Make, str | None]] = {
+    "split": ("split", "bf16", ADAMW, None),
+    "split8 int8": ("split8", "bf16", ADAMW, "int8"),
+    "split sgd": ("split", "bf16", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "bf16"),
+    "masters bf16": ("fp32", "bf16", ADAMW, None),
+    "masters fp16": ("fp32", "fp16", lambda p: torch.optim.Adam(p, lr=0.05), None),
+    "masters fp16 rmsprop": ("fp32", "fp16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
+    "masters bf16 rmsprop": ("fp32", "bf16", lambda p: torch.optim.RMSprop(p, lr=0.01), None),
+    "given split": ("split", "bf16", lambda p: AdamW(p, lr=0.05, masters="split"), None),
+    "given fp16": ("fp32", "fp16", lambda p: AdamW(p, lr=0.05), None),
+    "fp32 int8": ("auto", "bf16", ADAMW, "int8"),
+    "plain fp16": ("auto", "fp16", OPTIMIZERS["adamw-fused"], None),
+    "plain fp32": ("auto", "fp32", OPTIMIZERS["adamw-fused"], None),
+}
+
+
+def made(mode: str, model: nn.Module | None = None, **arguments: Any) -> Any:
+    masters, precision, optimizer, state = MODES[mode]
+    model = network() if model is None else model
+    return mezzo.MixedPrecision(
+        model, optimizer(model.parameters()), precision, masters=masters, state=state, **arguments
+    )
 
 
 @pytest.mark.parametrize(("mode", "accumulate"), [(mode, 1 + i % 2) for i, mode in enumerate(MODES)])
@@ -87,56 +115,6 @@ def test_split_equals_the_loop_written_by_hand_and_separate_masters(accumulate: 
         assert same([mp._fused.master(p) for p in twin.parameters()], expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_skip_leaves_no_trace_in_any_mode(mode: str, accumulate: int, decides: str) -> None:
-    mp = made(mode, accumulate=accumulate, loss_scale=mezzo.DynamicLossScale(init=2.0**8))
-    for index in range(2 * accumulate):
-        run(mp, index)
-    before = everything(mp)
-    for index in range(accumulate):
-        result = run(mp, index, INF if index == 0 else 1.0)
-    assert (result.stepped, result.skipped) == (False, True)
-    assert "NaN or infinite at loss scale 256" in result.reason
-    assert same(everything(mp), before)
-    assert mp.loss_scale == 2.0**7
-    for index in range(accumulate):
-        result = run(mp, index)
-    assert result.stepped
-    assert not same(everything(mp), before)
-    assert all(t.isfinite().all() for t in everything(mp) if t.is_floating_point())
-
-
-@pytest.mark.parametrize("mode", ["split8 int8", "masters fp16 rmsprop"])
-def test_scheduler_and_average_follow_moves(mode: str) -> None:
-    model = network()
-    masters, precision, make, state = MODES[mode]
-    optimizer = make(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    seen: list[nn.Module] = []
-    mp = mezzo.MixedPrecision(
-        model,
-        optimizer,
-        precision,
-        masters=masters,
-        state=state,
-        scheduler=scheduler,
-        ema=seen.append,
-        loss_scale=256,
-    )
-    lr = optimizer.param_groups[0]["lr"]
-    for factor in (INF, 1.0, INF, 1.0, 1.0):
-        run(mp, factor=factor)
-    assert scheduler.last_epoch == len(seen) == 3
-    assert optimizer.param_groups[0]["lr"] == lr * 0.5**3
-    before = everything(mp)
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.param_groups[0]["weight_decay"] = 0.0
-    run(mp)
-    left, right = before[:2], everything(mp)[:2]
-    assert same(left, right)
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
@@ -168,26 +146,6 @@ def test_an_average_is_of_the_fp32_masters(mode: str, kind: str) -> None:
     assert same(list(ema.module.parameters()), list(twin.module.parameters()))
     assert {p.dtype for p in ema.module.parameters()} == {torch.float32}
     assert all(a is b for a, b in zip(model.parameters(), own))
-
-
-@pytest.mark.parametrize(("mode", "after"), [("split", 5), ("masters fp16", 4), ("masters bf16 rmsprop", 5)])
-def test_a_resumed_run_goes_on_bit_by_bit(mode: str, after: int) -> None:
-    mp = made(mode, accumulate=2, clip_norm=0.5)
-    for index in range(after):
-        run(mp, index)
-    file = io.BytesIO()
-    torch.save([mp.model.state_dict(), mp.optimizer.state_dict(), mp.state_dict()], file)
-    file.seek(0)
-    model_state, optimizer_state, state = torch.load(file, weights_only=True)
-    twin = made(mode, accumulate=2, clip_norm=0.5)
-    twin.model.load_state_dict(model_state)
-    twin.optimizer.load_state_dict(optimizer_state)
-    twin.load_state_dict(state)
-    for index in range(after, after + 6):
-        for each in (mp, twin):
-            run(each, index)
-    assert same(everything(mp), everything(twin))
-    assert mp.loss_scale == twin.loss_scale
 
 
 def test_another_s_parameters_are_not_lowered() -> None:
@@ -280,28 +238,6 @@ def test_the_former_name_of_result_stepped_is_deprecated() -> None:
         assert result.moved
 
 
-def test_the_policy_s_own_words_do_the_same() -> None:
-    for text, remainder in (
-        ("bf16,params=bf16", torch.int16),
-        ("bf16,masters=split8", torch.int8),
-        ("bf16,masters=none", None),
-    ):
-        model = network()
-        mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), text)
-        run(mp)
-        assert model[0].weight.dtype is torch.bfloat16
-        kept = mp.optimizer.state[model[0].weight].get("remainder")
-        assert (None if kept is None else kept.dtype) is remainder
-    model = network()
-    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "fp16,params=fp16,state=int8")
-    assert run(mp).stepped
-    assert mp.optimizer.state[model[0].weight]["exp_avg"].dtype is torch.uint8
-    model = network()
-    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), "bf16,params=bf16,module.3=fp32")
-    assert run(mp).stepped
-    assert [model[i].weight.dtype for i in (0, 3)] == [torch.bfloat16, torch.float32]
-
-
 @pytest.mark.parametrize("optimizer", ["fused", "with masters"])
 def test_a_model_that_is_in_16_bits_already_keeps_its_optimizer_s_masters(optimizer: str) -> None:
     model = network()
@@ -367,7 +303,39 @@ def test_states_of_other_weights_are_refused_but_fp32_goes_on_in_16_bits() -> No
         made("split", accumulate=2).load_state_dict(open_window.state_dict())
 
 
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+
+
+def of_another(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, UsageError, "no parameters"),
+    "no module": ({"model": 3, "optimizer": of_another}, UsageError, "give a torch.nn.Module"),
+    "no optimizer": ({"optimizer": list}, UsageError, "give a torch.optim.Optimizer"),
+    "another's optimizer": ({"optimizer": of_another}, UsageError, "belongs to this"),
+    "lbfgs": ({"optimizer": torch.optim.LBFGS}, UsageError, "mezzo.GradScaler"),
+    "lbfgs with masters": (
+        {"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))},
+        UsageError,
+        "LBFGS evaluates the loss several times",
+    ),
+    "unknown precision": ({"precision": "f16"}, UnknownNameError, "Did you mean"),
+    "clip_norm": ({"clip_norm": 0.0}, UsageError, "clip_norm is 0.0"),
+    "clip_value": ({"clip_value": NAN}, UsageError, "clip_value is nan"),
+    "accumulate": ({"accumulate": 0}, UsageError, "accumulate is 0"),
+    "accumulate float": ({"accumulate": 2.0}, UsageError, "accumulate is 2.0"),
+    "watch": ({"watch": -1, "masters": "split"}, UsageError, "watch is -1"),
+    "watch, in parts": ({"watch": 0.5}, UsageError, "watch is 0.5"),
+    "trace, in words": ({"trace": "yes"}, UsageError, "trace is 'yes'"),
+    "records, a path": ({"records": "run.jsonl"}, UsageError, "give a RecordWriter"),
+    "scheduler": ({"scheduler": 3}, UsageError, "scheduler is 3"),
+    "plateau": ({"scheduler": PLATEAU}, UsageError, r"result\.stepped"),
+    "ema": ({"ema": 3}, UsageError, "update_parameters"),
+    "loss scale": ({"loss_scale": -1.0}, UsageError, "scale is -1"),
+    "loss scale, a word": ({"loss_scale": "dynamc"}, UsageError, "MixedPrecision: loss_scale: "),
+    "loss scale, its class": ({"loss_scale": mezzo.DynamicLossScale}, UsageError, "loss_scale is <class"),
     "unknown masters": ({"masters": "spilt"}, UnknownNameError, "Did you mean 'split'"),
     "unknown params": ({"params": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
     "unknown state": ({"state": "int4"}, UnknownNameError, "Did you mean 'int8'"),
@@ -442,59 +410,102 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("row", REFUSED)
 def test_what_is_refused_leaves_model_and_optimizer_as_they_were(row: str) -> None:
     arguments, error, message = REFUSED[row]
-    arguments = {"precision": "bf16", "optimizer": ADAMW} | arguments
-    model = network()
+    arguments = {"precision": "bf16", "optimizer": ADAMW, "model": network()} | arguments
+    model, precision = arguments.pop("model"), arguments.pop("precision")
+    if not isinstance(model, nn.Sequential):
+        with pytest.raises(error, match=message):
+            mezzo.MixedPrecision(model, arguments["optimizer"](None), precision)
+        return
     optimizer = arguments.pop("optimizer")(model.parameters())
     model(batch()[0]).sum().backward()
-    optimizer.step()  # so that there is a state to be left alone
-    bits = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-    own = dict(vars(optimizer))
+    if type(optimizer) in (AdamW, torch.optim.AdamW):
+        optimizer.step()  # so that there is a state to be left alone
+    given = [model.state_dict(), optimizer.state_dict() if hasattr(optimizer, "state_dict") else {}]
+    before, attributes = copy.deepcopy(given), dict(vars(optimizer)) if hasattr(optimizer, "state") else {}
     with pytest.raises(error, match=message):
-        mezzo.MixedPrecision(model, optimizer, **arguments)
-    left = [model.state_dict(), optimizer.state_dict()]
-    assert bits[0].keys() == left[0].keys()
-    assert all(torch.equal(bits[0][key], left[0][key]) for key in bits[0])
-    assert all(left[0][key].dtype is bits[0][key].dtype for key in bits[0])
-    for index, entries in bits[1]["state"].items():
-        for name, value in entries.items():
-            assert torch.equal(left[1]["state"][index][name], value)
-    assert {k: v for k, v in vars(optimizer).items() if callable(v)} == {
-        k: v for k, v in own.items() if callable(v)
-    }
+        mezzo.MixedPrecision(model, optimizer, precision, **arguments)
+    assert bad_steps.same([model.state_dict(), given[1]], before)
+    if attributes:
+        assert bad_steps.same(optimizer.state_dict(), before[1])
+        assert vars(optimizer).keys() == attributes.keys()
     assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
     assert all("forward" not in vars(module) for module in model.modules())
-    optimizer.zero_grad()
-    assert run(mezzo.MixedPrecision(model, optimizer, "bf16")).stepped
+    model.zero_grad()
+    assert run(mezzo.MixedPrecision(model, ADAMW(model.parameters()), "bf16")).stepped
 
 
-@pytest.mark.parametrize(
-    ("convert", "precision", "message"),
-    [
-        (nn.Module.half, "fp16", "masters='fp32'"),
-        (nn.Module.bfloat16, "bf16", "split"),
-    ],
-)
-def test_16_bit_parameters_without_masters_are_refused(
-    convert: Callable[[nn.Module], nn.Module], precision: str, message: str
-) -> None:
-    model = convert(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match=message):
-        mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), precision)
-    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), precision, masters="fp32")
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_16_bit_parameters_without_masters_or_of_another_format_are_refused(fmt: str) -> None:
+    model = nn.Linear(2, 2).to(torch.float16 if fmt == "fp16" else torch.bfloat16)
+    with pytest.raises(UsageError, match="masters='fp32'"):
+        mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), fmt)
+    for other in {"fp32", "fp16", "bf16"} - {fmt}:
+        with pytest.raises(UsageError, match=f"precision='{fmt}'"):
+            mezzo.MixedPrecision(model, AdamW(model.parameters()), other)
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), fmt, masters="fp32")
     with mp.autocast():
         loss = model(torch.ones(1, 2)).mean()
     assert mp.step(loss).stepped
 
 
-def test_masters_do_not_hide_that_an_optimizer_needs_a_closure() -> None:
+# Storage of what a policy's own text asks for: the weight's dtype, an entry of its state, and that entry's dtype.
+STORED: list[tuple[str, torch.dtype, str, torch.dtype | None]] = [
+    ("bf16,params=bf16", torch.bfloat16, "remainder", torch.int16),
+    ("bf16,masters=split8", torch.bfloat16, "remainder", torch.int8),
+    ("bf16,masters=none", torch.bfloat16, "remainder", None),
+    ("fp16,params=fp16,state=int8", torch.float16, "exp_avg", torch.uint8),
+    ("bf16,params=bf16,module.0=fp32", torch.float32, "remainder", None),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "entry", "stored"), STORED)
+def test_what_a_policy_s_text_stores(
+    text: str, dtype: torch.dtype, entry: str, stored: torch.dtype | None
+) -> None:
     model = network()
-    lower_weights(model, "bf16")
-    with pytest.raises(UsageError, match="LBFGS evaluates the loss several times"):
-        mezzo.MixedPrecision(model, with_masters(torch.optim.LBFGS(model.parameters())), "bf16")
+    mp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters()), text)
+    assert run(mp).stepped
+    assert model[0].weight.dtype is dtype
+    kept = mp.optimizer.state[model[0].weight].get(entry)
+    assert (None if kept is None else kept.dtype) is stored
 
 
-def test_16_bit_parameters_of_another_format_are_refused() -> None:
-    model = nn.Linear(2, 2).bfloat16()
-    for precision in ("fp32", "fp16"):
-        with pytest.raises(UsageError, match="precision='bf16'"):
-            mezzo.MixedPrecision(model, AdamW(model.parameters()), precision)
+@pytest.mark.parametrize(
+    "mode", ["split", "masters fp16", "masters bf16 rmsprop", "plain fp16", "plain fp32"]
+)
+@pytest.mark.parametrize("after", [4, 5])
+@pytest.mark.parametrize("next_factor", [1.0, INF])
+def test_a_resumed_run_goes_on_bit_by_bit(mode: str, after: int, next_factor: float, decides: str) -> None:
+    """Between two windows and inside one, before a good step and before one that is skipped."""
+    scale = mezzo.DynamicLossScale(growth_interval=3, init=2.0**8) if "fp16" in mode else None
+    if scale is None and next_factor == INF:
+        next_factor = 2.0
+    mp, twin = (made(mode, accumulate=2, clip_norm=0.5, loss_scale=scale) for _ in range(2))
+    for index in range(after):
+        run(mp, index, INF if index == 2 and scale is not None else 1.0)
+    file = io.BytesIO()
+    torch.save([mp.model.state_dict(), mp.optimizer.state_dict(), mp.state_dict()], file)
+    file.seek(0)
+    for part, state in zip((twin.model, twin.optimizer, twin), torch.load(file, weights_only=True)):
+        part.load_state_dict(state)
+    for index in range(after, after + 6):
+        for each in (mp, twin):
+            run(each, index, next_factor if index == after else 1.0)
+    assert same(everything(mp), everything(twin))
+    assert mp.loss_scale == twin.loss_scale
+
+
+def test_close_and_deletion_put_the_gradients_format_back() -> None:
+    model = network()
+    mp = made("split", model, accumulate=2)
+    run(mp)
+    assert model[0].weight.grad.dtype is torch.float32
+    mp.close()
+    assert model[0].weight.grad.dtype is torch.bfloat16
+    assert model[0].weight.grad_dtype is torch.bfloat16
+    model.zero_grad()
+    second = mezzo.MixedPrecision(model, mp._fused, "bf16", accumulate=2)
+    assert model[0].weight.grad_dtype is torch.float32
+    del second
+    assert model[0].weight.grad_dtype is torch.bfloat16
+    assert model[0].weight.dtype is torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.pytorch import loss_scaler
+from mezzo.pytorch.memory import PeakTensorBytes
 from mezzo.pytorch.training import mixed_precision
 
 INF, NAN = float("inf"), float("nan")
@@ -75,6 +77,24 @@ def everything(mp: Any) -> list[Tensor]:
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right))
+
+
+def peak_bytes(mp: Any, x: Tensor, losses: int = 1) -> float:
+    """Peak bytes per parameter over two windows of losses, after a first one."""
+
+    def window() -> None:
+        for _ in range(losses):
+            with mp.autocast():
+                loss = mp.model(x).float().square().mean()
+            mp.step(loss)
+
+    window()
+    gc.collect()
+    peak = PeakTensorBytes()
+    peak.start()
+    window()
+    window()
+    return peak.stop().peak_bytes / sum(p.numel() for p in mp.model.parameters())
 
 
 class Waits(TorchDispatchMode):

@@ -16,7 +16,7 @@ __version__ = VERSION
 # Public name -> the module that has it, or that it is.
 _PUBLIC = {
     "autocast": "mezzo.pytorch.autocast.context",
-    "GradScaler": "mezzo.pytorch.scaling.scaler",
+    "GradScaler": "mezzo.pytorch.grad_scaler",
     "MixedPrecision": "mezzo.pytorch.training.mixed_precision",
     "Policy": "mezzo.core.policy",
     "policy": "mezzo.core.policy",
@@ -78,10 +78,10 @@ if TYPE_CHECKING:
     from mezzo.pytorch.autocast.context import autocast
     from mezzo.pytorch.batch_size import find_batch_size
     from mezzo.pytorch.calibrate import calibrate
+    from mezzo.pytorch.grad_scaler import GradScaler
     from mezzo.pytorch.keep_memory import keep_memory
     from mezzo.pytorch.monitor.explain import explain
     from mezzo.pytorch.monitor.tensorboard import TensorBoardWriter
-    from mezzo.pytorch.scaling.scaler import GradScaler
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
     from mezzo.pytorch.weights.lowering import lower_weights
     from mezzo.pytorch.weights.master_state import load_master_state_dict, master_state_dict

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import mezzo
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.distributed import agreed, local, own_sum_of_squares
 from mezzo.pytorch.training.release import GradientRelease
@@ -74,7 +75,7 @@ def hybrid(rank: int, shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def mixed(rank: int) -> dict[str, Any]:
-    """One parameter in shards, one whole; a single sum can't tell which part is which."""
+    """One parameter in shards, one whole, one without gradient."""
     mesh = init_device_mesh("cpu", (2,))
     cut = nn.Parameter(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
     cut.grad = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
@@ -82,12 +83,7 @@ def mixed(rank: int) -> dict[str, Any]:
     plain.grad = torch.tensor([3.0, 4.0])
     still = nn.Parameter(torch.zeros(2))
     params = [plain, cut, still]
-    try:
-        agreed(None, torch.ones((), dtype=torch.float64), params)
-        refused = ""
-    except UsageError as error:
-        refused = str(error)
-    return bits(*agreed(None, own_sum_of_squares(params), params)) | {"refused": refused}
+    return bits(*agreed(None, own_sum_of_squares(params), params))
 
 
 def parts_to_add(rank: int) -> dict[str, Any]:
@@ -97,15 +93,6 @@ def parts_to_add(rank: int) -> dict[str, Any]:
     param.grad = DTensor.from_local(torch.full((3,), 1.0 + rank), mesh, [Partial()])
     got = local(param.grad)
     return bits(*agreed(None, own_sum_of_squares([param]), [param])) | {"local": got.tolist()}
-
-
-def subgroup(rank: int) -> dict[str, Any]:
-    alone = [dist.new_group([0]), dist.new_group([1])][rank]
-    both = dist.new_group([0, 1])
-    params = [nn.Parameter(torch.zeros(1))]
-    own = torch.tensor(1.0 + rank, dtype=torch.float64)
-    inside = agreed(None, own, params, alone)[1]
-    return bits(*agreed(torch.tensor(float(rank)), own, params, both)) | {"alone": float(inside)}
 
 
 def mesh_of_one(rank: int) -> dict[str, Any]:
@@ -167,6 +154,68 @@ def given(found: list[float | None], sums: list[float]) -> Callable[[int], dict[
     return case
 
 
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def hexed(net: nn.Module) -> list[str]:
+    return [float(value).hex() for p in net.parameters() for value in p.detach().float().flatten()]
+
+
+def alone(rank: int, *, release: bool) -> dict[str, Any]:
+    """Nobody averages gradients here: only found_inf and the norm are the ranks' in common."""
+    net = normed()
+    mp = mezzo.MixedPrecision(
+        net,
+        torch.optim.AdamW(net.parameters()),
+        "fp16",
+        masters="fp32",
+        clip_norm=0.01,
+        release_gradients=release,
+        loss_scale=256,
+    )
+    told = []
+    for step in range(3):
+        x = data(10 * rank + step) * (float("inf") if (rank, step) == (1, 1) else 1.0)
+        with mp.autocast():
+            loss = net(x).float().square().mean()
+        result = mp.step(loss)
+        told.append([result.stepped, str(result.grad_norm)])
+    return {"told": told, "steps": float(mp.optimizer.state[net[0].weight]["step"])}
+
+
+def averaged(rank: int, *, accumulate: int) -> dict[str, Any]:
+    """bf16 weights under DDP, lowered before they are wrapped."""
+    net = normed()
+    mezzo.lower_weights(net, "bf16")
+    wrapped = DistributedDataParallel(net)
+    optimizer = mezzo.optim.AdamW(net.parameters(), lr=0.01, masters="split")
+    mp = mezzo.MixedPrecision(wrapped, optimizer, "bf16", accumulate=accumulate, clip_norm=1.0)
+    dtypes = set()
+    for step in range(2 * accumulate):
+        with mp.autocast():
+            loss = wrapped(data(10 * rank + step)).float().square().mean()
+        result = mp.step(loss)
+        if not result.updated:
+            dtypes.add(str(mp._gradients.of(net[0].weight).dtype))
+            assert net[0].weight.grad is None
+    assert net[0].weight.grad_dtype is torch.bfloat16
+    return {"weights": hexed(net), "norm": str(result.grad_norm), "dtypes": sorted(dtypes)}
+
+
+def refused(rank: int) -> dict[str, Any]:
+    net = DistributedDataParallel(normed())
+    before = hexed(net)
+    told = []
+    for arguments in ({"masters": "split"}, {"release_gradients": True}):
+        try:
+            mezzo.MixedPrecision(net, torch.optim.AdamW(net.parameters()), "bf16", **arguments)
+        except UsageError as error:
+            told.append(str(error))
+    return {"told": told, "same": hexed(net) == before, "dtype": str(net.module[0].weight.dtype)}
+
+
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "replicated": replicated,
     "sharded": sharded,
@@ -174,7 +223,6 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "copies of one": lambda rank: hybrid(rank, (1, 2)),
     "mixed": mixed,
     "parts to add": parts_to_add,
-    "subgroup": subgroup,
     "mesh of one": mesh_of_one,
     "released": released,
     "released, clipped": lambda rank: released(rank, clip_norm=0.01),
@@ -183,6 +231,11 @@ CASES: dict[str, Callable[[int], dict[str, Any]]] = {
     "NaN on one": given([math.nan, 0.0], [math.nan, 4.0]),
     "NaN beside infinity": given([1.0, 1.0], [math.inf, math.nan]),
     "nobody looked": given([None, None], [4.0, 4.0]),
+    "alone": lambda rank: alone(rank, release=False),
+    "alone, released": lambda rank: alone(rank, release=True),
+    "averaged": lambda rank: averaged(rank, accumulate=1),
+    "averaged, accumulated": lambda rank: averaged(rank, accumulate=3),
+    "refused": refused,
 }
 
 

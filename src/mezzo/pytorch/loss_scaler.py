@@ -1,8 +1,8 @@
 """LossScaler: the loss scale of a training, kept on its device.
 
-On an accelerator, reading one number makes the host wait until everything queued has run. There the state stays in
-0-dim tensors and moves by `core.loss_scale.advance` over `torch`. On a CPU reading is free: the state is Python's
-numbers, which the same function moves in a tenth of the time, and only the scale is a tensor.
+On an accelerator, reading a number waits for all queued work. There the state is 0-dim tensors, updated by
+`core.loss_scale.advance` over `torch`. On a CPU it is Python's numbers, ten times as fast, and only the scale is a
+tensor.
 """
 
 from __future__ import annotations
@@ -92,12 +92,11 @@ class LossScaler:
         """What to call after a collapse whose cause is fixed, and what would happen without."""
         again = self.pure.begun_anew()
         if not isinstance(again, DynamicLossScale):
-            return "mp.reset_loss_scale() forgets the skips: without it the next one raises this again"
-        factor = again.growth_factor
-        grows = "doubling" if factor == 2.0 else f"growing by a factor of {factor:g}"
+            return "mp.reset_loss_scale() forgets the skips; without it the next skip raises this again"
         return (
             f"mp.reset_loss_scale() lets the scale begin anew, at {power_text(again.scale)}: without it training goes "
-            f"on from {power_text(float(self.scale))}, {grows} after every {again.growth_interval} good steps"
+            f"on from {power_text(float(self.scale))}, growing by a factor of {again.growth_factor:g} after every "
+            f"{again.growth_interval} good steps"
         )
 
 
@@ -153,9 +152,7 @@ _OWN = ("floor", "ceiling", "hysteresis", "patience", "overflows", "stuck")
 
 
 def to_scaler_state(pure: LossScale) -> dict[str, Any]:
-    """The state as plain numbers. torch's GradScaler loads it too: it passes over the names that it doesn't
-    know.
-    """
+    """The state as plain numbers. torch's GradScaler loads it too, and ignores the other names."""
     return {name: getattr(pure, attr) for name, attr in _SHARED.items()} | {
         key: getattr(pure, key) for key in _OWN
     }
@@ -167,14 +164,13 @@ def is_scaler_state(state: dict[str, Any]) -> bool:
 
 
 def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> DynamicLossScale:
-    """The loss scale in a state of ours or of torch's; what the state does not say stays as in `current`.
+    """The loss scale in a state of ours or of torch's; what the state does not have stays as in `current`.
 
-    A scale outside the bounds (torch's own can be 0 or infinite) is brought within them, with a warning; NaN
-    becomes the floor. A scale that had collapsed (its patience ran out) says nothing of the gradients to come, and
-    begins anew as `current` did.
+    A scale outside the bounds (torch's own can be 0 or infinite) is clamped to them, with a warning; NaN becomes the
+    floor. A scale that had collapsed (its patience ran out) starts again as `current` did.
 
     Raises:
-        UsageError: one of torch's five names is missing, or a number makes no sense.
+        UsageError: one of torch's five names is missing, or a number is invalid.
     """
     if not is_scaler_state(state):
         raise UsageError(
@@ -187,8 +183,8 @@ def from_scaler_state(state: dict[str, Any], current: DynamicLossScale) -> Dynam
     scale = floor if math.isnan(saved) else min(max(saved, floor), ceiling)
     if scale != saved:
         warnings.warn(
-            f"the saved loss scale {saved:g} lies outside its bounds {floor:g} and {ceiling:g}: {scale:g} is "
-            "used. A scale of 0 or infinity means that the run which saved it had stopped learning.",
+            f"the saved loss scale {saved:g} lies outside its bounds {floor:g} and {ceiling:g}: {scale:g} is used. "
+            "If it was 0 or infinite, the run that saved it had stopped learning.",
             stacklevel=3,
         )
     loaded = replace(

@@ -1,29 +1,43 @@
-"""What training steps change, kept aside and put back to the bit: weights, optimizer state, random state.
+"""Save and restore what training changes: parameters, gradients, buffers, optimizer state, attributes, random state.
 
-Tensors are kept as NumPy arrays on the host, where a count of tensor bytes doesn't see them, and are written back into
-the tensors that they came from, so that nobody who holds one (an optimizer, a tied layer, a captured graph)
-holds an old one afterwards.
+A restore writes into the saved tensor, so that optimizers, tied layers and captured graphs keep theirs, and does not
+raise its version counter, so that graphs which saved it can still run backward.
+
+- `Snapshot`: a whole training, on the host, for code that runs trial steps.
+- `OptimizerSnapshot`: one optimizer, on its device, for a step with a closure.
+- `BufferSnapshot`: the buffers that a step moves, on their device, for each step with a loss scale.
+- `RandomState`: which random numbers come next.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from mezzo.core.errors import UsageError
+from mezzo.pytorch.unseen import unseen
+
+_SERIALS = itertools.count()
 
 
 class Snapshot:
     """The state of models and of all that trains them, at the moment when it is made.
+
+    Tensors are kept as NumPy arrays, which a count of tensor bytes does not see.
 
     Args:
         models: parameters, gradients, buffers (persistent or not), and training mode of every module.
@@ -43,48 +57,44 @@ class Snapshot:
         self._modes = {module: module.training for model in models for module in model.modules()}
         parameters = [parameter for model in models for parameter in model.parameters()]
         buffers = [buffer for model in models for buffer in model.buffers()]
-        self._tensors = [_Kept(tensor) for tensor in (*parameters, *buffers)]
-        self._gradients = [(p, None if p.grad is None else _Kept(p.grad)) for p in parameters]
-        # torch's own load_state_dict casts states to the parameter's dtype, so its optimizers are put back by hand.
-        self._plain = [(one, _state_of(one)) for one in others if _is_plain(one)]
-        self._loaded = [(one, _keep(one.state_dict())) for one in others if not _is_plain(one)]
+        self._tensors = list(map(_HostCopy, (*parameters, *buffers)))
+        self._gradients = [(p, None if p.grad is None else _HostCopy(p.grad)) for p in parameters]
+        # torch's own load_state_dict casts states to the parameter's dtype, so its optimizers are restored by hand.
+        self._plain = [(one, _state_of(one)) for one in others if _is_plain_optimizer(one)]
+        self._loaded = [(one, _saved(one.state_dict())) for one in others if not _is_plain_optimizer(one)]
         self._random = RandomState.now(_gpus())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put all of it back. May be called again."""
-        for kept in self._tensors:
-            kept.put_back()
+        for saved in self._tensors:
+            saved.put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.put_back()
         for module, mode in self._modes.items():
             module.training = mode
         for optimizer, (groups, state) in self._plain:
             for group, settings in zip(optimizer.param_groups, groups):
-                group.update(_given(settings))
+                group.update(_restored(settings))
             optimizer.state.clear()
             for key, entries in state.items():
-                optimizer.state[key] = _given(entries)
+                optimizer.state[key] = _restored(entries)
         for other, saved in self._loaded:
-            other.load_state_dict(_given(saved, anew=True))
+            other.load_state_dict(tree_map_only(_HostCopy, _HostCopy.anew, saved))
         self._random.put_back()
 
 
-class _Kept:
-    """A tensor's bytes, and the tensor."""
+class _HostCopy:
+    """A tensor, and its bytes on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._tensor, self._version = tensor, _version(tensor)
         self._like = torch.empty_like(tensor, device="meta", requires_grad=False)
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._bytes = np.array(flat.numpy())
+        self._bytes = np.array(_bytes(tensor.cpu()).numpy())
 
     def put_back(self) -> Tensor:
         """The same tensor, with the values that it had."""
-        self._tensor.detach().copy_(self._values())
-        if self._version >= 0:  # graphs that saved it then may still run backward
-            torch._C._autograd._unsafe_set_version_counter((self._tensor,), (self._version,))
+        _write_back(self._tensor, self._values(), self._version)
         return self._tensor
 
     def anew(self) -> Tensor:
@@ -95,34 +105,22 @@ class _Kept:
         return torch.from_numpy(self._bytes).view(self._like.dtype).view(self._like.shape)
 
 
-def _is_plain(one: Any) -> bool:
-    """Whether torch's own `load_state_dict` is what loads it, so that all its state is in `state` and groups."""
+def _is_plain_optimizer(one: Any) -> bool:
+    """Whether torch's own `load_state_dict` loads it, so that all its state is in `state` and groups."""
     return isinstance(one, Optimizer) and type(one).load_state_dict is Optimizer.load_state_dict
 
 
 def _state_of(optimizer: Optimizer) -> tuple[list[Any], dict[Any, Any]]:
-    groups = [_keep({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
-    return groups, {key: _keep(entries) for key, entries in optimizer.state.items()}
+    groups = [_saved({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+    return groups, {key: _saved(entries) for key, entries in optimizer.state.items()}
 
 
-def _keep(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Kept(value)
-    if isinstance(value, dict):
-        return {key: _keep(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_keep(item) for item in value)
-    return copy.deepcopy(value)
+def _saved(tree: Any) -> Any:
+    return tree_map_only(Tensor, _HostCopy, tree)
 
 
-def _given(value: Any, *, anew: bool = False) -> Any:
-    if isinstance(value, _Kept):
-        return value.anew() if anew else value.put_back()
-    if isinstance(value, dict):
-        return {key: _given(item, anew=anew) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_given(item, anew=anew) for item in value)
-    return copy.deepcopy(value)
+def _restored(tree: Any) -> Any:
+    return tree_map_only(_HostCopy, _HostCopy.put_back, tree)
 
 
 def _gpus() -> tuple[torch.device, ...]:
@@ -130,9 +128,256 @@ def _gpus() -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", index) for index in range(count))
 
 
+class OptimizerSnapshot:
+    """Parameters and state of one optimizer, copied on their device.
+
+    Tensors in its state are copied, lists (LBFGS's history) only as lists: their tensors are never written to.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._params = [(param, param.detach().clone(), _version(param)) for param in params]
+        self._state = {
+            param: {
+                name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+                for name, value in entries.items()
+            }
+            for param, entries in optimizer.state.items()
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back. Once only: the state's copies become the state."""
+        for saved in self._params:
+            _write_back(*saved)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+@dataclass(eq=False)
+class BufferSlot:
+    """Where a buffer is registered."""
+
+    path: str  # in the model
+    holder: dict[str, Tensor | None]  # the module's own buffers
+    name: str  # key in `holder`
+    norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
+    compared: int = 0  # steps after which its values were compared
+    moved: bool = False  # whether they had changed after one of them
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor that is registered now."""
+        return self.holder.get(self.name)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward pass may change it; a normalisation layer's flags say so."""
+        if self.norm is None:
+            return True
+        layer = self.norm()
+        return layer is not None and layer.training and layer.track_running_stats
+
+
+class SavedBuffer:
+    """One buffer at one moment. `values` is a copy; None where there were none (a lazy buffer), or too many to keep."""
+
+    def __init__(self, slot: BufferSlot, tensor: Tensor | None, values: Tensor | None) -> None:
+        self.slot, self.tensor, self.values = slot, tensor, values
+        self._version = -1 if tensor is None or is_lazy(tensor) else _version(tensor)
+
+    @classmethod
+    def of(cls, slot: BufferSlot, largest: float = float("inf")) -> SavedBuffer:
+        """The buffer as it is now, with a copy of its values if they take at most `largest` bytes."""
+        tensor = slot.tensor
+        kept = tensor is not None and not is_lazy(tensor) and tensor.nbytes <= largest
+        return cls(slot, tensor, tensor.detach().clone() if kept and tensor is not None else None)
+
+    def is_touched(self) -> bool:
+        """Whether another tensor is there, or a write was counted."""
+        now = self.slot.tensor
+        return now is not self.tensor or (now is not None and _version(now) != self._version)
+
+    def moved(self) -> bool:
+        """Whether it has other bits than its copy; waits for the device."""
+        now = self.slot.tensor
+        if now is None or self.values is None:
+            return now is not self.tensor
+        return _kind(now) != _kind(self.values) or not torch.equal(_bytes(now), _bytes(self.values))
+
+    def put_back(self) -> None:
+        """Make the buffer what it was. A graph that holds it keeps the values that it saw."""
+        slot, tensor = self.slot, self.tensor
+        if tensor is not None and self.values is not None:
+            # BatchNorm's backward in training mode does not use the running statistics that its graph holds.
+            if slot.norm is None and tensor._use_count() > 1:  # type: ignore[attr-defined]
+                slot.holder[slot.name] = self.values.clone()
+                return
+            if not overlaps(tensor):  # nothing can have written into one that does
+                with unseen((tensor,)):
+                    tensor.copy_(self.values)
+        elif tensor is not None and slot.norm is not None:
+            layer = slot.norm()
+            if layer is not None and not is_lazy(tensor):  # it was, before its first input
+                layer.reset_running_stats()
+            return
+        elif tensor is not None and _version(tensor) != self._version:
+            return  # written into, and too large to have been kept
+        slot.holder[slot.name] = tensor
+
+    def restore_lost(self) -> None:
+        """Put it back if more of its elements are NaN or infinite now than were."""
+        now = self.slot.tensor
+        if self.values is None or now is None or now.dtype.itemsize == 1:
+            return
+        if _not_finite(now) > _not_finite(self.values):
+            self.put_back()
+
+
+class _Group(NamedTuple):
+    """Buffers of one dtype and device, copied as one flat tensor."""
+
+    flat: Tensor
+    slots: list[BufferSlot]
+    tensors: list[Tensor]
+
+    def saved(self) -> list[SavedBuffer]:
+        """Each by itself."""
+        return list(map(SavedBuffer, self.slots, self.tensors, _parts(self.flat, self.tensors)))
+
+    def now(self) -> Tensor | None:
+        """The present values; None where a buffer was replaced."""
+        tensors = [slot.tensor for slot in self.slots]
+        if any(now is not then for now, then in zip(tensors, self.tensors)):
+            return None
+        return _flat(self.tensors)
+
+
+class BufferSnapshot:
+    """Buffers at one moment: all of one dtype and device in one flat tensor, so that a copy costs few launches.
+
+    Args:
+        slots: where they are registered.
+        single: buffers that are to be copied one by one, so that they can be compared.
+
+    Attributes:
+        single: the copies of those, and of buffers that can't be part of a flat tensor.
+        serial: larger than that of every earlier snapshot.
+    """
+
+    def __init__(self, slots: Iterable[BufferSlot], single: Iterable[BufferSlot] = ()) -> None:
+        self.serial = next(_SERIALS)
+        self.single = [SavedBuffer.of(slot) for slot in single]
+        self._groups: list[_Group] = []
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[BufferSlot], list[Tensor]]] = {}
+        for slot in slots:
+            tensor = slot.tensor
+            if tensor is None or not _is_plain(tensor) or (slot.norm is None and overlaps(tensor)):
+                self.single.append(SavedBuffer.of(slot))
+            else:
+                group = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
+                group[0].append(slot)
+                group[1].append(tensor)
+        with torch.no_grad():
+            self._groups = [_Group(_flat(tensors), some, tensors) for some, tensors in kinds.values()]
+
+    def __iter__(self) -> Iterator[SavedBuffer]:
+        yield from self.single
+        for group in self._groups:
+            yield from group.saved()
+
+    def put_back(self, found_inf: Tensor | bool = True) -> None:
+        """Make the buffers what they were, where `found_inf` is not 0.
+
+        Args:
+            found_inf: bool, or 0-dim. Waits for a tensor only where buffers were replaced or copied one by one.
+        """
+        if self.single and bool(found_inf):
+            for each in self.single:
+                if each.is_touched() or each.moved():
+                    each.put_back()
+        for group in self._groups:
+            now = group.now() if isinstance(found_inf, Tensor) else None
+            if now is not None:
+                was_bad = found_inf.to(now.device, non_blocking=True) != 0  # type: ignore[union-attr]
+                restored = torch.where(was_bad, group.flat, now)
+                with unseen(group.tensors):
+                    torch._foreach_copy_(group.tensors, _parts(restored, group.tensors))
+            elif bool(found_inf):
+                for each in group.saved():
+                    each.put_back()
+
+    def restore_lost(self) -> None:
+        """Put those back of which more elements are NaN or infinite now than were. Waits for the device."""
+        for each in self.single:
+            each.restore_lost()
+        for group in self._groups:
+            now = group.now()
+            if now is None or _not_finite(now) > _not_finite(group.flat):
+                for each in group.saved():
+                    each.restore_lost()
+
+    def moved(self) -> bool:
+        """Whether a buffer has other bits than it had. Waits for the device."""
+        for group in self._groups:
+            now = group.now()
+            if now is None or not torch.equal(_bytes(now), _bytes(group.flat)):
+                return True
+        return any(each.moved() for each in self.single)
+
+    def named(self) -> dict[str, Tensor]:
+        """Name of a buffer -> its copy."""
+        return {each.slot.path: each.values for each in self if each.values is not None}
+
+
+def _write_back(tensor: Tensor, values: Tensor, version: int) -> None:
+    """Give a tensor its former values and version, so that graphs which saved it then still run backward."""
+    tensor.detach().copy_(values)
+    if version >= 0:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it can be part of a flat tensor."""
+    if is_lazy(tensor) or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return tensor.dtype.itemsize > 1 or not tensor.dtype.is_floating_point
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether several of its elements are one number in memory, as in an expanded tensor: PyTorch refuses writes."""
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+
+
+def _not_finite(tensor: Tensor) -> int:
+    return tensor.numel() - int(tensor.isfinite().sum())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    sizes = [tensor.numel() for tensor in like]
+    return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), like)]
+
+
 @dataclass(frozen=True)
 class RandomState:
-    """Which random numbers come next: PyTorch's, of the CPU and of devices, those of `random` and NumPy's.
+    """Which random numbers come next: those of PyTorch on the CPU and on devices, of `random` and of NumPy.
 
     As NumPy arrays: a tensor would be counted among those that a step keeps.
     """
@@ -144,12 +389,7 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: tuple[torch.device, ...] = (), *, pythons: bool = True) -> RandomState:
-        """As it is now.
-
-        Args:
-            devices: those whose generators are kept besides the CPU's.
-            pythons: keep those of `random` and NumPy, which takes twenty times as long as PyTorch's.
-        """
+        """As it is now, with `devices` besides the CPU, and `random` and NumPy if `pythons` (20 times as slow)."""
         of_devices = [(one, torch.get_device_module(one).get_rng_state(one)) for one in devices]
         return cls(
             torch.get_rng_state().numpy().copy(),
@@ -170,8 +410,8 @@ class RandomState:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, about."""
-        states = [self.cpu, *(state for _, state in self.devices)]
-        return sum(state.nbytes for state in states) + (5_000 if self.python is not None else 0)
+        device_bytes = sum(state.nbytes for _, state in self.devices)
+        return self.cpu.nbytes + device_bytes + (5_000 if self.python is not None else 0)
 
     def pythons_moved(self) -> bool:
         """Whether `random` or NumPy have drawn since."""

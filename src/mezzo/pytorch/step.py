@@ -1,15 +1,13 @@
 """The step engine: from the gradients of one optimizer to a step that is taken, or skipped without a trace.
 
-Every step of mixed precision training does the same: gather the gradients, multiply them by 1 / scale, look for NaN
-and infinity (`found_inf`), clip, step or skip. The functions below are those parts; `InPlaceStep` and `FusedStep` put
-them together for the two kinds of optimizers. `mezzo.GradScaler` and `mezzo run` use the parts, for there the script
-calls the steps itself. Who decides on a skip is one rule (`take`): the host, where it can read `found_inf` without a
-wait or must know at once, else the device.
+Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip: these
+parts are functions. `InPlaceStep` and `FusedStep` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
+`mezzo run` use the parts, because there the script calls the steps. One rule (`take`) decides who knows of a skip: the
+host, where it can read `found_inf` without a wait or must know at once, else the device.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,25 +21,20 @@ from mezzo.core.errors import UsageError
 from mezzo.pytorch import distributed, loss_scaler
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks
+from mezzo.pytorch.snapshot import OptimizerSnapshot
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What an optimizer step did.
+    """What an optimizer step did."""
 
-    Args:
-        found_inf: 0-dim FP32, 0.0 where every gradient was finite; None if that was not checked.
-        skipped: whether the optimizer stayed as it was; a tensor where only the device knows.
-        grad_norm: 0-dim, total 2-norm of the unscaled gradients before clipping; None if it was not needed.
-    """
-
-    found_inf: Tensor | None
-    skipped: Tensor | bool
-    grad_norm: Tensor | None
+    found_inf: Tensor | None  # 0-dim FP32, 0.0 where every gradient was finite; None if not checked
+    skipped: Tensor | bool  # a tensor where only the device knows
+    grad_norm: Tensor | None  # 0-dim 2-norm of the unscaled gradients before clipping; None if not needed
 
 
 class InPlaceStep:
-    """For any optimizer: unscale, check and clip in `.grad`, a pass over memory each, then `optimizer.step()`.
+    """For any optimizer: unscale, check and clip in `.grad`, each a pass over memory, then `optimizer.step()`.
 
     Args:
         optimizer: any.
@@ -82,7 +75,7 @@ class InPlaceStep:
 
 
 class FusedStep:
-    """For a `FusedOptimizer`: leave `.grad` as it is; the optimizer's kernel unscales and clips what it reads.
+    """For a `FusedOptimizer`, whose kernel unscales and clips what it reads: `.grad` is not written.
 
     Naive code::
 
@@ -91,12 +84,8 @@ class FusedStep:
         found_inf = not isfinite(norm)
         optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
 
-    The sum of squares is FP64, so it is finite wherever every gradient is, and one read gives both. It is computed only
-    where a loss scale or `clip_norm` needs it. In a process group all ranks agree on both.
-
-    Args:
-        optimizer: a FusedOptimizer.
-        clip_norm: largest total 2-norm.
+    The sum of squares is FP64, so it is finite if and only if every gradient is. It is computed only where a loss scale
+    or `clip_norm` needs it. In a process group all ranks agree on it.
     """
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
@@ -140,14 +129,11 @@ def decide(
         return not isfinite(norm), multiplier * min(1, clip_norm / (norm + 1e-6)), norm
 
     Args:
-        sums: FP64, over the gradients as they lie: 0-dim, or one for each of `params`.
+        sums: FP64, over the gradients before `multiplier`: 0-dim, or one for each of `params`.
         multiplier: 0-dim FP32 that the gradients are multiplied with in any case; None for 1.
         clip_norm: largest total 2-norm; None or infinity for any.
         params: whose gradients they are.
-        looks: whether found_inf is asked for.
-
-    Returns:
-        0-dim FP32 each; None for a found_inf that was not asked for, and for a multiplier of 1.
+        looks: whether found_inf is needed; None is returned otherwise.
     """
     found = 1.0 - sums.isfinite().all().float() if looks else None
     found, total = distributed.agreed(found, sums, params)
@@ -164,20 +150,11 @@ def decide(
 def take(
     optimizer: Optimizer, found_inf: Tensor | None, *, host_must_know: bool = False, **kwargs: Any
 ) -> Tensor | bool:
-    """Call `optimizer.step(**kwargs)` unless `found_inf`.
+    """Call `optimizer.step(**kwargs)` unless `found_inf` (0-dim FP32; None steps), and return whether it was skipped.
 
     The host decides where reading is free, where it must know, and for an optimizer that can't skip on its device. Else
-    the step is called with PyTorch's contract: a `found_inf` set on the optimizer for one call, at which it leaves
-    parameters, state and step count as they are.
-
-    Args:
-        optimizer: whose gradients are unscaled, or unscaled by what `kwargs` say.
-        found_inf: 0-dim FP32; None steps.
-        host_must_know: wait for the answer.
-        kwargs: for `optimizer.step`.
-
-    Returns:
-        Whether the step was skipped: a bool where the host knows, else `found_inf`.
+    the step is called with PyTorch's contract: a `found_inf` set on the optimizer for one call, in which it leaves
+    parameters, state and step count unchanged; this is returned.
     """
     if found_inf is None:
         optimizer.step(**kwargs)
@@ -199,9 +176,8 @@ def host_knows(tensor: Tensor, must: bool = False) -> bool:
 def can_skip_on_device(optimizer: Optimizer) -> bool:
     """Whether this optimizer, in its present state, leaves no trace of a step that its device skips.
 
-    False for the fused SGD with momentum until it has moved once: it allocates its buffers with `empty_like` at its
-    first step, fills them only if that step is not skipped, and takes them for filled at the next (torch 2.13,
-    `_fused_sgd`): the momentum then starts from whatever the memory held.
+    The fused SGD with momentum allocates its buffers with `empty_like` at its first step, fills them only if that step
+    is not skipped, and uses them at the next (torch 2.13, `_fused_sgd`): the momentum is then uninitialized memory.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -220,14 +196,13 @@ def can_skip_on_device(optimizer: Optimizer) -> bool:
 def step_on_device(
     optimizer: Any, found_inf: Tensor, *args: Any, grad_scale: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, which does nothing where `found_inf` is not 0.
+    """Call `optimizer.step(*args, **kwargs)`, which does nothing where `found_inf` (0-dim FP32) is not 0.
 
     Args:
         optimizer: one that `can_skip_on_device`. A `grad_scale` that the user set on it is multiplied in.
         found_inf: 0-dim FP32.
-        args: for `optimizer.step`.
+        args, kwargs: for `optimizer.step`.
         grad_scale: 0-dim FP32 that the gradients are still multiplied with; None if they are unscaled.
-        kwargs: for `optimizer.step`.
     """
     own = getattr(optimizer, "grad_scale", None)
     if own is not None:
@@ -249,10 +224,7 @@ def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[Tensor]:
     """The tensors that hold the gradients' numbers, to be written to: `p.grad`, or the values of a sparse one.
 
-    A sparse gradient becomes coalesced; parameters without one are left out.
-
-    Raises:
-        UsageError: an fp16 gradient (unless allowed): dividing it by the loss scale would flush it to zero.
+    A sparse gradient becomes coalesced. An fp16 gradient raises UsageError unless it is allowed.
     """
     found = []
     for param in params:
@@ -262,9 +234,9 @@ def gradients_of(params: Iterable[Tensor], *, allow_fp16: bool = False) -> list[
         if grad.dtype is torch.float16 and not allow_fp16:
             raise UsageError(
                 "cannot unscale an fp16 gradient: its small values would flush to zero. The weights are fp16 "
-                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16'). Or, "
-                "over an optimizer of mezzo.optim, call scaler.step(optimizer) alone, which unscales as it reads; "
-                "to clip too, use mezzo.MixedPrecision(clip_norm=...)."
+                "(did you call model.half()?). Keep them FP32 and lower the compute: mezzo.autocast('fp16'). Or use a "
+                "mezzo.optim optimizer with scaler.step(optimizer) alone, or with "
+                "mezzo.MixedPrecision(clip_norm=...), which unscale in FP32."
             )
         if grad.is_sparse:
             # Entries of one index can be finite apart and overflow together, and a norm is of their sums.
@@ -342,11 +314,10 @@ def combined(found: Iterable[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None) -> Tensor | None:
-    """Clip unscaled gradients in place and return their total 2-norm as it was before, if `clip_norm` asks for it.
+    """Clip unscaled gradients in place and return their total 2-norm before, 0-dim, if `clip_norm` is given.
 
-    Value first, then norm: shrinking the norm can't push an element past the value bound again, so that both
-    bounds hold afterwards. The returned norm is of the gradients as backward left them: 0-dim, NaN or
-    infinite if they are. A `clip_norm` of infinity measures and clips nothing.
+    Value first, then norm: scaling down can't push an element past the value bound again, so both bounds hold. A
+    `clip_norm` of infinity only measures.
     """
     total = None if clip_norm is None else torch.nn.utils.get_total_norm(grads)
     if clip_value is not None:
@@ -362,26 +333,26 @@ def clip_(grads: list[Tensor], clip_value: float | None, clip_norm: float | None
 
 
 def no_gradient() -> UsageError:
-    """The error where backward has left no gradient in any of an optimizer's parameters."""
+    """The error where no parameter of an optimizer has a gradient."""
     return UsageError("step(): the loss depends on no parameter of this optimizer. Is it another model's?")
 
 
 class AbandonedStepError(BaseException):
-    """Leaves `optimizer.step` from within. Never seen by a user; no `except Exception` may swallow it."""
+    """Leaves `optimizer.step` from within. No `except Exception` may swallow it."""
 
 
 class ClosureStep:
     """A step with a closure: the closure runs again at a smaller scale until its gradients are finite.
 
-    An optimizer that takes a closure (LBFGS) evaluates it many times within one step and moves the parameters
-    between. So a step can't be skipped once, before it begins: each evaluation must come back finite, and where one
-    can't (the loss itself is not finite, or the scale is at its floor), the whole step is undone.
+    An optimizer that takes a closure (LBFGS) evaluates it many times within one step and changes the parameters in
+    between. So each evaluation must be finite, and where one can't be (the loss is not finite, or the scale is at its
+    floor), the whole step is undone.
 
     Args:
         optimizer: whose step it is.
         evaluate: runs the user's closure and unscales; returns its loss, and whether all gradients are finite.
         back_off: lowers the scale after an overflow; False if it is at its floor.
-        copies: whether parameters and state are copied, for an optimizer that moves them between two evaluations.
+        copies: whether parameters and state are copied, for an optimizer that changes them between two evaluations.
 
     Attributes:
         loss: of the last evaluation.
@@ -399,8 +370,7 @@ class ClosureStep:
         self._evaluate = evaluate
         self._back_off = back_off
         self._copies = copies
-        self._params: list[tuple[Tensor, Tensor, int]] | None = None
-        self._state: dict[Tensor, Any] = {}
+        self._before: OptimizerSnapshot | None = None
         self.loss: Any = None
 
     def take(self, step: Callable[[Callable[..., Any]], Any]) -> tuple[Any, bool]:
@@ -408,42 +378,20 @@ class ClosureStep:
         try:
             return step(self._closure), False
         except AbandonedStepError:
-            self._restore()
+            if self._before is not None:
+                self._before.restore()
             return None, True
 
     def _closure(self, *args: Any, **kwargs: Any) -> Any:
         """One evaluation, repeated while a smaller scale can help."""
-        if self._copies and self._params is None:
-            self._remember()
+        if self._copies and self._before is None:
+            self._before = OptimizerSnapshot(self._optimizer)
         while True:
             self.loss, finite = self._evaluate(*args, **kwargs)
             if finite:
                 return self.loss
             if not _is_finite(self.loss) or not self._back_off():
                 raise AbandonedStepError
-
-    def _restore(self) -> None:
-        if self._params is None:
-            return
-        with torch.no_grad():
-            for param, saved, version in self._params:
-                param.copy_(saved)
-                # Other graphs that saved it before the step may still run backward.
-                torch._C._autograd._unsafe_set_version_counter((param,), (version,))
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-
-    def _remember(self) -> None:
-        self._params = [(p, p.detach().clone(), p._version) for p in parameters(self._optimizer)]
-        # Tensors at the top are updated in place, those in LBFGS's history are only appended and dropped.
-        self._state = {
-            param: {name: _copied(value) for name, value in entries.items()}
-            for param, entries in self._optimizer.state.items()
-        }
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _is_finite(loss: Any) -> bool:

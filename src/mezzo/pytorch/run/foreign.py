@@ -69,7 +69,7 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
     autocast = torch.amp.autocast_mode.autocast
     before(autocast, "__enter__", lambda this: bool(this._enabled), by_torch("torch.autocast"))
     before(torch.amp.GradScaler, "scale", is_enabled, by_torch("GradScaler"))
-    imports.when("mezzo.pytorch.scaling.scaler", scaler_imported)
+    imports.when("mezzo.pytorch.grad_scaler", scaler_imported)
     imports.when("mezzo.pytorch.training.mixed_precision", training_imported)
     patches.set(mezzo, "autocast", _autocast(session))
     for name, home in SEARCHES.items():

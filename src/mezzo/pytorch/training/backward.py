@@ -1,14 +1,20 @@
-"""Backward into one optimizer's parameters and no others'.
+"""From losses to the gradients of one optimizer: backward, accumulation, FP32 sums of 16-bit gradients.
 
-A discriminator's loss reaches the generator too, and a plain `loss.backward()` leaves gradients there which
-the generator's next step then adds to its own. `torch.autograd.backward(inputs=...)` computes only what leads
-to the parameters that are named, so that nothing is left elsewhere, and parts of the graph that lead nowhere
-cost nothing.
+**Backward** computes gradients for the parameters of one optimizer only. A discriminator's loss reaches the generator
+too, and gradients left there would be part of the generator's next step.
+
+**Accumulation** keeps what belongs to the losses between two optimizer steps (a window): their scale and their number.
+
+**Sums.** In bf16, the 257th of equal terms no longer changes a sum. `p.grad_dtype` (torch 2.10) makes PyTorch's engine
+keep the sum in FP32 and free each gradient once it is added: 4 bytes per parameter, and the largest gradient while it
+is added (twice for a tied weight). DistributedDataParallel averages in buckets of the parameters' own format, without
+the engine. There FP32 sums are kept apart, and each loss's averaged 16-bit gradients are added after its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +24,11 @@ from torch.optim import Optimizer
 
 from mezzo.core.errors import UsageError
 from mezzo.pytorch.step import parameters
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+# The largest seed of a backward that an fp16 loss can hold.
+_FP16_SEED = 2.0**15
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -29,7 +40,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 def backward_into(
     loss: Tensor, seed: Tensor | None, params: list[Tensor], *, retain_graph: bool = False
 ) -> None:
-    """Accumulate d(loss)/d(p) * seed into `p.grad` of each p of `params`, and of no other leaf.
+    """Add d(loss)/d(p) * seed to `p.grad` of each p of `params`, and of no other leaf.
 
     Args:
         loss: one element.
@@ -53,28 +64,8 @@ def backward_into(
     )
 
 
-def backward_around(
-    loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool = False
-) -> None:
-    """The same for a graph with reentrant checkpoints: a whole backward, after which `others` have what they
-    had.
-
-    It computes every gradient there is. Leaves that are not among `others` get theirs.
-    """
-    before = [(other, other.grad) for other in others]
-    for other, _ in before:
-        other.grad = None
-    try:
-        torch.autograd.backward(loss, seed, retain_graph=retain_graph)
-    finally:
-        for other, grad in before:
-            other.grad = grad
-
-
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether the graph of a loss holds a `torch.utils.checkpoint` with `use_reentrant=True`. Walks every
-    node.
-    """
+    """Whether the graph of a loss has a `torch.utils.checkpoint` with `use_reentrant=True`. Walks every node."""
     seen = set()
     stack = [loss.grad_fn]
     while stack:
@@ -111,22 +102,14 @@ def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
 
 
 class OptimizerBackward:
-    """Accumulates a loss's gradients into the parameters of one optimizer.
-
-    Args:
-        optimizer: whose.
-    """
+    """Accumulates a loss's gradients into the parameters of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._reentrant: bool | None = None
 
     def params(self) -> list[Tensor]:
-        """The parameters that get gradients.
-
-        Raises:
-            UsageError: none.
-        """
+        """The parameters that get gradients; UsageError if there are none."""
         params = [p for p in parameters(self._optimizer) if p.requires_grad]
         if not params:
             raise UsageError("step(): no parameter of the optimizer requires a gradient")
@@ -135,18 +118,166 @@ class OptimizerBackward:
     def __call__(
         self, loss: Tensor, seed: Tensor | None, others: Iterable[Tensor], *, retain_graph: bool
     ) -> None:
-        """Add d(loss)/d(p) * seed to `p.grad` of each parameter.
+        """Add d(loss)/d(p) * seed to `p.grad` of each parameter; arguments as for `backward_into`.
 
-        Args:
-            loss: one element.
-            seed: of its dtype and shape; None for 1.
-            others: parameters of other optimizers, which a reentrant checkpoint would reach too.
-            retain_graph: keep the graph for another backward.
+        Where the graph has reentrant checkpoints, every gradient is computed; `others`, the parameters of other
+        optimizers, then keep theirs. The first loss decides for all.
         """
         params = self.params()
-        if self._reentrant is None:  # the first loss decides for all
+        if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
-        if self._reentrant:
-            backward_around(loss, seed, others, retain_graph=retain_graph)
-        else:
+        if not self._reentrant:
             backward_into(loss, seed, params, retain_graph=retain_graph)
+            return
+        before = [(other, other.grad) for other in others]
+        for other, _ in before:
+            other.grad = None
+        try:
+            torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        finally:
+            for other, grad in before:
+                other.grad = grad
+
+
+@dataclass
+class Accumulation:
+    """The losses between two optimizer steps.
+
+    Args:
+        accumulate: how many a full window has; each is divided by it.
+        seen: how many have been accumulated.
+        scale: what each was multiplied with, 0-dim FP32; None without a loss scale.
+        loss: the last of them, detached; None where it is not known.
+    """
+
+    accumulate: int
+    seen: int = 0
+    scale: Tensor | None = None
+    loss: Tensor | None = None
+
+    def begin(self, loss: Tensor, scale: Tensor) -> None:
+        """Take the scale of this window's losses, if the loss is its first."""
+        if self.seen == 0:
+            # A seed of 2**16 is infinite in fp16, and would cost a skipped step before anything was computed.
+            self.scale = scale.clamp(max=_FP16_SEED) if loss.dtype is torch.float16 else scale
+
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """The seed of a loss's backward, `scale / accumulate` in its dtype and shape; None for 1."""
+        if self.scale is not None:
+            return (self.scale.to(loss.device) / self.accumulate).to(loss.dtype).expand_as(loss)
+        return torch.full_like(loss, 1.0 / self.accumulate) if self.accumulate > 1 else None
+
+    @property
+    def rescale(self) -> float:
+        """`accumulate / seen`: makes the sum of a short window follow the mean of its losses."""
+        return self.accumulate / self.seen
+
+    @property
+    def seed_factor(self) -> Tensor | float:
+        """What `seed` multiplies a loss's gradients with."""
+        return (1.0 if self.scale is None else self.scale) / self.accumulate
+
+    @property
+    def gradient_factor(self) -> Tensor | float:
+        """How many times the window's summed gradients are too large."""
+        return (1.0 if self.scale is None else self.scale) / self.rescale
+
+
+class Gradients:
+    """Gradients as PyTorch keeps them, in `.grad` and in the parameter's format."""
+
+    def cover(self, optimizer: Optimizer) -> None:
+        """Prepare an optimizer's parameters for a window's first backward."""
+
+    def take(self, optimizer: Optimizer) -> None:
+        """Add what one loss's backward has left in `.grad`."""
+
+    def give(self) -> None:
+        """Put the sums into `.grad`, for the optimizer step."""
+
+    def clear(self) -> None:
+        """Drop sums that are kept apart."""
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """A parameter's gradient so far."""
+        return param.grad
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None:
+        """Go on from a gradient that `of` gave."""
+        param.grad = grad
+
+    def undo(self) -> None:
+        """Leave the parameters as they were before `cover`."""
+        self.clear()
+
+
+class FP32Gradients(Gradients):
+    """The engine keeps the gradients of 16-bit parameters in FP32."""
+
+    def __init__(self) -> None:
+        self._changed: dict[int, tuple[Tensor, torch.dtype | None]] = {}
+
+    def cover(self, optimizer: Optimizer) -> None:
+        """Make the gradients of 16-bit parameters FP32; those that are there already are converted."""
+        for param in parameters(optimizer):
+            if id(param) not in self._changed and param.dtype in SIXTEEN_BITS:
+                self._changed[id(param)] = (param, param.grad_dtype)
+                _set_dtype(param, torch.float32)
+
+    def undo(self) -> None:
+        """Put every parameter's `grad_dtype` back; gradients are converted with it."""
+        for param, before in self._changed.values():
+            _set_dtype(param, before)
+        self._changed.clear()
+
+
+class FP32Sums(Gradients):
+    """FP32 sums beside the 16-bit gradients of DistributedDataParallel, which need their own 2 bytes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, optimizer: Optimizer) -> None:
+        """Add the 16-bit gradients to the sums, and drop them."""
+        for param in parameters(optimizer):
+            grad = param.grad
+            if grad is None or param.dtype not in SIXTEEN_BITS:
+                continue
+            saved = self._sums.get(id(param))
+            if saved is None:
+                self._sums[id(param)] = (param, grad.to(torch.float32))
+            else:
+                saved[1].add_(grad)
+            param.grad = None
+
+    def give(self) -> None:
+        """Make each sum its parameter's gradient."""
+        for param, total in self._sums.values():
+            _set_dtype(param, torch.float32)
+            param.grad = total
+
+    def clear(self) -> None:
+        """Drop the sums, and let `.grad` be of the parameter's format again."""
+        for param, _ in self._sums.values():
+            param.grad = None
+            _set_dtype(param, param.dtype)
+        self._sums.clear()
+
+    def of(self, param: Tensor) -> Tensor | None:
+        """A parameter's sum so far; the gradient itself of an FP32 one."""
+        return self._sums.get(id(param), (param, param.grad))[1]
+
+    def put(self, param: Tensor, grad: Tensor | None) -> None:
+        """Go on from a sum that `of` gave."""
+        if grad is None or param.dtype not in SIXTEEN_BITS:
+            param.grad = grad
+        else:
+            self._sums[id(param)] = (param, grad.to(torch.float32))
+
+
+def _set_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad if dtype is None else grad.to(dtype)

@@ -1,13 +1,10 @@
-"""MixedPrecision: a model, its optimizer and a policy; `step(loss)` does everything between the loss and the
-next one.
+"""MixedPrecision: a model, its optimizer and a policy; `step(loss)` does everything between one loss and the next.
 
-The order is fixed here, so that no loop can get it wrong: backward of the scaled loss, the optimizer step
-(`pytorch/step.py`: unscale, look for NaN and infinity, clip, step or skip), scheduler and average only if it stepped,
-next scale, clear the gradients.
+The order is fixed: backward of the scaled loss, the optimizer step (`pytorch/step.py`: unscale, look for NaN and
+infinity, clip, step or skip), scheduler and average only if it stepped, next scale, clear the gradients.
 
-What it leaves out: it does not wrap the model's call (`mp.autocast()` is where mixed precision begins and
-ends, and what leaves it has the format that its last op gave it), it does not save model and optimizer, and
-it knows nothing of more than one process.
+It does not wrap the model's call (`mp.autocast()` is the context of forward and loss) and saves neither model nor
+optimizer.
 """
 
 from __future__ import annotations
@@ -39,8 +36,14 @@ from mezzo.pytorch.optim.fused import FusedOptimizer
 from mezzo.pytorch.step import FusedStep, InPlaceStep, StepOutcome, host_knows, parameters
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
-from mezzo.pytorch.training.accumulation import Accumulation, FP32Gradients, FP32Sums, Gradients
-from mezzo.pytorch.training.backward import OptimizerBackward, leaves_of
+from mezzo.pytorch.training.backward import (
+    Accumulation,
+    FP32Gradients,
+    FP32Sums,
+    Gradients,
+    OptimizerBackward,
+    leaves_of,
+)
 from mezzo.pytorch.training.networks import Networks
 from mezzo.pytorch.training.observers import Observers, observers_for
 from mezzo.pytorch.training.release import GradientRelease
@@ -48,7 +51,7 @@ from mezzo.pytorch.training.resolved_precision import ResolvedPrecision
 from mezzo.pytorch.training.result import Journal, StepResult
 from mezzo.pytorch.weights.master_state import showing_masters
 
-# Who owns which parameters: two would unscale, clip and clear each other's gradients.
+# The open ones. No two own the same parameter: they would unscale, clip and clear each other's gradients.
 _ALIVE: WeakSet[Any] = WeakSet()
 _NETWORKS = Networks()
 
@@ -81,48 +84,46 @@ class MixedPrecision:
         scale = scale.next(Observation(found_inf))
         optimizer.zero_grad()
 
-    Without a loss scale (bf16, fp32) nothing looks for NaN: a step is then what the plain loop does, NaN and
-    all.
+    Without a loss scale (bf16, fp32) nothing looks for NaN: a step is what the plain loop does.
 
     Args:
         model: holds the parameters that are trained; FP32, or 16-bit with a `mezzo.optim` optimizer.
-        optimizer: over parameters of the model. One MixedPrecision an optimizer, each with its own loss
-            scale. One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
-        precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes what the hardware has,
+        optimizer: over parameters of the model. Make one MixedPrecision per optimizer, each with its own loss scale.
+            One that needs a closure (LBFGS) goes with `mezzo.GradScaler`.
+        precision: `"bf16"`, `"fp16"`, `"fp32"`, `"auto"`, any policy. `auto` takes a format that the hardware has,
             times the first steps against FP32, and keeps the faster; `decision` says which, and why.
-        clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` to be told the norm only.
-        clip_value: largest magnitude of an element; with `clip_norm` too, it comes first.
-        accumulate: losses in a window. Each is divided by this number, so that four quarters of a batch move
+        clip_norm: largest total 2-norm of the unscaled gradients; `math.inf` measures the norm only.
+        clip_value: largest magnitude of an element; applied before `clip_norm`.
+        accumulate: losses per optimizer step. Each is divided by this number, so that four quarters of a batch update
             the parameters as the batch would if the loss is a mean over the batch.
-        scheduler: a scheduler that is stepped once each time the optimizer has moved (not once an epoch).
-        ema: an average of the model, updated after each move: something with `update_parameters(model)`, such
-            as `torch.optim.swa_utils.AveragedModel`, or a function of the model. Where weights are 16-bit it
-            is shown their FP32 masters.
-        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`. `params`, `masters` and
-            `state` mean what they mean in a policy's text: `"bf16", masters="split"` is
-            `"bf16,masters=split"`. Parameters of normalisations, and of modules that the policy names fp32,
-            stay FP32. The model is changed in place, and torch's AdamW, Adam and SGD become Mezzo's under the
-            object that you hold.
-        masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy;
-            `"split"`, the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone,
-            parameters are stored in the compute format; with `params="bf16"` alone, masters are split.
+        scheduler: stepped once each time the optimizer has stepped (not once per epoch).
+        ema: an average of the model, updated after each step: an object with `update_parameters(model)`, such as
+            `torch.optim.swa_utils.AveragedModel`, or a function of the model. It sees the FP32 masters of 16-bit
+            weights.
+        params: the format that parameters are stored in: `"fp32"`, `"bf16"`, `"fp16"`. `params`, `masters` and `state`
+            mean what they mean in a policy's text: `"bf16", masters="split"` is `"bf16,masters=split"`. Parameters of
+            normalisations, and of modules that the policy names fp32, stay FP32. The model is changed in place, and
+            torch's AdamW, Adam and SGD become Mezzo's in the same object.
+        masters: how the optimizer keeps the FP32 value of a 16-bit parameter: `"fp32"`, a separate copy; `"split"`,
+            the 16 bits that bf16 lacks; `"split8"`, 8 of them; `"none"`. With `masters` alone, parameters are stored
+            in the compute format; with `params="bf16"` alone, masters are split.
         state: the format that the optimizer's moments are stored in: `"fp32"`, `"bf16"`, `"int8"`.
         release_gradients: step each parameter inside backward and free its gradient at once.
-        loss_scale: in place of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, a
-            number, or as a policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
-        device_type: of the region; by default that of the model's first parameter.
-        watch: look at the exponents of weights, activations, gradients and updates, by module: True, or at every so
-            many updates. See `ranges` and docs/monitoring.md.
-        trace: when a step is skipped, run its model calls again and find where the value that is not finite came
-            from: `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
-        records: where losses and updates are written, one record each. They are read and written every 16
-            updates, at `close()` and where something raises, so that not every step waits for the device.
-        weights: deprecated; `params` and `masters` replace it.
+        loss_scale: instead of the policy's: a `DynamicLossScale`, `StaticLossScale` or `NoLossScale`, a number, or as a
+            policy writes it: `"dynamic"`, `"dynamic(init=1024)"`, `"none"`.
+        device_type: of the autocast context; by default that of the model's first parameter.
+        watch: count the exponents of weights, activations, gradients and updates, by module: True, or an interval in
+            updates. See `ranges` and docs/monitoring.md.
+        trace: when a step is skipped, replay its model calls and find the origin of the value that is not finite:
+            `result.finding`, `findings`. None: where the host learns of the skip without waiting for it.
+        records: where losses and updates are written. They are read and written every 16 updates, at `close()` and
+            where something raises, so that not every step waits for the device.
+        weights: deprecated; use `params` and `masters`.
 
     Raises:
-        UsageError: a model without parameters, an optimizer of another model, parameters that another
-            MixedPrecision owns, 16-bit parameters without masters, storage that precision or optimizer
-            can't have, a number out of range. Model and optimizer are then as they were.
+        UsageError: a model without parameters, an optimizer of another model, parameters that another MixedPrecision
+            owns, 16-bit parameters without masters, storage that precision or optimizer can't have, a number out of
+            range. Model and optimizer are then unchanged.
         UnknownNameError: an unknown precision, format of parameters or state, or kind of masters.
         UnsupportedPrecisionError: 16-bit weights under `auto` on hardware without such a format.
     """
@@ -166,8 +167,9 @@ class MixedPrecision:
         device_type = device_type or next(model.parameters()).device.type
         if weights is not None:
             params, masters = cast_parameters.former(weights, params, masters)
-        asked, why = cast_parameters.chosen(policy_of(precision), params, masters, state, device_type)
-        asked, why = cast_parameters.formats_agree(optimizer, asked, why)
+        asked, why = cast_parameters.chosen(
+            policy_of(precision), params, masters, state, device_type, optimizer
+        )
         self.model = model
         self.clip_norm = clip_norm
         self.clip_value = clip_value
@@ -204,7 +206,7 @@ class MixedPrecision:
         _ALIVE.add(self)
 
     def _train(self, optimizer: Optimizer, policy: Policy, release: bool) -> None:
-        """Put weights and optimizer into the policy's formats, and choose how its turns are taken."""
+        """Put weights and optimizer into the policy's formats, and choose the kinds of step and of gradients."""
         stepping = cast_parameters.apply(self.model, optimizer, policy, self._others(), fused=release)
         self.optimizer = optimizer
         self._fused = stepping if isinstance(stepping, FusedOptimizer) else None
@@ -218,15 +220,12 @@ class MixedPrecision:
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
         self._backward = OptimizerBackward(stepping)
-        # What torch's own does besides (a profiler's range) takes longer than the rest of it.
+        # torch's zero_grad also opens a profiler range, which takes longer than the rest of it.
         self._clears_itself = cast_parameters.clears_plainly(optimizer)
         self._gradients = Gradients()
-        # A clip of single elements rewrites gradients, and so do torch's optimizers' masters: then in FP32.
-        if (
-            self.accumulate > 1
-            or self.clip_value is not None
-            or cast_parameters.has_separate_masters(stepping)
-        ):
+        # Separate masters and clipping by value rewrite gradients, which must be FP32 for it.
+        rewrites = self.clip_value is not None or cast_parameters.has_separate_masters(stepping)
+        if self.accumulate > 1 or rewrites:
             in_buckets = isinstance(self.model, nn.parallel.DistributedDataParallel)
             self._gradients = FP32Sums() if in_buckets else FP32Gradients()
         self._gradients.cover(optimizer)
@@ -255,12 +254,12 @@ class MixedPrecision:
 
     @property
     def findings(self) -> list[OverflowReport]:
-        """What was found out about the steps that were skipped, where `trace` looked into them: the last hundred."""
+        """The diagnoses of skipped steps that `trace` has made: the last hundred."""
         return list(self._findings)
 
     @property
     def ranges(self) -> list[RangeRow]:
-        """The exponent histograms of the last update that was watched; none without `watch`. Waits for the device."""
+        """The exponent histograms of the last watched update; none without `watch`. Waits for the device."""
         return self._observing.ranges
 
     @property
@@ -270,11 +269,10 @@ class MixedPrecision:
         return 1.0 if scaler is None else float(scaler.scale)
 
     def reset_loss_scale(self) -> None:
-        """Let the loss scale begin anew, as it did first: after a `LossScaleCollapseError` whose cause is mended.
+        """Restart the loss scale, after a `LossScaleCollapseError` whose cause is fixed.
 
-        A scale that collapsed stands at its floor, which says what bad steps did to it and nothing of the gradients to
-        come. A dynamic one goes on from its `init`; a constant one forgets its skips in a row. An open window keeps the
-        scale that it began with.
+        A dynamic scale goes on from its `init` instead of its floor; a constant one forgets its skips. An open window
+        keeps the scale that it began with.
 
         Raises:
             UsageError: this training has no loss scale.
@@ -282,21 +280,22 @@ class MixedPrecision:
         scaler = self._resolved.scaler
         if scaler is None:
             raise UsageError(
-                f"reset_loss_scale(): precision {self.policy} has no loss scale, so there is none to begin anew. Only "
-                "fp16 has one by itself; loss_scale= gives one to any precision."
+                f"reset_loss_scale(): precision {self.policy} has no loss scale. Only fp16 has one by default; "
+                "loss_scale= gives one to any precision."
             )
         scaler.reset()
 
     def autocast(self) -> AbstractContextManager[Context]:
-        """The region of this training's policy, for forward and loss. Enter it as often in a step as you
-        like.
-        """
+        """The autocast context of this training's policy, for forward and loss. Enter it as often as you like."""
         resolved = self._resolved
-        if resolved.trial is not None or (resolved.scaler is not None and self._watches_buffers):
-            return self._watched_region()
-        if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
-            return self._watched_region()
+        copies = resolved.scaler is not None and self._watches_buffers
+        if resolved.trial is not None or copies or self._watches_live:
+            return self._watched_context()
         return resolved.region()
+
+    @property
+    def _watches_live(self) -> bool:
+        return not torch.compiler.is_dynamo_compiling() and self._observing.watches_live
 
     @property
     def _watches_buffers(self) -> bool:
@@ -305,8 +304,8 @@ class MixedPrecision:
         return any(mp._buffers.watches for mp in _ALIVE)
 
     @contextmanager
-    def _watched_region(self) -> Iterator[Context]:
-        """The region; entering it begins a trial's clock, and copies running statistics."""
+    def _watched_context(self) -> Iterator[Context]:
+        """The context; entering it starts a trial's clock, and copies buffers."""
         training = self.model.training and torch.is_grad_enabled()
         if training and self._resolved.trial is not None:
             self._resolved.trial.start()
@@ -314,20 +313,19 @@ class MixedPrecision:
             for model in {mp.model for mp in _ALIVE}:  # calls of the other networks may be part of this step
                 _NETWORKS.call(model)
         watched: AbstractContextManager[Any] = nullcontext()
-        if not torch.compiler.is_dynamo_compiling() and self._observing.watches_live:
+        if self._watches_live:
             watched = self._observing.live()
-        with self._resolved.region() as region, watched:
-            yield region
+        with self._resolved.region() as context, watched:
+            yield context
 
     @_disable_dynamo
     def step(self, loss: Tensor, *, retain_graph: bool = False) -> StepResult:
-        """Backward of one loss, and at the end of a window the optimizer's turn.
+        """Backward of one loss, and at the end of a window the optimizer step.
 
-        Gradients go to this optimizer's parameters only. Whatever the optimizer did, they are cleared
-        afterwards. Inside a window `.grad` holds scaled gradients, in FP32. The host waits for the device only
-        where the outcome must be known at once: with a loss scale, for an optimizer that isn't fused, for a
-        `scheduler` or `ema`, or if another network is trained as well. If backward raises, the window is dropped
-        with its gradients.
+        Gradients go to this optimizer's parameters only, and are cleared after the step, taken or skipped. Inside a
+        window `.grad` holds scaled gradients, in FP32. The host waits for the device only with a loss scale and an
+        optimizer that isn't fused, a `scheduler`, an `ema`, or another network in training. If backward raises, the
+        window is dropped with its gradients.
 
         Args:
             loss: one element, on the graph; not scaled, not divided.
@@ -337,10 +335,9 @@ class MixedPrecision:
             What happened, to be read when you like.
 
         Raises:
-            UsageError: a loss that is no scalar, needs no gradient, or depends on no parameter of this
-                optimizer.
-            LossScaleCollapseError: steps are skipped again and again though the scale is at its floor. At
-                once on a CPU or where the host sees the skip, else within `patience` more steps.
+            UsageError: a loss that is no scalar, needs no gradient, or depends on no parameter of this optimizer.
+            LossScaleCollapseError: steps are skipped again and again though the scale is at its floor. At once on a
+                CPU or where the host sees the skip, else within `patience` more steps.
         """
         checks.loss(loss)
         window, observing = self._window, self._observing
@@ -359,9 +356,8 @@ class MixedPrecision:
             if self._release is not None:
                 if retain_graph:
                     raise UsageError(
-                        "step(retain_graph=True): with release_gradients=True the weights have moved when "
-                        "backward ends, so its graph can't run again. Step the other MixedPrecision first, or "
-                        "keep the gradients."
+                        "step(retain_graph=True): with release_gradients=True backward changes the weights, so its "
+                        "graph can't run again. Step the other MixedPrecision first, or keep the gradients."
                     )
                 outcome = self._step_within_backward(self._release, loss, window)
             else:
@@ -370,7 +366,7 @@ class MixedPrecision:
                 self._backward(loss, window.seed(loss), self._others(), retain_graph=retain_graph)
                 self._gradients.take(self.optimizer)
         except BaseException:
-            # Out of memory halfway: what was accumulated is part of a loss, and must not reach the next step.
+            # Out of memory halfway: what was accumulated must not reach the next step.
             self._window = Accumulation(self.accumulate)
             self._drop_step()
             raise
@@ -396,14 +392,14 @@ class MixedPrecision:
             check=window.scale is not None,
         )
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-        torch.clear_autocast_cache()  # no hook of the optimizer's has told the region that weights moved
+        torch.clear_autocast_cache()  # the optimizer's hooks, which do it, have not run
         return StepOutcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:
-        """End a window that is short of losses (the end of an epoch); nothing happens where none is begun.
+        """Step with a window that is short of losses (the end of an epoch); without any loss nothing happens.
 
-        The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses
-        that were really seen, as it does in a full window. The result has the last loss of the window, as `step`'s.
+        The gradients are rescaled by `accumulate / seen`, so that the update follows the mean of the losses, as it does
+        in a full window. The result has the last loss of the window.
 
         Raises:
             CallOrderError: no `step` yet.
@@ -494,38 +490,35 @@ class MixedPrecision:
         self._gradients.clear()
 
     def _weight_overflow(self) -> Tensor | None:
-        # A copy: the optimizer's own flag says it of every step to come.
+        # A copy: the optimizer's own flag changes with later steps.
         if self._fused is None or self._stored_as[0] == "fp32":
             return None
         return self._fused.weight_overflow.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that isn't the model's, the optimizer's, the scheduler's or the average's: save those
-        beside it.
+        """The state of this object alone: save model, optimizer, scheduler and average too.
 
-        Plain values and tensors: policy, what `auto` decided, loss scale, and the window that is open with
-        its gradients. Training goes on from it bit by bit as it would have. An undecided trial begins anew.
+        Plain values and tensors: policy, what `auto` decided, loss scale, and the open window with its gradients.
+        Training continues from it to the bit. An undecided trial starts again.
         """
         return training_state.save(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` saved, or the state of a `torch.amp.GradScaler` or `mezzo.GradScaler`.
 
-        The precision that this object was made with stays, except that `auto` takes what was decided. A loss
-        scale is taken over where both sides have one of the same kind.
+        The precision that this object was made with stays, except that `auto` takes what was decided. A loss scale is
+        loaded where both sides have one of the same kind.
 
         Raises:
-            UsageError: something else, or an open window of another `accumulate` or another number of
-                parameters.
+            UsageError: another state, or an open window of another `accumulate` or number of parameters.
         """
         training_state.load(self, state)
 
     def close(self) -> None:
-        """Let go of the parameters and of the model's overrides, so that another MixedPrecision may have
-        them.
+        """Release the parameters and the model's overrides, so that another MixedPrecision may have them.
 
-        16-bit weights stay as they are, and so does the optimizer that holds the rest of them: hand both to
-        the next. `mezzo.master_state_dict` gives the model in FP32.
+        16-bit weights stay as they are, with the optimizer that holds the rest of them: give both to the next.
+        `mezzo.master_state_dict` gives the model in FP32.
         """
         _ALIVE.discard(self)
         self._buffers.forget()

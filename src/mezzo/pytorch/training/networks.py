@@ -1,6 +1,16 @@
-"""Several networks in training: whose running statistics a skipped step puts back.
+"""Buffers that forward passes in training change: copied before a step, restored if the step is skipped.
 
-Time is divided into turns, and each step of any optimizer, taken or skipped, ends one. The buffers of a network are
+An overflow makes running means infinite or NaN for good, though the step itself is skipped (PyTorch issue 90342). That
+holds for BatchNorm and for every module that keeps averages: spectral norms, VQ codebooks, counters.
+
+**Which buffers** (`MovingBuffers`). Those of BatchNorm and InstanceNorm are known. All others are copied and compared
+in the first two steps, since version counters miss native kernels and writes through `.data`. Those that moved are
+copied from then on. The others (masks, rotary tables) cost a check of their version counters; one that moves later is
+copied from then on, and restored from the copy of the learning steps if it is small.
+Not restored: state that is no buffer; buffers that a skipped step registers; a large buffer, or one written through
+`.data`, that changes for the first time in a skipped step after the second.
+
+**Whose step** (`Networks`). Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are
 copied before its first call of a turn. When optimizer S ends a turn, these become of each network:
 
 | owner of its parameters              | S stepped         | S skipped                                   |
@@ -17,47 +27,256 @@ called in between, its buffers go forward again: the two losses were one, and it
 A call belongs to the gradients of the network's newest turn when a backward pass finds its gradients empty: older calls
 went into gradients that were used or cleared, or had no backward pass. The loss of S ran through a network if one
 backward pass of the turn reached parameters of both, or if none of its parameters requires a gradient at the moment.
-A network of two optimizers follows each of them. Newer copies are put back before older ones, for networks that share
-modules.
-
-What it can't do: between two calls of one network in one turn, one for a good step and one for a skipped step, there
-is no copy. Both are undone where the step is the network's own, and else the values that are not finite.
+Between two calls of one network in one turn, one for a good and one for a skipped step, there is no copy: both are
+undone where the step is the network's own, and else the values that are not finite.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.pytorch.training.buffers import MovingBuffers
+from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot, SavedBuffer
+
+SMALL = 2**16
+"""Bytes up to which a buffer that does not move keeps its copy."""
+
+LEARNED_AFTER = 2
+"""Steps in which every buffer is copied, and compared afterwards."""
+
+_NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class MovingBuffers:
+    """The buffers of a model that its forward pass changes in training.
+
+    Naive code::
+
+        before = [buffer.clone() for buffer in model.buffers()]     # remember()
+        for buffer, old in zip(model.buffers(), before):            # restore(found_inf)
+            buffer.copy_(torch.where(found_inf != 0, old, buffer))
+
+    Args:
+        model: held weakly. Its buffers are searched at the first `remember`, in the learning steps and after skips.
+
+    Attributes:
+        parameters: the ids of the model's parameters.
+        turn: of `Networks`, in which the newest copies were taken.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._slots: list[BufferSlot] = []
+        self._still: list[SavedBuffer] = []
+        self._known: set[tuple[int, str]] = set()
+        self._first: BufferSnapshot | None = None  # before the step's first forward pass
+        self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
+        self._undone: tuple[BufferSnapshot, BufferSnapshot] | None = None  # by `undo`: before, and after
+        self._look = True
+        self.parameters: frozenset[int] = frozenset()
+        self.turn = -1
+        # Plain bools, for a compiler may read `watches`.
+        self._has_norm = any(isinstance(module, _NormBase) for module in model.modules())
+        self._has_buffers = self._has_norm or any(module._buffers for module in model.modules())
+
+    @property
+    def watches(self) -> bool:
+        """Whether the model may have moving buffers; for a compiler only normalisations: copies break its graph."""
+        return self._has_norm if torch.compiler.is_dynamo_compiling() else self._has_buffers
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a step has begun, whose buffers can be restored."""
+        return self._first is not None
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether there is anything to restore, of this step or of an older one."""
+        return not (self._first is None and self._last is None and self._undone is None)
+
+    @property
+    def spans_turns(self) -> bool:
+        """Whether other steps have ended since this one began, and the model was called again."""
+        return self._first is not self._last and self._first is not None
+
+    @property
+    def order(self) -> int:
+        """Larger for a step that began later."""
+        return -1 if self._first is None else self._first.serial
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter of the model requires a gradient."""
+        model = self._model()
+        return model is not None and not any(p.requires_grad for p in model.parameters())
+
+    def remember(self) -> None:
+        """Copy what a step may change. Called again before `restore`, a step of another network has ended."""
+        if self._look:
+            self._find()
+        if not self.watches:
+            return
+        if self._first is None:  # between steps a checkpoint may have been loaded, or the model moved
+            self._still = [_still(each.slot) if each.is_touched() else each for each in self._still]
+        if self._last is not None:  # a step that is still to come may have overflowed
+            self.restore_lost()
+        self._last = self._copied()
+        self._first = self._first or self._last
+
+    def _copied(self) -> BufferSnapshot:
+        training = [slot for slot in self._slots if slot.trains]
+        return BufferSnapshot(
+            (slot for slot in training if not _learns(slot)), (slot for slot in training if _learns(slot))
+        )
+
+    def begin_anew(self) -> None:
+        """Take calls before the newest copies out of the step, unless nothing was called since."""
+        if self.spans_turns and self._last is not None and self._last.moved():
+            self._first = self._last
+
+    @torch.no_grad()
+    def restore(self, found_inf: Tensor | bool, *, keep: bool = False) -> None:
+        """End the step: restore the copies where `found_inf` is not 0, and drop them.
+
+        Args:
+            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor. That is waited for in
+                the learning steps, and where a buffer was replaced or moved for the first time.
+            keep: keep the newest copies for `restore_lost`.
+        """
+        if not self.holds_copies:
+            self._look |= found_inf is not False
+            return
+        first, self._first = self._first, None
+        undone, self._undone = self._undone, None
+        if undone is not None and not bool(found_inf) and not undone[1].moved():
+            undone[0].put_back()
+        if first is not None:
+            self._end(first, found_inf)
+        elif bool(found_inf):
+            self.restore_lost()
+        if not keep:
+            self._last = None
+
+    def _end(self, first: BufferSnapshot, found_inf: Tensor | bool) -> None:
+        late = [each for each in self._still if each.is_touched()]
+        learning = [each for each in first.single if _learns(each.slot)]
+        if isinstance(found_inf, Tensor) and (learning or late):
+            found_inf = bool(found_inf)
+        for each in learning:
+            each.slot.compared += 1
+            each.slot.moved |= each.is_touched() or each.moved()
+        if learning:
+            settled = [
+                slot for slot in self._slots if slot.norm is None and not (_learns(slot) or slot.moved)
+            ]
+            self._slots = [slot for slot in self._slots if slot not in settled]
+            self._still += map(_still, settled)
+            self._look = True
+        if late:
+            self._slots += [each.slot for each in late]
+            self._still = [each for each in self._still if each not in late]
+        if found_inf is False:
+            return
+        for each in late:
+            each.put_back()
+        first.put_back(found_inf)
+        self._look = True
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put the newest copies back, for another network's skipped step; `restore` may take this back."""
+        if self._last is not None:
+            self._undone = self._copied(), self._last
+            self._last.put_back()
+            self.restore_lost()
+
+    @torch.no_grad()
+    def restore_lost(self) -> None:
+        """Restore what an overflow of another network's step has made NaN or infinite, and keep the copies."""
+        if self._last is not None:
+            self._last.restore_lost()
+            for each in self._still:
+                if each.is_touched():
+                    each.restore_lost()
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        self._first = self._last = self._undone = None
+
+    def state(self) -> dict[str, Tensor]:
+        """The copies: name of a buffer -> its values before the step."""
+        named = {} if self._first is None else self._first.named()
+        return {name: values.clone() for name, values in named.items()}
+
+    def load(self, state: dict[str, Tensor] | list[Tensor]) -> None:
+        """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
+        self._look = True
+        for each in self._still:
+            each.slot.compared = 0
+            self._slots.append(each.slot)
+        self._still = []
+        self.forget()
+        self.remember()
+        named = {} if self._first is None else self._first.named()
+        if not isinstance(state, dict) or any(
+            path not in named or named[path].shape != saved.shape for path, saved in state.items()
+        ):
+            self.forget()
+            return
+        for path, saved in state.items():
+            named[path].copy_(saved)
+
+    def _find(self) -> None:
+        """Look for buffers that are not known yet."""
+        self._look = False
+        model = self._model()
+        if model is None:
+            return
+        self.parameters = frozenset(map(id, model.parameters()))
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if (id(module._buffers), name) in self._known or (buffer is not None and buffer.is_meta):
+                    continue
+                self._known.add((id(module._buffers), name))
+                is_norm = isinstance(module, _NormBase) and name in _NORM_BUFFERS
+                path = f"{prefix}.{name}" if prefix else name
+                norm = weakref.ref(module) if is_norm else None
+                self._slots.append(BufferSlot(path, module._buffers, name, norm))
+        self._has_buffers = bool(self._known)
+
+
+def _learns(slot: BufferSlot) -> bool:
+    return slot.norm is None and slot.compared < LEARNED_AFTER
+
+
+def _still(slot: BufferSlot) -> SavedBuffer:
+    return SavedBuffer.of(slot, largest=SMALL)
 
 
 class Networks:
-    """The running statistics of all networks in training."""
+    """The moving buffers of all networks in training."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, MovingBuffers] = weakref.WeakKeyDictionary()
-        self._order = itertools.count()
         # The leaves that each backward of this turn reached -> those whose gradients it is still part of.
         self._passes: dict[frozenset[int], frozenset[int]] = {}
         self._turn = 0
-        self.hold_copies = (
-            False  # since every network's copies were dropped: else a step has nothing to put back
-        )
+        self.hold_copies = False  # without copies a step has nothing to restore
 
     def __len__(self) -> int:
         """How many there are."""
         return len(self._of)
 
     def of(self, model: nn.Module) -> MovingBuffers:
-        """A network's statistics."""
-        statistics = self._of.get(model)
-        if statistics is None:
-            statistics = self._of[model] = MovingBuffers(model)
-        return statistics
+        """A network's buffers."""
+        buffers = self._of.get(model)
+        if buffers is None:
+            buffers = self._of[model] = MovingBuffers(model)
+        return buffers
 
     def keep(self, models: set[nn.Module]) -> None:
         """Forget all networks but these, which are still in training."""
@@ -67,23 +286,21 @@ class Networks:
     @property
     def several(self) -> bool:
         """Whether more than one network has copies: the host must know then whether a step was skipped."""
-        return self.hold_copies and sum(statistics.remembers for statistics in self._of.values()) > 1
+        return self.hold_copies and sum(buffers.remembers for buffers in self._of.values()) > 1
 
     def call(self, model: nn.Module) -> None:
         """A network is about to be called in training mode."""
-        statistics = self.of(model)
+        buffers = self.of(model)
         self.hold_copies = True
-        if statistics.turn != self._turn or not statistics.remembers:
-            statistics.turn = self._turn
-            if not statistics.remembers:
-                statistics.order = next(self._order)
-            statistics.remember()
+        if buffers.turn != self._turn or not buffers.remembers:
+            buffers.turn = self._turn
+            buffers.remember()
 
     def optimizer_made(self, owned: set[int]) -> None:
         """Calls before a network's first optimizer was made (to build or to try it) are part of no step."""
-        for statistics in self._of.values():
-            if statistics.remembers and owned.isdisjoint(statistics.parameters):
-                statistics.restore(False, keep=True)
+        for buffers in self._of.values():
+            if buffers.remembers and owned.isdisjoint(buffers.parameters):
+                buffers.restore(False, keep=True)
 
     def backward(self, leaves: Sequence[Tensor]) -> None:
         """A backward pass is about to reach these leaves."""
@@ -93,9 +310,9 @@ class Networks:
         empty = frozenset(id(leaf) for leaf in leaves if leaf.grad is None)
         self._passes = {each: receiving - empty for each, receiving in self._passes.items()}
         self._passes[reached] = reached
-        for statistics in self._of.values():
-            if statistics.spans_turns and frozenset() < reached & statistics.parameters <= empty:
-                statistics.begin_anew()
+        for buffers in self._of.values():
+            if buffers.spans_turns and frozenset() < reached & buffers.parameters <= empty:
+                buffers.begin_anew()
 
     def step_ended(
         self,
@@ -116,26 +333,28 @@ class Networks:
             alone: whether there is no other optimizer.
         """
         turn, self._turn = self._turn, self._turn + 1
-        told, self._passes = self._passes, {}
+        announced, self._passes = self._passes, {}
         if not self.hold_copies:
             return
         mine = {id(parameter) for parameter in parameters}
         everyone: set[int] | None = None
         with_mine: list[frozenset[int]] | None = None
         keep = len(self._of) > 1 or not alone
-        for statistics in sorted(self._of.values(), key=lambda each: -each.order):
-            its_own = not mine.isdisjoint(statistics.parameters)
-            if not its_own:
-                everyone = owned() if everyone is None else everyone
-            if its_own or (everyone is not None and everyone.isdisjoint(statistics.parameters)):
-                statistics.restore(found_inf, keep=keep)
+        for buffers in sorted(self._of.values(), key=lambda each: -each.order):
+            is_mine = not mine.isdisjoint(buffers.parameters)
+            if not is_mine and everyone is None:
+                everyone = owned()
+            if is_mine or (everyone is not None and everyone.isdisjoint(buffers.parameters)):
+                buffers.restore(found_inf, keep=keep)
             elif bool(found_inf):
                 if with_mine is None:
-                    told.update((each, each) for each in passes())
-                    with_mine = [each for each, receiving in told.items() if not mine.isdisjoint(receiving)]
-                reached = any(not each.isdisjoint(statistics.parameters) for each in with_mine)
-                if statistics.turn == turn and (reached or statistics.is_frozen):
-                    statistics.undo()
+                    announced.update((each, each) for each in passes())
+                    with_mine = [
+                        each for each, receiving in announced.items() if not mine.isdisjoint(receiving)
+                    ]
+                reached = any(not each.isdisjoint(buffers.parameters) for each in with_mine)
+                if buffers.turn == turn and (reached or buffers.is_frozen):
+                    buffers.undo()
                 else:
-                    statistics.restore_lost()
-        self.hold_copies = any(statistics.holds_copies for statistics in self._of.values())
+                    buffers.restore_lost()
+        self.hold_copies = any(buffers.holds_copies for buffers in self._of.values())

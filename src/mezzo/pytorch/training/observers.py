@@ -1,6 +1,6 @@
-"""Observing: whoever looks at a `MixedPrecision`'s steps is told of them here.
+"""Observers of a training's steps: histograms and overflow tracing.
 
-Where nobody looks, no hook is on the model and each call below is a loop over nothing.
+Without observers no hook is on the model, and each call below is a loop over nothing.
 """
 
 from __future__ import annotations
@@ -34,34 +34,28 @@ def observers_for(
     enter: Callable[[], AbstractContextManager[Any]],
     clock: Callable[[], float],
 ) -> list[StepObserver]:
-    """Those who are to look at a training, in the order in which they are told.
+    """The observers that MixedPrecision's `watch` and `trace` ask for.
 
     Args:
-        model: whose calls they are told of.
+        model: whose calls they see.
         optimizer: the user's.
         watch: histograms at every so many updates; True for the default interval.
-        trace: whether a skipped step is looked into; None: where that costs no wait.
+        trace: whether skipped steps are traced; None: where that costs no wait.
         scales: whether there is a loss scale, without which no step is skipped.
-        enter: makes the region in which a call is run again.
+        enter: makes the context in which a call is replayed.
         clock: seconds since the run's start, for records.
     """
     observers: list[StepObserver] = []
     if watch:
         every = DEFAULT_EVERY if watch is True else watch
         observers.append(RangeWatch(model, optimizer, every=every, clock=clock))
-    first = next(model.parameters())
-    if trace or (trace is None and scales and host_knows(first)):
+    if trace or (trace is None and scales and host_knows(next(model.parameters()))):
         observers.append(OverflowTracer(enter=enter, clock=clock, waits=bool(trace), model=model))
     return observers
 
 
 class Observers:
-    """Tells observers of a model's calls, of backward and of the optimizer's turns.
-
-    Args:
-        model: whose calls in training mode they are told of.
-        observers: those who look.
-    """
+    """Reports a model's calls in training mode, backward and optimizer steps to observers."""
 
     def __init__(self, model: nn.Module, observers: Sequence[StepObserver]) -> None:
         self._observers = list(observers)
@@ -73,9 +67,6 @@ class Observers:
                 model.register_forward_pre_hook(self._call_begins, with_kwargs=True),
                 model.register_forward_hook(self._call_ended, always_call=True),
             ]
-
-    def __bool__(self) -> bool:
-        return self.listening
 
     def _call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -100,12 +91,12 @@ class Observers:
 
     @property
     def watches_live(self) -> bool:
-        """Whether somebody wants to see the next region's operations."""
+        """Whether an observer wants to see the operations of the next context."""
         return any(one.watches_live for one in self._observers if isinstance(one, OverflowTracer))
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """A region's operations, shown to who wants to see them."""
+        """Show the operations inside to the observers that want to see them."""
         with ExitStack() as stack:
             for one in self._observers:
                 if isinstance(one, OverflowTracer) and one.watches_live:
@@ -118,14 +109,14 @@ class Observers:
             observer.backward_begins(loss, scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """The optimizer's turn begins."""
+        """The optimizer is about to step."""
         for observer in self._observers:
             observer.update_begins(optimizer, scale)
 
     def update_ended(
         self, optimizer: Optimizer, *, index: int, skipped: Tensor | bool, loss_scale: Tensor | float
     ) -> OverflowReport | None:
-        """The optimizer's turn is over; what was found out about it, if it was skipped."""
+        """The optimizer has stepped or skipped; returns the diagnosis of a skip."""
         finding: OverflowReport | None = None
         for observer in self._observers:
             observer.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=loss_scale)
@@ -138,16 +129,16 @@ class Observers:
             observer.step_dropped()
 
     def drain(self) -> list[Record]:
-        """What they have to write since the last time."""
+        """Their records since the last call."""
         return [record for observer in self._observers for record in observer.drain()]
 
     @property
     def ranges(self) -> list[RangeRow]:
-        """The histograms of the last watched update; none where nobody watches."""
+        """The histograms of the last watched update; none without `watch`."""
         return [row for one in self._observers if isinstance(one, RangeWatch) for row in one.rows]
 
     def undo(self) -> None:
-        """Take the hooks off the model; what was begun is dropped."""
+        """Take the hooks off the model and drop the step that was begun."""
         self.step_dropped()
         for handle in self._handles:
             handle.remove()

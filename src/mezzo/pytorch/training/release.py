@@ -1,24 +1,21 @@
-"""Gradient release: the optimizer's step inside backward, so that no more than one gradient is alive at a time.
+"""Gradient release: the optimizer's step inside backward, so that only one gradient is alive at a time.
 
-As soon as a parameter's gradient is complete, a hook moves the parameter and frees the gradient (K. Lv et al.,
-"Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023). Peak memory is weights,
-states, activations and the largest gradient, in place of all of them.
+As soon as a parameter's gradient is complete, a hook updates the parameter and frees the gradient (K. Lv et al., "Full
+Parameter Fine-tuning for Large Language Models with Limited Resources", 2023). Peak memory is weights, states,
+activations and the largest gradient.
 
-A global norm, or the knowledge that some gradient overflowed, exists only when the last gradient does; by then the
-others are gone. So where clipping or a loss scale asks for it, backward runs twice over one graph: the first
-run only adds up squares, the second moves the parameters by what is then known. That is exact, and costs a
-second backward, and what autograd saved for backward lives until the first run has ended. Both runs compute the same
-gradients, bit by bit, as backward is a function of what it saved: a dropout's mask is saved, and a checkpointed
-block restores its random state before it runs again. Only a backward that draws random numbers of its own,
-or adds in no fixed order (atomics on a GPU), gives the second run slightly others than the norm was made of.
+A global norm or an overflow is known only when the last gradient is, and by then the others are gone. Where clipping or
+a loss scale needs one, backward runs twice over one graph: first to sum squares, then to update. This costs a second
+backward, and the graph lives until the first has ended. Both compute the same gradients to the bit (dropout masks are
+saved; a checkpointed block restores its random state), except where backward itself draws random numbers or adds in no
+fixed order (atomics on a GPU).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +30,17 @@ from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpo
 
 
 class GradientRelease:
-    """Backward that moves each parameter as its gradient arrives, and frees the gradient.
+    """Backward that updates each parameter as its gradient arrives, and frees the gradient.
 
-    Naive code, whose results these are to the bit::
+    Naive code, with the same results to the bit::
 
         torch.autograd.backward(loss, seed, inputs=params)
         optimizer.step(multiplier=..., found_inf=...)
         optimizer.zero_grad(set_to_none=True)
 
-    A parameter that is saved for another op's backward under `detach()` changes too early; PyTorch then raises
-    that it was modified in place. A tied weight moves once, by its whole gradient. The gradients of a graph that
-    `torch.compile` made come all at once, and only then are released.
-
-    Args:
-        optimizer: the one that holds the parameters.
+    A tied weight is updated once, by its whole gradient. A parameter that another op's backward saved under `detach()`
+    changes too early; PyTorch then raises that it was modified in place. A graph of `torch.compile` delivers all
+    gradients at once, and only then are they released.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -55,19 +49,12 @@ class GradientRelease:
 
     @staticmethod
     def check_model(model: nn.Module) -> None:
-        """Raise where gradients are reduced over ranks only after backward's hooks have seen them.
-
-        FSDP2 (`fully_shard`) reduces before, and is fine.
-
-        Raises:
-            UsageError: a model, or a part of it, in DistributedDataParallel.
-        """
+        """Raise UsageError for DistributedDataParallel, which reduces gradients after the hooks have run."""
         for name, module in model.named_modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 raise UsageError(
                     f"gradient release: {name or 'the model'} is in DistributedDataParallel, which averages gradients "
-                    "over the ranks after they have been released. Use fully_shard (FSDP2) on the model, or train "
-                    "without gradient release."
+                    "after they have been released. Use fully_shard (FSDP2), or train without gradient release."
                 )
 
     def backward(
@@ -82,33 +69,30 @@ class GradientRelease:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
-        Gradients that are there already (of earlier losses of a window) are part of the sum that is stepped with.
+        Gradients that are there already (of earlier losses of a window) are part of the sum. Where backward raises, the
+        parameters whose gradients had come are updated; in the first of two passes, none is.
 
         Args:
             loss: one element, on the graph.
             seed: the gradient of the loss, of its dtype and shape; None for 1.
-            params: leaves of the optimizer. Those that require no gradient, or that no loss reached, stay.
+            params: leaves of the optimizer. Those without a gradient stay.
             multiplier: 0-dim FP32 that every gradient is multiplied with, 1 / loss scale; None for 1.
-            clip_norm: largest total 2-norm of the multiplied gradients; they are scaled down to it. Two passes.
-            check: nothing at all changes if some gradient isn't finite. Two passes; on a CPU one if it isn't.
+            clip_norm: largest total 2-norm of the multiplied gradients. Two passes.
+            check: change nothing if some gradient is not finite. Two passes; on a CPU one if it isn't.
 
         Returns:
-            found_inf, 0-dim FP32, 0.0 where all gradients were finite, or None without `check`; and the norm of the
-            multiplied gradients before clipping, 0-dim FP32, or None if it was not needed. Over a process group
-            all ranks get the same.
+            found_inf, 0-dim FP32, or None without `check`; and the norm of the multiplied gradients before clipping,
+            0-dim FP32, or None if it was not needed. All ranks get the same.
 
         Raises:
             UsageError: no parameter has a gradient; the graph has a reentrant checkpoint. Nothing has changed.
-
-        Where backward itself raises (out of memory, say), the parameters whose gradients had come have moved; in the
-        first of two passes, none has. No hook stays in either case.
         """
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
         if self._reentrant:
             raise UsageError(
-                "gradient release: the model has torch.utils.checkpoint(..., use_reentrant=True), whose backward "
-                "delivers a shared weight's gradient in pieces. Use use_reentrant=False."
+                "gradient release: torch.utils.checkpoint(..., use_reentrant=True) delivers a shared weight's gradient "
+                "in pieces. Use use_reentrant=False."
             )
         leaves = list(dict.fromkeys(param for param in params if param.requires_grad))
         found = norm = None
@@ -122,7 +106,7 @@ class GradientRelease:
         return found, norm
 
     def _sum_of_squares(self, loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
-        """The first pass: over the gradients as they will be, each freed at once. Leaves `.grad` as it was."""
+        """The first pass, over the gradients of the second. Leaves `.grad` as it was."""
         before = {param: param.grad for param in leaves}
         sums: dict[Tensor, Tensor] = {}
 
@@ -164,36 +148,32 @@ class GradientRelease:
         found_inf: Tensor | None,
     ) -> None:
         lock = threading.Lock()  # the engine has a thread for each device
-        moved = False
+        stepped = False
 
-        def move(params: Sequence[Tensor]) -> None:
-            nonlocal moved
+        def update(params: Sequence[Tensor]) -> None:
+            nonlocal stepped
             with lock:
                 self._optimizer.step_parameters(params, multiplier=multiplier, found_inf=found_inf)
-                moved = True
+                stepped = True
             _clear(params)
 
-        with _hooked(leaves, lambda param: move([param])):
+        with _hooked(leaves, lambda param: update([param])):
             _backward(loss, seed, leaves)
         rest = [param for param in leaves if param.grad is not None]  # this loss did not reach them
         if rest:
-            move(rest)
-        if not moved:
+            update(rest)
+        if not stepped:
             raise no_gradient()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
 
 
 @contextmanager
 def _hooked(params: Sequence[Tensor], act: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call `act` on each parameter when its gradient is complete; no hook outlives the block."""
-    handles: list[Any] = []
-    try:
+    """Call `act` on each parameter when its gradient is complete."""
+    with ExitStack() as handles:
         for param in params:
-            handles.append(param.register_post_accumulate_grad_hook(act))
+            handles.enter_context(param.register_post_accumulate_grad_hook(act))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _backward(

@@ -1,6 +1,6 @@
-"""ResolvedPrecision: what of a policy is active in a training now: its region, its loss scale, its module overrides.
+"""ResolvedPrecision: the policy of a training as applied: its autocast context, loss scale and module overrides.
 
-It changes twice at most: under `auto` the first steps are timed in FP32 and in the candidate by turns, and the faster
+It changes at most twice: under `auto` the first steps are timed in FP32 and in the candidate by turns, and the faster
 one stays.
 """
 
@@ -26,12 +26,12 @@ class ResolvedPrecision:
     Args:
         model: whose modules the policy may name.
         asked: the policy, perhaps with `auto`.
-        device_type: of the region.
+        device_type: of the context.
         loss_scale: instead of the policy's.
         why: the reason for a choice that was made before.
 
     Attributes:
-        policy: the policy, with `auto` replaced by the format that is on trial or was decided on.
+        policy: without `auto`: the format that is on trial or was decided on.
         decision: which precision and why; None while a trial runs.
         device: of the loss scale: that of the model's first parameter.
         trial: of `auto`, while it runs.
@@ -82,20 +82,17 @@ class ResolvedPrecision:
 
     @property
     def active_scaler(self) -> LossScaler | None:
-        """The loss scale of the next step; None without one.
-
-        The FP32 steps of a trial are timed as FP32 steps would be: without the work of a loss scale.
-        """
+        """The loss scale of the next step; None without one, and in the FP32 steps of a trial, which need none."""
         return None if self.trial is not None and self.trial.precision == "fp32" else self.scaler
 
     def region(self) -> AbstractContextManager[Context]:
-        """The region of the next step."""
-        if torch.compiler.is_dynamo_compiling():  # which can't enter a region that it did not see made
+        """The autocast context of the next step."""
+        if torch.compiler.is_dynamo_compiling():  # which can't enter a context that it did not see made
             return autocast(self.policy, self._device_type)
         return self._regions[self.precision]
 
     def step_ended(self, *, counts: bool) -> None:
-        """Let the trial hear of the step, and settle once it knows."""
+        """Count the step in the trial, and settle once it has decided."""
         if self.trial is not None:
             self.trial.finish(counts=counts)
             if self.trial.decision is not None:

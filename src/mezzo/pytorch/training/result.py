@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from weakref import finalize
 
 from torch import Tensor
@@ -22,21 +21,20 @@ EVERY = 16
 class StepResult:
     """What `MixedPrecision.step` did. Reading any of it may wait for the device; making it does not.
 
-    Nothing here holds on to a graph or to gradients: the result of a step is a few 0-dim tensors, and can be
-    kept.
+    It holds a few 0-dim tensors, no graph and no gradients, so it can be kept.
 
     Args:
-        updated: whether the call ended a window, so that the optimizer's turn came.
-        found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None if nobody looked, since
-            without a loss scale a step is never skipped.
-        loss_tensor: 0-dim, detached, the last loss that was handed in (not divided, not scaled); None where there
-            is none: a flush with nothing accumulated.
-        grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and
-            where the step had no use for it.
+        updated: whether the call ended a window with an optimizer step, taken or skipped.
+        found_inf: 0-dim tensor or bool, whether a gradient was NaN or infinite; None without a loss scale, where
+            nothing is checked and no step is skipped.
+        loss_tensor: 0-dim, detached, the last loss given to `step` (not divided, not scaled); None for a flush with
+            nothing accumulated.
+        grad_norm_tensor: 0-dim 2-norm of the unscaled gradients before clipping; None inside a window, and where the
+            step did not need it.
         scale_tensor: 0-dim FP32 loss scale that this step's loss was multiplied with; None without one.
         note: why nothing happened, where nothing did.
-        weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format;
-            None where weights are FP32 or the optimizer does not tell.
+        weight_overflow_tensor: 0-dim FP32, above 0 once a weight has become infinite in its 16-bit format; None where
+            weights are FP32 or the optimizer does not report it.
         finding: where the value that was not finite came from, if the step was skipped and traced.
     """
 
@@ -51,12 +49,12 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer's turn came and was passed over because a gradient was NaN or infinite."""
+        """Whether the optimizer step was skipped because a gradient was NaN or infinite."""
         return self.updated and bool(self.found_inf)
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer stepped: step your own scheduler, count your steps, by this."""
+        """Whether the optimizer stepped: use it to step your own scheduler and to count steps."""
         return self.updated and not self.skipped
 
     @property
@@ -67,17 +65,17 @@ class StepResult:
 
     @property
     def reason(self) -> str:
-        """Why the optimizer did not move, or that a weight is infinite, in a sentence; empty if all is well."""
+        """Why the optimizer did not step, or that a weight is infinite; empty if all is well."""
         if self.skipped:
             found = f". {self.finding}" if self.finding is not None else ""
             return (
                 f"a gradient was NaN or infinite at loss scale {self.loss_scale:g}; parameters and optimizer "
-                f"are as before{found}"
+                f"are unchanged{found}"
             )
         if self.updated and self.weight_overflow:
             return (
-                "a weight has become infinite in its 16-bit format: its master is past the format's largest "
-                "number. A smaller learning rate, or params='fp32'"
+                "a weight has become infinite in its 16-bit format: its master is above the format's largest number. "
+                "Use a smaller learning rate, or params='fp32'"
             )
         return self.note
 
@@ -88,16 +86,15 @@ class StepResult:
 
     @property
     def loss(self) -> float | None:
-        """The loss as it was handed to `step`; for `flush` the last of the window; None if nothing was accumulated."""
+        """The loss given to `step`; for `flush` the last of the window; None if nothing was accumulated."""
         return None if self.loss_tensor is None else float(self.loss_tensor)
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradients' total 2-norm, unscaled and before clipping; None where the optimizer's turn did not
-        come, and where the step had no use for it: without `clip_norm` (`math.inf` asks for the norm alone), unless
-        a `mezzo.optim` optimizer looks for NaN under a loss scale, which gives it too.
+        """The gradients' total 2-norm, unscaled and before clipping; NaN or infinite if a gradient is.
 
-        NaN or infinite if a gradient is.
+        None where no optimizer step was due, and without `clip_norm` (`math.inf` only measures), except with a loss
+        scale and a `mezzo.optim` optimizer, whose check for NaN computes it.
         """
         return None if self.grad_norm_tensor is None else float(self.grad_norm_tensor)
 
@@ -117,7 +114,7 @@ _Entry = tuple[int, float, Tensor | StepResult]
 
 
 class Journal:
-    """Counts losses and updates, and keeps what there is to write until it is flushed.
+    """Counts losses and updates, and keeps what is to be written until `flush`.
 
     Args:
         writer: of a run's records; None to count only.
@@ -127,22 +124,22 @@ class Journal:
         self.losses = 0
         self.updates = 0
         self._writer = writer
-        # Seconds since the run began, as records have them; whoever holds the clock does not hold the journal.
-        self.now = partial(_since, time.monotonic())
+        start = time.monotonic()
+        # Seconds since the run began. No method: an observer that holds the clock must not hold the journal.
+        self.now: Callable[[], float] = lambda: time.monotonic() - start
         self._kept: list[_Entry] = []
         self._sources: list[Callable[[], list[Record]]] = []
-        if writer is not None:
-            # Whoever forgets close() has the records all the same.
+        if writer is not None:  # so that records are written without close(), too
             finalize(self, _write, writer, self._kept, self._sources)
 
     def loss(self, value: Tensor) -> None:
-        """A loss was handed in: 0-dim, detached."""
+        """Count a loss: 0-dim, detached."""
         if self._writer is not None:
             self._kept.append((self.losses, self.now(), value))
         self.losses += 1
 
     def update(self, result: StepResult) -> None:
-        """The optimizer's turn has come and gone."""
+        """Count an optimizer step, taken or skipped."""
         if self._writer is not None:
             self._kept.append((self.updates, self.now(), result))
             if (self.updates + 1) % EVERY == 0:
@@ -155,12 +152,8 @@ class Journal:
             _write(self._writer, self._kept, self._sources)
 
     def also(self, source: Callable[[], list[Record]]) -> None:
-        """Write what this gives, whenever there is something to write."""
+        """Write the records that `source` returns at each flush."""
         self._sources.append(source)
-
-
-def _since(start: float) -> float:
-    return time.monotonic() - start
 
 
 def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], list[Record]]]) -> None:
@@ -169,17 +162,16 @@ def _write(writer: RecordWriter, kept: list[_Entry], sources: list[Callable[[], 
         if isinstance(what, Tensor):
             writer.write(LossRecord(index, float(what), at))
             continue
-        writer.write(
-            UpdateRecord(
-                index=index,
-                optimizer=0,
-                moved=what.stepped,
-                skipped=what.skipped,
-                loss_scale=what.loss_scale,
-                at=at,
-                reason=what.reason,
-            )
+        record = UpdateRecord(
+            index=index,
+            optimizer=0,
+            moved=what.stepped,
+            skipped=what.skipped,
+            loss_scale=what.loss_scale,
+            at=at,
+            reason=what.reason,
         )
+        writer.write(record)
     for source in sources:
-        for record in source():
-            writer.write(record)
+        for each in source():
+            writer.write(each)

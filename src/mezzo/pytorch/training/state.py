@@ -1,4 +1,4 @@
-"""What `MixedPrecision` saves, and how it goes on from it."""
+"""`MixedPrecision.state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mezzo.core.loss_scale import DynamicLossScale, from_state_dict
 from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.loss_scaler import from_scaler_state, is_scaler_state
 from mezzo.pytorch.step import parameters
+from mezzo.pytorch.training.backward import Accumulation
 
 if TYPE_CHECKING:
     from mezzo.pytorch.training.mixed_precision import MixedPrecision
@@ -26,11 +27,12 @@ def save(mp: MixedPrecision) -> dict[str, Any]:
     decision, scaler = resolved.decision, resolved.scaler
     saved_window = None
     if window.seen:
+        gradients = [mp._gradients.of(p) for p in parameters(mp.optimizer)]
         saved_window = {
             "seen": window.seen,
             "scale": None if window.scale is None else float(window.scale),
             "loss": None if window.loss is None else float(window.loss),
-            "gradients": [_copy(mp._gradients.of(p)) for p in parameters(mp.optimizer)],
+            "gradients": [None if grad is None else grad.detach().clone() for grad in gradients],
             "statistics": mp._buffers.state(),
         }
     return {
@@ -51,36 +53,18 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
     """Go on from a state; see `MixedPrecision.load_state_dict`."""
     if not state:
         return
+    scaler = mp._resolved.scaler
     if is_scaler_state(state):
-        _load_scaler(mp, state)
+        if scaler is not None and isinstance(scaler.pure, DynamicLossScale):
+            scaler.load(from_scaler_state(state, scaler.pure))
+        else:
+            warnings.warn(
+                f"precision {mp.policy} has no dynamic loss scale; the GradScaler's state is ignored",
+                stacklevel=3,
+            )
         return
-    if "schema" not in state or "loss_scale" not in state:
-        raise UsageError(
-            f"this is no state of MixedPrecision or of a GradScaler: it has {', '.join(map(str, state))}"
-        )
-    if state["schema"] > SCHEMA:
-        raise UsageError(
-            f"this state has schema {state['schema']}, and this release of Mezzo reads up to {SCHEMA}: use "
-            "a newer one"
-        )
-    window = state["window"]
-    saved_as = _stored_as(state)
-    # An FP32 run may go on in 16 bits, between two windows: its parameters can be rounded, not the reverse.
-    if saved_as != mp._stored_as and (saved_as[0] != "fp32" or window is not None):
-        told, here = ("params={}, masters={}".format(*each) for each in (saved_as, mp._stored_as))
-        raise UsageError(
-            f"the state was saved with {told}; here they are {here}. Make this MixedPrecision with the params and "
-            "masters of the state, or go on in FP32 from mezzo.master_state_dict."
-        )
     params = list(parameters(mp.optimizer))
-    if window is not None and (
-        state["accumulate"] != mp.accumulate or len(window["gradients"]) != len(params)
-    ):
-        raise UsageError(
-            f"the state was saved {window['seen']} losses into a window of {state['accumulate']} over "
-            f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {len(params)}. "
-            "Load it with the same accumulate, or save after flush()."
-        )
+    _check(mp, state, len(params))
     if mp._resolved.asked.compute == "auto" and state["decision"] is not None:
         mp._resolved.settle(TrialDecision(*state["decision"]))
     scaler = mp._resolved.scaler
@@ -89,40 +73,50 @@ def load(mp: MixedPrecision, state: dict[str, Any]) -> None:
         if type(saved) is type(scaler.pure):
             scaler.load(saved.begun_anew() if saved.has_collapsed else saved)
     mp._journal.losses, mp._journal.updates = state["losses"], state["updates"]
-    mp._window.seen, mp._window.scale, mp._window.loss = 0, None, None
+    mp._window = Accumulation(mp.accumulate)
     mp._buffers.forget()
     mp._gradients.clear()
-    if window is not None:
-        mp._window.seen = window["seen"]
-        if window.get("loss") is not None:  # a state of version 0.1.0 has none
-            mp._window.loss = torch.tensor(window["loss"])
-        if window["scale"] is not None:
-            mp._window.scale = torch.full(
-                (), window["scale"], dtype=torch.float32, device=mp._resolved.device
-            )
-        for param, grad in zip(params, window["gradients"]):
-            mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
-        mp._buffers.load(window["statistics"])
-
-
-def _stored_as(state: dict[str, Any]) -> tuple[str, str]:
-    """The format of a saved run's parameters and the kind of their masters."""
-    if "params" in state:
-        return state["params"], state["masters"]
-    params, _, masters = state.get("weights", "fp32").partition(" with masters=")  # version 0.1.0
-    return params, masters or "fp32"
-
-
-def _load_scaler(mp: MixedPrecision, state: dict[str, Any]) -> None:
-    scaler = mp._resolved.scaler
-    if scaler is None or not isinstance(scaler.pure, DynamicLossScale):
-        warnings.warn(
-            f"precision {mp.policy} has no dynamic loss scale, so the GradScaler's state is not used",
-            stacklevel=4,
-        )
+    window = state["window"]
+    if window is None:
         return
-    scaler.load(from_scaler_state(state, scaler.pure))
+    mp._window.seen = window["seen"]
+    if window.get("loss") is not None:  # a state of version 0.1.0 has none
+        mp._window.loss = torch.tensor(window["loss"])
+    if window["scale"] is not None:
+        mp._window.scale = torch.full((), window["scale"], dtype=torch.float32, device=mp._resolved.device)
+    for param, grad in zip(params, window["gradients"]):
+        mp._gradients.put(param, None if grad is None else grad.to(param.device, copy=True))
+    mp._buffers.load(window["statistics"])
 
 
-def _copy(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.detach().clone()
+def _check(mp: MixedPrecision, state: dict[str, Any], params: int) -> None:
+    """Raise UsageError for a state that this training can't go on from."""
+    if "schema" not in state or "loss_scale" not in state:
+        raise UsageError(
+            f"this is no state of MixedPrecision or of a GradScaler: it has {', '.join(map(str, state))}"
+        )
+    if state["schema"] > SCHEMA:
+        raise UsageError(
+            f"this state has schema {state['schema']}; this Mezzo reads up to {SCHEMA}: update it"
+        )
+    if "params" in state:
+        saved_as = state["params"], state["masters"]
+    else:  # version 0.1.0
+        stored, _, kind = state.get("weights", "fp32").partition(" with masters=")
+        saved_as = stored, kind or "fp32"
+    window = state["window"]
+    # An FP32 run may go on in 16 bits, between two windows: its parameters can be rounded, not the reverse.
+    if saved_as != mp._stored_as and (saved_as[0] != "fp32" or window is not None):
+        saved, here = ("params={}, masters={}".format(*each) for each in (saved_as, mp._stored_as))
+        raise UsageError(
+            f"the state was saved with {saved}; here they are {here}. Use the params and masters of the state, or go "
+            "on in FP32 from mezzo.master_state_dict."
+        )
+    if window is None:
+        return
+    if state["accumulate"] != mp.accumulate or len(window["gradients"]) != params:
+        raise UsageError(
+            f"the state was saved {window['seen']} losses into a window of {state['accumulate']} over "
+            f"{len(window['gradients'])} parameters; here a window has {mp.accumulate}, over {params}. Load it with "
+            "the same accumulate, or save after flush()."
+        )

@@ -1,0 +1,486 @@
+"""GradScaler: a `torch.amp.GradScaler` with a bounded loss scale, closures, and `was_skipped`.
+
+It is a subclass, so that scripts and libraries which use torch's find its methods and attributes. The numbers are
+torch's, event by event, while the scale stays within its bounds. Differences:
+
+- The scale has a floor and a ceiling, so neither it nor its inverse becomes 0 or infinite. After `patience` skips in a
+  row at the floor `update` raises; torch's goes on and finally writes infinities.
+- Gradients are divided by the scale that `scale()` multiplied with, whatever `update` did in between.
+- A step whose loss was not scaled raises, because its update would be too small by the scale.
+- `was_skipped` reports what `step` did. Closures work. A disabled scaler keeps its state and its getters.
+- A fused SGD with momentum whose first step is skipped starts from no momentum (`step.can_skip_on_device`).
+
+Gradients that were clipped before they were unscaled can't be detected. `clip_grad_norm_` unscales first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from mezzo.core.errors import CallOrderError, LossScaleCollapseError, UsageError
+from mezzo.core.loss_scale import LARGEST, DynamicLossScale, ScaleArrays, check, on_host
+from mezzo.pytorch import loss_scaler
+from mezzo.pytorch import step as engine
+from mezzo.pytorch.kernels.unseen import unseen
+from mezzo.pytorch.loss_scaler import from_scaler_state, moved, to_scaler_state
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_traced(method: _Method) -> _Method:
+    """Let Dynamo break its graph here: it would lose what `unscale_` writes into the optimizer's state."""
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return unseen(method)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales losses, unscales gradients, skips steps whose gradients are not finite, and adapts the scale.
+
+    A step, as with torch.amp::
+
+        with mezzo.autocast("fp16"):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)              # only to look at the gradients, or to clip them
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)                  # skips if a gradient is NaN or infinite
+        scaler.update()
+
+    Args:
+        device: device type that `update(tensor)` must come from; None takes any. `"cuda"` without CUDA disables the
+            scaler with a warning, as torch's does. The scale is on the device of the first loss.
+        init_scale: first scale. FP32; powers of two scale without rounding. At most 2**126, else that with a warning.
+        growth_factor: above 1; multiplies the scale after `growth_interval` steps in a row without overflow.
+        backoff_factor: between 0 and 1; multiplies the scale on overflow.
+        growth_interval: in steps.
+        enabled: False: `scale` and `unscale_` do nothing, and `step` calls the optimizer.
+        floor: least scale; by default 2**-14, or `init_scale` if that is smaller.
+        ceiling: largest scale; by default 2**24, or `init_scale` if that is larger.
+        hysteresis: overflows in a row from which the scale backs off; each of them skips its step.
+        patience: skips in a row at the floor after which `update` raises LossScaleCollapseError.
+
+    Raises:
+        UsageError: a factor, an interval or a bound that makes no sense.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        floor: float | None = None,
+        ceiling: float | None = None,
+        hysteresis: int = 1,
+        patience: int = 50,
+    ) -> None:
+        if device is not None and not isinstance(device, str):
+            raise UsageError(
+                f"GradScaler: device is {device!r}; give a device type such as 'cuda'. For a first scale use "
+                f"init_scale={device!r}."
+            )
+        if device == "cuda" and enabled and not torch.cuda.is_available():
+            warnings.warn(
+                "GradScaler('cuda'): CUDA is not available; disabling it. To scale on any device, leave device out.",
+                stacklevel=2,
+            )
+            enabled = False
+        if LARGEST < init_scale < math.inf:
+            warnings.warn(f"init_scale is {init_scale:g}: 2**126, the largest, is used", stacklevel=2)
+            init_scale = LARGEST
+        defaults = DynamicLossScale()
+        pure = DynamicLossScale(
+            init=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            floor=min(defaults.floor, init_scale) if floor is None else floor,
+            ceiling=max(defaults.ceiling, init_scale) if ceiling is None else ceiling,
+            hysteresis=hysteresis,
+            patience=patience,
+        )
+        self._begin(device, enabled, pure)
+
+    def _begin(self, device: str | None, enabled: bool, pure: DynamicLossScale) -> None:
+        super().__init__("cpu")  # enabled: a disabled one of torch's has no numbers
+        self._device, self._enabled = device or "", enabled
+        self._forget()
+        self._hold(pure)
+
+    def _forget(self) -> None:
+        self._used_scale: Tensor | None = None  # what `scale` multiplied with last
+        self._scale_calls = 0
+        self._unchecked = 0
+        # What each optimizer's last step was: the count of `scale` calls, and whether it was skipped.
+        self._last: WeakKeyDictionary[Optimizer, tuple[int, Tensor | bool | None]] = WeakKeyDictionary()
+
+    def _hold(self, pure: DynamicLossScale) -> None:
+        """Go on from this state. `_overflows` and `_stuck` are tensors where the scale is on an accelerator."""
+        self._pure = pure
+        self._growth_factor, self._backoff_factor = pure.growth_factor, pure.backoff_factor
+        self._growth_interval = pure.growth_interval
+        self._init_scale, self._init_growth_tracker = pure.scale, pure.good_steps
+        self._overflows: Any = pure.overflows
+        self._stuck: Any = pure.stuck
+        if self._scale is not None:
+            device = self._scale.device
+            self._scale = self._growth_tracker = None
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._scale is not None and not loss_scaler.reading_is_free(self._scale):
+            self._overflows, self._stuck = (
+                torch.full((), int(count), dtype=torch.int32, device=dev)
+                for count in (self._overflows, self._stuck)
+            )
+
+    def _fixed(self) -> DynamicLossScale:
+        """Bounds and factors, as torch's setters left them; the moving parts are stale."""
+        own = (self._pure.growth_factor, self._pure.backoff_factor, self._pure.growth_interval)
+        if own != (self._growth_factor, self._backoff_factor, self._growth_interval):
+            self._pure = replace(
+                self._pure,
+                growth_factor=self._growth_factor,
+                backoff_factor=self._backoff_factor,
+                growth_interval=self._growth_interval,
+            )
+            self._growth_factor, self._backoff_factor = self._pure.growth_factor, self._pure.backoff_factor
+        return self._pure
+
+    def _state(self) -> ScaleArrays:
+        """The moving parts: numbers, or tensors of an accelerator."""
+        scale, good_steps = self._scale, self._growth_tracker
+        if scale is None or good_steps is None:
+            return ScaleArrays(self._init_scale, self._init_growth_tracker, self._overflows, self._stuck)
+        if loss_scaler.reading_is_free(scale):
+            return ScaleArrays(scale.item(), int(good_steps.item()), self._overflows, self._stuck)
+        return ScaleArrays(scale, good_steps, self._overflows, self._stuck)
+
+    def _advance(self, found_inf: Tensor) -> None:
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._scale, after = moved(self._fixed(), scale, self._state(), found_inf)
+        self._overflows, self._stuck = after.overflows, after.stuck
+        if isinstance(after.good_steps, Tensor):
+            self._growth_tracker = after.good_steps
+        else:
+            growth_tracker.fill_(after.good_steps)
+
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+    @overload
+    def scale(self, outputs: list[Tensor]) -> list[Tensor]: ...
+
+    @overload
+    def scale(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Tensor | Iterable[Tensor]:
+        """Multiply a loss, or lists and tuples of losses (also nested), by the scale; differentiable.
+
+        Each result has the dtype of `output * scale` with a 0-dim FP32 scale. Disabled: returns `outputs` itself.
+
+        Raises:
+            UsageError: neither a tensor nor an iterable of tensors.
+        """
+        if not self._enabled:
+            return outputs
+        self._scale_calls += 1
+        scaled: Tensor | Iterable[Tensor] = self._scaled(outputs)
+        return scaled
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            self._used_scale = scale = self._scale
+            assert scale is not None
+            return outputs * scale.to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, dict)):
+            each = map(self._scaled, outputs)
+            if isinstance(outputs, (list, tuple)):
+                return getattr(type(outputs), "_make", type(outputs))(each)
+            return each
+        raise UsageError(f"scale() takes a tensor, or an iterable of tensors, not {type(outputs).__name__}")
+
+    def _check_not_stepped(self, state: dict[str, Any], call: str) -> None:
+        if state["stage"] is OptState.STEPPED:
+            raise CallOrderError(
+                f"{call}() is being called after step(), without update() in between. Call scaler.update() after "
+                "each step."
+            )
+        if call == "unscale_" and state["stage"] is OptState.UNSCALED:
+            raise CallOrderError(
+                "unscale_() has already been called on this optimizer since the last update(). Call it once per step."
+            )
+
+    def _check_scaled(self, optimizer: Optimizer, call: str) -> None:
+        # A library may multiply by `_scale` itself: then `scale` is never called, which proves nothing.
+        last, _ = self._last.get(optimizer, (0, None))
+        if self._scale is None or 0 < last == self._scale_calls:
+            raise CallOrderError(
+                f"{call}(optimizer): scale() has not been called since this optimizer's last step. Its gradients are "
+                "not scaled, so the update would be too small. Use scaler.scale(loss).backward()."
+            )
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients in place by the scale that the loss was multiplied with. Does not wait.
+
+        Raises:
+            CallOrderError: nothing was scaled, the gradients are unscaled already, or `step` has been called.
+            UsageError: an fp16 gradient.
+        """
+        if not self._enabled:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        self._check_not_stepped(state, "unscale_")
+        self._check_scaled(optimizer, "unscale_")
+        scale = self._scale_in_use()
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, loss_scaler.inverse(scale), found_inf, False
+        )
+        state["stage"] = OptState.UNSCALED
+
+    def _scale_in_use(self) -> Tensor:
+        """What the losses were multiplied with; `update` may have changed the scale since."""
+        scale = self._scale if self._used_scale is None else self._used_scale
+        assert scale is not None
+        return scale
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        grads = engine.gradients_of(engine.parameters(optimizer), allow_fp16=allow_fp16)
+        return engine.unscale_(grads, inv_scale, found_inf)
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Unscale the optimizer's gradients unless that was done, clip them, and return their norm before, 0-dim.
+
+        Naive code::
+
+            scaler.unscale_(optimizer)
+            return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm)
+        """
+        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return torch.nn.utils.clip_grad_norm_(list(engine.parameters(optimizer)), max_norm)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale unless that was done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
+
+        A closure (LBFGS) calls `scaler.scale(loss).backward()` and returns the unscaled loss. It runs again at a
+        smaller scale until its gradients are finite. Where that can't help (the loss is not finite, or the scale is
+        at its floor) the step is skipped, and parameters and optimizer state are restored from a copy.
+
+        An optimizer that takes `found_inf` (fused Adam, AdamW, Adagrad, SGD) decides on the device. Any other
+        costs one wait for the device, as in torch.amp.
+
+        Returns:
+            What `optimizer.step` returned; None if it was skipped (see `was_skipped`).
+
+        Raises:
+            CallOrderError: `step` was called already since `update`, or nothing was scaled.
+            UsageError: no parameter of the optimizer has a gradient.
+        """
+        if not self._enabled:
+            self._last[optimizer] = (0, False)
+            return optimizer.step(*args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        self._check_not_stepped(state, "step")
+        closure = kwargs.pop("closure", None)
+        if closure is None and args and callable(args[0]):
+            closure, *args = args  # type: ignore[assignment]
+        if closure is not None:
+            result = self._step_with_closure(optimizer, state, closure, *args, **kwargs)
+        else:
+            result = self._step_once(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        if "skipped" not in state:
+            state["skipped"] = self._found(state) if state["found_inf_per_device"] else None
+        self._last[optimizer] = (self._scale_calls, state["skipped"])
+        return result
+
+    @_not_traced
+    def _step_once(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ready = state["stage"] is OptState.READY
+        if ready:
+            self._check_scaled(optimizer, "step")
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(
+                "no parameter of this optimizer has a gradient. Call scaler.scale(loss).backward() before step()."
+            )
+        if not engine.can_skip_on_device(optimizer):
+            if ready:
+                self.unscale_(optimizer)
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        if _takes_scaler(type(optimizer)):  # type: ignore[arg-type]  # which torch deprecates, with a warning
+            return super().step(optimizer, *args, **kwargs)
+        if ready:
+            self._check_inf_per_device(optimizer)
+        found_inf = state["skipped"] = self._found(state)
+        grad_scale = self._scale_in_use() if ready else None
+        return engine.step_on_device(optimizer, found_inf, *args, grad_scale=grad_scale, **kwargs)
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        optimizer_state["skipped"] = bool(self._found(optimizer_state))
+        return None if optimizer_state["skipped"] else optimizer.step(*args, **kwargs)
+
+    def _found(self, *states: dict[str, Any]) -> Tensor:
+        """Whether anything was found, on the scale's device: 0.0 or 1.0."""
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        return engine.combined(flags, self._scale_in_use().device)
+
+    def _step_with_closure(
+        self, optimizer: Optimizer, state: dict[str, Any], closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if state["stage"] is OptState.UNSCALED:
+            raise CallOrderError("step(optimizer, closure) unscales: do not call unscale_() before it")
+
+        def evaluate() -> tuple[Any, bool]:
+            before = self._scale_calls
+            loss = closure()
+            if self._scale_calls == before:
+                raise CallOrderError(
+                    "the closure did not scale its loss. It must call scaler.scale(loss).backward() and return the loss"
+                )
+            state["stage"] = OptState.READY
+            self.unscale_(optimizer)
+            return loss, not bool(self._found(state))
+
+        def back_off() -> bool:
+            if self.get_scale() <= self._fixed().floor:
+                return False
+            self._advance(self._found(state))
+            return True
+
+        run = engine.ClosureStep(optimizer, evaluate, back_off)
+        result, state["skipped"] = run.take(lambda runner: optimizer.step(runner, *args, **kwargs))
+        return result
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer's last `step` was skipped. May wait for the device.
+
+        Raises:
+            CallOrderError: it has not stepped yet.
+        """
+        _, skipped = self._last.get(optimizer, (0, None))
+        if skipped is None:
+            raise CallOrderError("was_skipped(optimizer): this optimizer has not stepped yet")
+        return bool(skipped)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale from the checks since the last `update`, or set it. Call it once per iteration, at its end.
+
+        Args:
+            new_scale: a number within the bounds, or a tensor of one element without gradient, which is clamped to the
+                bounds on its device (NaN to the floor).
+
+        Raises:
+            LossScaleCollapseError: `patience` steps in a row were skipped at the floor. At once on a CPU and where the
+                host saw the skip; elsewhere within `patience` more steps, so that not every step waits.
+            CallOrderError: no gradients were checked since the last `update`.
+            UsageError: an invalid `new_scale`.
+        """
+        if not self._enabled:
+            return
+        states = self._per_optimizer_states.values()
+        if new_scale is not None:
+            self._set_scale(new_scale)
+            self._per_optimizer_states.clear()
+            return
+        if self._scale is None or not any(state["found_inf_per_device"] for state in states):
+            raise CallOrderError(
+                "update(): no gradients were checked since the last update(). Call "
+                "scaler.scale(loss).backward() and scaler.step(optimizer) first."
+            )
+        saw_skip = any(state.get("skipped") is True for state in states)
+        self._advance(self._found(*states))
+        self._per_optimizer_states.clear()
+        self._unchecked += 1
+        if engine.host_knows(self._scale, saw_skip) or self._unchecked >= self._pure.patience:
+            self._unchecked = 0
+            if int(self._stuck) >= self._pure.patience:
+                try:
+                    check(self._pure, self._state())
+                except LossScaleCollapseError as collapse:
+                    again = f"scaler.update({self._pure.init:.17g}) sets the scale with which it began"
+                    raise collapse.going_on(again) from collapse
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        pure = self._fixed()
+        if not isinstance(new_scale, Tensor):
+            # `or nan`: DynamicLossScale takes 0 for "not given".
+            self._init_scale = replace(pure, scale=float(new_scale) or math.nan).scale
+            if self._scale is not None:
+                self._scale = torch.full_like(self._scale, self._init_scale)
+            return
+        elsewhere = self._device and new_scale.device.type != self._device
+        if new_scale.numel() != 1 or new_scale.requires_grad or elsewhere:
+            where = f" on a {self._device} device" if self._device else ""
+            raise UsageError(
+                f"update(new_scale): give a number, or a tensor of one element{where} with requires_grad=False"
+            )
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(new_scale.device)
+        scale, _ = self._check_scale_growth_tracker("update")
+        given = new_scale.detach().reshape(()).to(scale, copy=True)
+        self._scale = given.nan_to_num(pure.floor).clamp(pure.floor, pure.ceiling)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain numbers; waits for the device. Save it after `update`.
+
+        It has torch's five keys and six of Mezzo's, which torch's scaler ignores: it loads the state too.
+        """
+        return to_scaler_state(on_host(self._fixed(), self._state()))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of `torch.amp.GradScaler`, also into a disabled scaler.
+
+        The empty state of a disabled torch scaler changes nothing. A scale outside the bounds (torch's can be 0 or
+        infinite) is clamped to them, with a warning.
+
+        Raises:
+            UsageError: a state that lacks one of torch's five keys.
+        """
+        if state_dict:
+            self._hold(from_scaler_state(state_dict, self._fixed()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__() | {"_overflows": int(self._overflows), "_stuck": int(self._stuck)}
+        for name in ("_used_scale", "_scale_calls", "_unchecked", "_last"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "pure" in state:  # a pickle of version 0.1.0
+            self._begin(state["device"], state["enabled"], state["pure"])
+        else:
+            super().__setstate__(state)
+            self._forget()
+
+
+@lru_cache(maxsize=256)
+def _takes_scaler(kind: Any) -> bool:
+    """Whether an optimizer's `step` has the parameter `grad_scaler`, which torch deprecates."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters
