@@ -18,7 +18,7 @@ FP32, and the power is divided out in FP32 at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,7 @@ _PIECE = 1 << 20
 _HALVES = (torch.bfloat16, torch.float16)
 
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+_Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and the format of the products
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def linear_cross_entropy(
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient, in its dtype, is summed
-        over chunks in FP32 and rounded once.
+        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient, in its dtype, is
+        summed over chunks in FP32 and rounded once.
 
     Raises:
         UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1].
@@ -190,16 +191,9 @@ class LinearCrossEntropy(nn.Linear):
                 "LinearCrossEntropy: no target. Call head(hidden, target) for the loss, or head.logits(hidden) for "
                 "the logits."
             )
-        options = self.options
+        named: dict[str, Any] = vars(self.options)
         return linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            class_weight=self.class_weight,
-            ignore_index=options.ignore_index,
-            reduction=options.reduction,
-            label_smoothing=options.label_smoothing,
+            input, self.weight, target, self.bias, class_weight=self.class_weight, **named
         )
 
     def logits(self, input: Tensor) -> Tensor:
@@ -209,7 +203,7 @@ class LinearCrossEntropy(nn.Linear):
     def extra_repr(self) -> str:
         """The sizes, and the options that are not PyTorch's defaults."""
         given = [
-            f"{key}={value!r}" for key, value in vars(self.options).items() if value != vars(Options())[key]
+            f"{key}={value!r}" for key, value in vars(self.options).items() if value != getattr(Options, key)
         ]
         return ", ".join([super().extra_repr(), *given])
 
@@ -248,7 +242,7 @@ def _is_ours(
     )
 
 
-def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
     """The format that operands are rounded to, and the format of the products.
 
     The first is autocast's, FP32 if the policy's rule for `linear` says so, or outside of autocast the tensors' own. If
@@ -287,11 +281,12 @@ def _naive(
     if logits.dtype is not torch.float64:
         logits = logits.float()
     is_probability = target.is_floating_point()
+    rows = (
+        target.reshape(-1, target.shape[-1]).to(logits.dtype) if is_probability else target.reshape(-1).long()
+    )
     loss = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
-        target.reshape(-1, target.shape[-1]).to(logits.dtype)
-        if is_probability
-        else target.reshape(-1).long(),
+        rows,
         None if class_weight is None else class_weight.to(logits.dtype),
         ignore_index=-100 if is_probability else options.ignore_index,
         reduction=options.reduction,
@@ -300,13 +295,8 @@ def _naive(
     return loss.reshape(input.shape[:-1]) if options.reduction == "none" else loss
 
 
-class _Head(NamedTuple):
-    """Operands in the format of the products, targets [n] and the loss's options; the chunks fill in their logits."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    given: Rows
+_Head = tuple[Tensor, Tensor, Tensor | None, Rows]
+"""Input, weight and bias in the format of the products; targets and options, to which chunks add their logits."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -319,17 +309,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         options: Options,
-        formats: tuple[torch.dtype, torch.dtype],
+        formats: _Formats,
         records: bool,
     ) -> Tensor:
         ctx.rest = options, formats
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):
-            head = _head(input, weight, bias, target, class_weight, *ctx.rest)
-            divisor = _divisor(head.given, options.reduction)
+            head = _head((input, weight, bias), target, class_weight, *ctx.rest)
+            divisor = _divisor(head[-1], options.reduction)
             scale = factor = None
             if any(needs) and options.reduction != "none":
-                scale, factor = _scale(head, divisor.reciprocal().expand(len(head.input)))
+                scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))
             losses, lse, made = _walk(head, scale=scale, needs=needs)
             loss = losses.view(input.shape[:-1]) if options.reduction == "none" else losses.sum() / divisor
         ctx.save_for_backward(input, weight, bias, target, class_weight, lse, divisor)
@@ -356,14 +346,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _head(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    leaves: tuple[Tensor, Tensor, Tensor | None],
     target: Tensor,
     class_weight: Tensor | None,
     options: Options,
-    formats: tuple[torch.dtype, torch.dtype],
+    formats: _Formats,
 ) -> _Head:
+    input, weight, bias = leaves
     rounded, product = formats
     x, w, b = (
         None if t is None else t.detach().to(rounded).to(product)
@@ -373,7 +362,7 @@ def _head(
     assert w is not None
     classes = None if class_weight is None else class_weight.detach().float().contiguous()
     given = Rows(x, target.reshape(-1).long(), classes, options.ignore_index, options.label_smoothing)
-    return _Head(x, w, b, given)
+    return x, w, b, given
 
 
 def _divisor(given: Rows, reduction: str) -> Tensor:
@@ -390,11 +379,12 @@ def _divisor(given: Rows, reduction: str) -> Tensor:
 
 def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
     """What `_walk` multiplies the rows' gradients by, and the power of two to divide out afterwards, if any."""
-    if head.input.dtype is not torch.float16 or not len(shares):
+    x, _, _, given = head
+    if x.dtype is not torch.float16 or not len(shares):
         return shares.contiguous(), None
     largest = shares.abs().amax()
-    if head.given.weight is not None:
-        largest = largest * head.given.weight.abs().amax()
+    if given.weight is not None:
+        largest = largest * given.weight.abs().amax()
     exponent = torch.frexp(largest).exponent.clamp(-100, 100) - _TOP
     return torch.ldexp(shares, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -406,9 +396,9 @@ def _walk(
 
     Naive code::
 
-        logits = F.linear(head.input, head.weight, head.bias)
-        losses = F.cross_entropy(logits.float(), head.given.target, reduction="none", ...)
-        gradients = torch.autograd.grad(losses, (head.input, head.weight, head.bias), scale)
+        input, weight, bias, given = head
+        losses = F.cross_entropy(F.linear(input, weight, bias).float(), given.target, reduction="none", ...)
+        gradients = torch.autograd.grad(losses, (input, weight, bias), scale)
 
     Args:
         head: operands and options.
@@ -483,9 +473,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
     """The gradients from logits that are computed again, with a factor for each row's loss."""
-    *tensors, lse, divisor = ctx.saved_tensors
-    head = _head(*tensors, *ctx.rest)
-    shares = grad.reshape(-1) if grad.dim() else grad.expand(len(head.input))
+    *leaves, target, class_weight, lse, divisor = ctx.saved_tensors
+    head = _head(tuple(leaves), target, class_weight, *ctx.rest)
+    shares = grad.reshape(-1) if grad.dim() else grad.expand(target.numel())
     scale, factor = _scale(head, shares / divisor)
     return _walk(head, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
 

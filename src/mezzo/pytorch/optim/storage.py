@@ -1,9 +1,9 @@
 """How an optimizer stores one weight's master and states: created, converted, read out as FP32, counted.
 
 A 16-bit weight has a master: ``entries["master"]`` (FP32), ``entries["remainder"]`` (int16 or int8, for a bf16
-weight), or none. A state such as `exp_avg` is FP32, bf16, or 8-bit codes with ``entries["exp_avg_scale"]``. Tensors of the
-weight's shape have its strides too, because kernels go through all of them in memory order. Conversions here round to
-nearest, not stochastically as a step does, because they happen once.
+weight), or none. A state such as `exp_avg` is FP32, bf16, or 8-bit codes with ``entries["exp_avg_scale"]``. Tensors of
+the weight's shape have its strides too, because kernels go through all of them in memory order. Conversions here round
+to nearest, not stochastically as a step does, because they happen once.
 """
 
 from __future__ import annotations
@@ -45,17 +45,11 @@ _DEVICES: dict[torch.device, torch.device] = {}
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How one weight's master and states are stored.
+    """How one weight's master and states are stored."""
 
-    Args:
-        masters: ``"own"`` for an FP32 weight, else ``"fp32"``, ``"split"``, ``"split8"`` or ``"none"``.
-        state: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        specs: the states, in the update rule's order.
-    """
-
-    masters: str
-    state: str
-    specs: tuple[StateSpec, ...]
+    masters: str  # "own" for an FP32 weight, else "fp32", "split", "split8" or "none"
+    state: str  # "fp32", "bf16" or "int8"
+    specs: tuple[StateSpec, ...]  # the states, in the update rule's order
 
     @property
     def master_key(self) -> str | None:
@@ -173,7 +167,8 @@ def converted(
     """New entries for a weight, from those of any other storage, device, memory order, or none.
 
     Bits are kept where the format stays, except for 8-bit states in another memory order, whose groups change. A
-    missing state starts at zero. The master is made from the weight if the entries have none that belongs to its format.
+    missing state starts at zero. The master is made from the weight if the entries have none that belongs to its
+    format.
 
     Args:
         entries: old ones; {} for a weight that has not been stepped.
@@ -233,33 +228,19 @@ def _same_order(tensor: Tensor, weight: Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ParameterState:
-    """What an optimizer remembers of one parameter between steps, and how it notices that this became invalid.
+    """What an optimizer remembers of one parameter between steps, and how it notices that this became invalid."""
 
-    Args:
-        row: the description for the kernels.
-        how: the storage of its entries.
-        entries: `optimizer.state[param]`.
-        tensors: the values of `entries`.
-        modes: of its group.
-        address: of the weight's memory, which ``param.data = other`` changes.
-        dtype: of the weight.
-        stride: of the weight.
-        contiguous: of the weight.
-        device: of the weight; one object for all parameters on a device.
-        empty: the weight has no elements.
-    """
-
-    row: Row
+    row: Row  # the description for the kernels
     how: Storage
     entries: Entries
-    tensors: tuple[Any, ...]
+    tensors: tuple[Any, ...]  # the values of `entries`
     modes: Modes
-    address: int
-    dtype: torch.dtype
+    address: int  # of the weight's memory, which `param.data = other` changes
+    dtype: torch.dtype  # of the weight, like stride, contiguous and device
     stride: tuple[int, ...]
     contiguous: bool
-    device: torch.device
-    empty: bool
+    device: torch.device  # one object for all parameters on a device
+    empty: bool  # the weight has no elements
 
     @classmethod
     def of(cls, param: Tensor, entries: Entries, how: Storage, modes: Modes, ordinal: int) -> ParameterState:

@@ -207,23 +207,12 @@ class WithMasters(Optimizer):
             state = pre_hook(self, state) or state
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
-        # An empty entry would tell some optimizers that the parameter has a state.
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
-        inner = self.inner
-        before = {p: dict(entry) if isinstance(entry, dict) else entry for p, entry in inner.state.items()}
-        groups = [dict(group) for group in inner.param_groups]
         self._swap_in()
         try:
-            inner.load_state_dict(state)
-        except BaseException:
+            self.inner.load_state_dict(state)
+        finally:
             self._swap_out()
-            inner.state.clear()
-            inner.state.update(before)
-            for group, saved in zip(inner.param_groups, groups):
-                group.clear()
-                group.update(saved)
-            raise
-        self._swap_out()
         for param, master in masters.items():
             self._ensure_master(param).copy_(master)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -292,42 +281,32 @@ class WithMasters(Optimizer):
         return master
 
     def _swap_in(self) -> None:
-        state = self.state
-        lowered = set(self._lowered())
-        for param in lowered:
-            master = self._parameter(param)
+        replaced: dict[Any, Any] = {}
+        for param in self._lowered():
+            master = replaced[param] = self._parameter(param)
             master.data = self._ensure_master(param)
             master.requires_grad_(param.requires_grad)
-        entries = list(state.items())
-        state.clear()
-        for key, entry in entries:
-            if key not in lowered:
-                state[key] = entry
-            elif entry.keys() - {MASTER}:
-                del entry[MASTER]
-                state[self._masters[key]] = entry
-        self._exchange({param: self._masters[param] for param in lowered})
+        for param in replaced:
+            del self.state[param][MASTER]
+            if not self.state[param]:
+                del self.state[param]  # some optimizers ask whether a parameter has a state
+        self._exchange(replaced)
         self._is_swapped = True
 
     def _swap_out(self) -> None:
-        state = self.state
         back = {master: param for param, master in self._masters.items()}
-        entries = list(state.items())
-        listed = {p for group in self.param_groups for p in group["params"]}
-        state.clear()
-        for key, entry in entries:
-            state[back.get(key, key)] = entry
+        listed = set(self._parameters())
         self._exchange(back)
         for master, param in back.items():
             if master in listed:
-                entry = state.get(param)
-                if entry is None:
-                    entry = state[param] = {}
-                entry[MASTER] = master.detach()
+                self.state.setdefault(param, {})[MASTER] = master.detach()
         self._is_swapped = False
 
     def _exchange(self, other: dict[Any, Any]) -> None:
-        """Replace parameters in the groups' own lists, to which LBFGS and others hold."""
+        """Replace parameters in the state and in the groups' own lists, which LBFGS and others refer to."""
+        entries = list(self.state.items())
+        self.state.clear()
+        self.state.update((other.get(key, key), entry) for key, entry in entries)
         for group in self.param_groups:
             group["params"][:] = [other.get(param, param) for param in group["params"]]
 

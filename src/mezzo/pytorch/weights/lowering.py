@@ -2,8 +2,8 @@
 
 `lower_weights` replaces a model's FP32 weights by 16-bit ones in place. The remainder of a bf16 weight is an int16
 (`mezzo.pytorch.kernels.optimizer_step.formulas`); for an fp16 weight the FP32 value itself is kept. Both are held here,
-with weak references to the `Parameter`, for the optimizer that will own it. A weight that its format holds exactly (from
-a 16-bit checkpoint) needs nothing.
+with weak references to the `Parameter`, for the optimizer that will own it. A weight that its format holds exactly
+(from a 16-bit checkpoint) needs nothing.
 
 `Parameter` objects stay the same, because optimizers, hooks, tied weights, parametrizations and averages refer to them:
 only their `.data` is replaced. Normalisation modules stay in FP32, because they have few parameters and their gradients

@@ -26,8 +26,8 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
                 state[name] = optimizer.master(param)
 
     An FP32 model of the same class can load it, for evaluation or export. A 16-bit weight that no optimizer here owns
-    gives the value that `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters are
-    copies; FP32 and FP64 weights and all buffers are the model's own storage, as in `state_dict`.
+    gives the value that `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters
+    are copies; FP32 and FP64 weights and all buffers are the model's own storage, as in `state_dict`.
 
     Args:
         model: the model; its parameters are the objects that the optimizer holds.

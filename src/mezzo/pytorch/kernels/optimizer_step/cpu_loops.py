@@ -243,7 +243,7 @@ def groups(
     start: int,
     stop: int,
 ) -> int:
-    """Update the elements from `start`, a group's first, to `stop`; returns whether one of the weights is now infinite."""
+    """Update the elements from `start`, a group's first, to `stop`; returns whether a weight is now infinite."""
     of = weight, master, grad, first, first_scales, second, second_scales
     given, overflow, places = settings(constants, ordinal), i32(0), uint32_scratch(GROUP)
     for j in range(GROUP):

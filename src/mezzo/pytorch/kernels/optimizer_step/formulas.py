@@ -12,8 +12,8 @@ from 0x7F7F8000 (3.39e38) up become an infinite weight, and are still decoded ex
 **Moments** (states) are FP32, bf16, or 8-bit floats with one scale per 64 elements. The small formats are rounded
 stochastically: a moving average adds less than its own ulp, which rounding to nearest would always drop. Signed codes
 have 4 bits of exponent and 3 of mantissa, with subnormals, because a moving average crosses zero. Unsigned codes have 5
-and 3 without subnormals, because their root is a divisor and must not become zero. A scale is a power of two and a bf16,
-so dividing by it is exact. A group's largest value is 0.9375 to 1.875 times its scale.
+and 3 without subnormals, because their root is a divisor and must not become zero. A scale is a power of two and a
+bf16, so dividing by it is exact. A group's largest value is 0.9375 to 1.875 times its scale.
 
 **Noise** is a hash of step, parameter, purpose and element, without state: a step draws the same bits on every device,
 for any number of threads, in any order. One word of 32 bits serves both states and an 8-bit remainder. The states need
@@ -426,7 +426,7 @@ def scrambled(x: Bits) -> Bits:
 
 
 def noise_key(step: Any, ordinal: Any, stream: int) -> Bits:
-    """The key of one stream (`STEP` or `WEIGHT`) of a parameter, by its index in the optimizer, in a step (1, 2, ...)."""
+    """The key of a stream (`STEP` or `WEIGHT`) of the parameter with this ordinal in step number `step`, from 1."""
     words = u32(step) * u32(0x9E3779B9) + u32(ordinal) * u32(0x85EBCA6B)
     x = scrambled(u32(words + u32(stream) * u32(0xC2B2AE35) + u32(0x27D4EB2F)))
     return u32(x ^ shifted(x, 16))
