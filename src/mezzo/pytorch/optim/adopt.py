@@ -118,7 +118,7 @@ def _hooks(optimizer: Optimizer) -> dict[str, Any]:
 def _become_alias(optimizer: Any, fused: FusedOptimizer) -> None:
     for name in ("step", "state", "param_groups", "_opt_called"):
         vars(optimizer).pop(name, None)
-    optimizer.__class__ = _alias_class(type(optimizer))
+    optimizer.__class__ = _alias_class(type(optimizer))  # type: ignore[arg-type]
     optimizer.fused, optimizer.defaults = fused, fused.defaults
     vars(optimizer).update(_hooks(fused))
 

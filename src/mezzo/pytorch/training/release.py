@@ -180,7 +180,7 @@ class GradientRelease:
             move(rest)
         if not moved:
             raise no_gradient()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
+        self._optimizer._opt_called = True
 
 
 @contextmanager
