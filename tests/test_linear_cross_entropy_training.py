@@ -154,7 +154,7 @@ def test_a_policy_s_module_pattern_names_the_head(monkeypatch: pytest.MonkeyPatc
     original = module._walk
 
     def watched(head: Any, **kwargs: Any) -> Any:
-        seen.append(head.input.dtype)
+        seen.append(head[0].dtype)
         return original(head, **kwargs)
 
     monkeypatch.setattr(module, "_walk", watched)

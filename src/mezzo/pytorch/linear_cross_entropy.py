@@ -1,24 +1,24 @@
-"""A model's head and its cross entropy in one: the logits exist a chunk of rows at a time, and never as a whole.
+"""A linear layer and the cross entropy of its output, computed in chunks of rows, so that the logits never exist whole.
 
-The logits of a language model are its largest tensor: 2,048 tokens x 131,072 classes are 0.5 GB in bf16, and
-autocast makes an FP32 copy, its logarithm of the softmax and a gradient of each. Here all chunks share one buffer: a
-chunk's logits become its loss, then its gradient, and then what that adds to the gradients of input and weight.
+The logits of a language model are its largest tensor: 2,048 tokens x 131,072 classes are 0.5 GB in bf16, and autocast
+adds an FP32 copy, its log-softmax and a gradient of each. Here all chunks share one buffer: a chunk's logits become its
+loss, then its gradient, and then what that adds to the gradients of input and weight.
 
-Gradients are made in the forward pass, where the logits are at hand, so that each product is computed once: three
-in all, as without chunks. For a mean or a sum this is possible since the rows' shares are known from the targets
-alone; what arrives in backward (a loss scale, one over a window) is one number, by which the gradients are
-multiplied. For ``reduction="none"`` each row has a number of its own, so backward makes the logits again: four
-products. A second backward through a retained graph does that too.
+Gradients are computed in the forward pass, while the logits exist, so there are three products in all, as without
+chunks. For a mean or a sum this is possible because each row's share is known from the targets, and what arrives in
+backward (a loss scale, 1 / accumulation) is one number that multiplies the gradients. For ``reduction="none"`` each row
+has its own number, so backward computes the logits again: four products. So does a second backward through a retained
+graph.
 
-fp16 needs care: without the loss scale, which arrives last, a gradient of 1/n times a probability is below fp16's
-smallest number. So a chunk's gradients are scaled by the power of two that brings the largest possible one to
-2^8, products are summed and kept in FP32, and the power is taken back in FP32 with what arrives.
+In fp16, before the loss scale arrives, a gradient of 1/n times a probability is below the smallest number. So a chunk's
+gradients are scaled by the power of two that brings the largest possible one to 2^8, products are summed and kept in
+FP32, and the power is divided out in FP32 at the end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,41 +36,37 @@ from mezzo.pytorch.kernels.plain import is_plain
 REDUCTIONS = ("mean", "none", "sum")
 
 BUFFER = 32 << 20
-"""Bytes of logits that a chunk may have, where that gives it `FEWEST` rows or more."""
+"""Bytes of logits in a chunk, if that gives it `FEWEST` rows or more."""
 
 FEWEST = 256
-"""Rows of a chunk, however many classes there are.
+"""Least number of rows in a chunk.
 
-A chunk reads the weight twice and adds to the weight's gradient once: 14 bytes an element of the weight (bf16) for 6
-operations an element and row. On a core with AVX512-BF16, 131,072 classes and width 384 took as long with 512 rows as
-with 256, and 9 % longer with 128. Not measured on a GPU.
+A chunk reads the weight twice and adds to its gradient once: 14 bytes per element of the weight (bf16) for 6 operations
+per element and row. On a core with AVX512-BF16, 131,072 classes and width 384 took as long with 512 rows as with 256,
+and 9 % longer with 128. Not measured on a GPU.
 """
 
 _BLOCK = 1 << 20
-"""Elements of the weight's gradient that are 16 bits before its FP32 sum takes them: a CPU's cache keeps them."""
+"""Elements of the weight's gradient in 16 bits before they are added to its FP32 sum: they stay in a CPU's cache."""
 
 _TOP = 8
 """fp16 gradients of logits are at most two to this power before FP32 products sum them."""
 
 _PIECE = 1 << 20
-"""Elements of a 16-bit gradient that are FP32 while they are multiplied."""
+"""Elements of a 16-bit gradient that are multiplied in FP32 at a time."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 _Three = tuple[Tensor | None, Tensor | None, Tensor | None]  # of input, weight and bias
+_Formats = tuple[torch.dtype, torch.dtype]  # what operands are rounded to, and the format of the products
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `torch.nn.functional.cross_entropy`, but for the class weights, which are a tensor.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: a target with this index neither counts nor gets a gradient.
-        label_smoothing: from 0 to 1: how much of each target is spread evenly over all classes.
+    """The options of `torch.nn.functional.cross_entropy`, except for the class weights, which are a tensor.
 
     Raises:
-        UnknownNameError: another reduction.
+        UnknownNameError: an unknown reduction.
         UsageError: a label smoothing outside [0, 1].
     """
 
@@ -98,7 +94,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross entropy of a linear layer's output, which is never held as a whole.
+    """Cross entropy of a linear layer's output, without holding the whole output.
 
     Naive code::
 
@@ -106,30 +102,31 @@ def linear_cross_entropy(
         F.cross_entropy(logits.float(), target.flatten(), class_weight, ignore_index=ignore_index,
                         reduction=reduction, label_smoothing=label_smoothing)
 
-    Inside a region the products are computed in its format, and the loss in FP32; outside, in the tensors' own.
-    FP64 is FP64 throughout. NaN and infinities spread as in the naive code; a mean over no rows is NaN, and so
-    is one whose targets are all ignored, with gradients of zero.
+    Products are computed in autocast's format, or outside of it in the tensors' own; the loss in FP32 (FP64 for FP64).
+    NaN and infinities propagate as in the naive code; a mean over no rows, or only ignored ones, is NaN with zero
+    gradients.
 
-    It *is* the naive code, whole logits included, under `torch.compile`, in `torch.func` transforms, for tensor
-    subclasses, in FP64, for targets that are probabilities, class weights that want a gradient, and second derivatives.
+    The naive code itself runs, with whole logits, under `torch.compile`, in `torch.func` transforms, for tensor
+    subclasses, in FP64, for targets that are probabilities, class weights that require gradients, and second
+    derivatives.
 
     Args:
         input: [..., in].
-        weight: [classes, in], as nn.Linear has it.
-        target: integers [...], each a class or `ignore_index`; or [..., classes], floating: their probabilities.
+        weight: [classes, in], as in nn.Linear.
+        target: integers [...], each a class or `ignore_index`; or probabilities [..., classes], floating.
         bias: [classes].
         class_weight: [classes], a factor for each class's loss.
-        ignore_index: rows with this target don't count, and get no gradient.
-        reduction: ``"mean"`` (over the targets' class weights; over rows, for probabilities), ``"sum"``, ``"none"``.
+        ignore_index: rows with this target don't count and get no gradient.
+        reduction: ``"mean"`` (over the targets' class weights; over rows for probabilities), ``"sum"``, ``"none"``.
         label_smoothing: the share of each target that is spread evenly over all classes, from 0 to 1.
 
     Returns:
-        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient has its dtype; it is
+        FP32 (FP64 for FP64): a number, or for ``"none"`` the losses [...]. The weight's gradient, in its dtype, is
         summed over chunks in FP32 and rounded once.
 
     Raises:
-        UsageError: shapes or dtypes that don't go together; a label smoothing outside [0, 1].
-        UnknownNameError: another reduction.
+        UsageError: shapes or dtypes that don't fit; a label smoothing outside [0, 1].
+        UnknownNameError: an unknown reduction.
         IndexError: a target is neither a class nor `ignore_index` (on a GPU, the device's own assertion).
     """
     options = Options(reduction, ignore_index, label_smoothing)
@@ -152,20 +149,16 @@ class LinearCrossEntropy(nn.Linear):
         loss = nn.CrossEntropyLoss(weight, ignore_index=..., reduction=..., label_smoothing=...)
         loss(head(hidden).flatten(0, -2).float(), target.flatten())
 
-    It is an `nn.Linear` to whatever initialises, shards or counts those: parameters, their names and their first
-    values are the same, and so a checkpoint of the linear layer loads. `weight` may be tied to an embedding's. See
-    `linear_cross_entropy` for formats, memory and errors.
+    It is an `nn.Linear`, with the same parameters, names and initial values, so a checkpoint of the linear layer loads.
+    `weight` may be tied to an embedding's. See `linear_cross_entropy` for formats, memory and errors.
 
     Args:
-        in_features: size of the last dimension of what it is given.
+        in_features: size of the input's last dimension.
         num_classes: size of the vocabulary.
         bias: whether the logits have one.
-        weight: [num_classes], the classes' weights in the loss; kept as the buffer `class_weight`, which is not saved.
-        ignore_index: rows with this target don't count.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: from 0 to 1.
-        device: of the parameters.
-        dtype: of the parameters.
+        weight: [num_classes], the classes' weights in the loss; becomes the buffer `class_weight`, which is not saved.
+        ignore_index, reduction, label_smoothing: as for `linear_cross_entropy`.
+        device, dtype: of the parameters.
     """
 
     class_weight: Tensor | None
@@ -198,16 +191,9 @@ class LinearCrossEntropy(nn.Linear):
                 "LinearCrossEntropy: no target. Call head(hidden, target) for the loss, or head.logits(hidden) for "
                 "the logits."
             )
-        options = self.options
+        named: dict[str, Any] = vars(self.options)
         return linear_cross_entropy(
-            input,
-            self.weight,
-            target,
-            self.bias,
-            class_weight=self.class_weight,
-            ignore_index=options.ignore_index,
-            reduction=options.reduction,
-            label_smoothing=options.label_smoothing,
+            input, self.weight, target, self.bias, class_weight=self.class_weight, **named
         )
 
     def logits(self, input: Tensor) -> Tensor:
@@ -217,7 +203,7 @@ class LinearCrossEntropy(nn.Linear):
     def extra_repr(self) -> str:
         """The sizes, and the options that are not PyTorch's defaults."""
         given = [
-            f"{key}={value!r}" for key, value in vars(self.options).items() if value != vars(Options())[key]
+            f"{key}={value!r}" for key, value in vars(self.options).items() if value != getattr(Options, key)
         ]
         return ", ".join([super().extra_repr(), *given])
 
@@ -246,7 +232,7 @@ def _check_shapes(
 def _is_ours(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
 ) -> bool:
-    """Whether the tensors can be taken in chunks, and no gradient is wanted that chunks don't make."""
+    """Whether chunks can compute everything that is needed."""
     return (
         is_plain(input, weight, target, bias, class_weight)
         and not weight.is_meta
@@ -256,14 +242,14 @@ def _is_ours(
     )
 
 
-def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """The format that operands are rounded to, as F.linear would have it here, and the one that they then have.
+def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> _Formats:
+    """The format that operands are rounded to, and the format of the products.
 
-    It is autocast's dtype inside a region, else the tensors' own. A policy that gives `linear` the rule ``fp32`` is
-    obeyed. Where this machine has no fast products in a format, FP32 ones serve between the same roundings.
+    The first is autocast's, FP32 if the policy's rule for `linear` says so, or outside of autocast the tensors' own. If
+    this hardware has no fast products in it, FP32 products are used.
 
     Raises:
-        UsageError: dtypes that differ and that no region makes equal.
+        UsageError: dtypes differ outside of autocast.
     """
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
     device, low = weight.device.type, weight.dtype
@@ -275,8 +261,8 @@ def _formats(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[torch.
     elif any(tensor.dtype is not low for tensor in tensors) or not weight.is_floating_point():
         named = ", ".join(name_of(tensor.dtype) for tensor in tensors)
         raise UsageError(
-            f"linear_cross_entropy: input, weight and bias of {named}. Outside a region all have one floating "
-            "format: cast one side, or enter mezzo.autocast."
+            f"linear_cross_entropy: input, weight and bias of {named}. Outside of autocast all need the same "
+            "floating format: cast one side, or enter mezzo.autocast."
         )
     is_emulated = low in _HALVES and name_of(low) not in native_formats(device)
     return low, torch.float32 if is_emulated else low
@@ -290,16 +276,17 @@ def _naive(
     class_weight: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """The definition, in PyTorch's operations: whole logits, in whatever region there is."""
+    """The definition, in PyTorch's operations, with whole logits."""
     logits = F.linear(input, weight, bias)
     if logits.dtype is not torch.float64:
         logits = logits.float()
     is_probability = target.is_floating_point()
+    rows = (
+        target.reshape(-1, target.shape[-1]).to(logits.dtype) if is_probability else target.reshape(-1).long()
+    )
     loss = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
-        target.reshape(-1, target.shape[-1]).to(logits.dtype)
-        if is_probability
-        else target.reshape(-1).long(),
+        rows,
         None if class_weight is None else class_weight.to(logits.dtype),
         ignore_index=-100 if is_probability else options.ignore_index,
         reduction=options.reduction,
@@ -308,20 +295,8 @@ def _naive(
     return loss.reshape(input.shape[:-1]) if options.reduction == "none" else loss
 
 
-class _Head(NamedTuple):
-    """What a walk over the rows reads.
-
-    Args:
-        input: [n, in], in the format of the products, like weight and bias.
-        weight: [classes, in].
-        bias: [classes], or None.
-        given: targets [n] and the loss's options; logits are filled in chunk by chunk.
-    """
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    given: Rows
+_Head = tuple[Tensor, Tensor, Tensor | None, Rows]
+"""Input, weight and bias in the format of the products; targets and options, to which chunks add their logits."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -334,21 +309,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         options: Options,
-        formats: tuple[torch.dtype, torch.dtype],
+        formats: _Formats,
         records: bool,
     ) -> Tensor:
         ctx.rest = options, formats
         needs = [records and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(weight.device.type, enabled=False):
-            head = _head(input, weight, bias, target, class_weight, *ctx.rest)
-            divisor = _divisor(head.given, options.reduction)
+            head = _head((input, weight, bias), target, class_weight, *ctx.rest)
+            divisor = _divisor(head[-1], options.reduction)
             scale = factor = None
             if any(needs) and options.reduction != "none":
-                scale, factor = _scale(head, divisor.reciprocal().expand(len(head.input)))
+                scale, factor = _scale(head, divisor.reciprocal().expand(target.numel()))
             losses, lse, made = _walk(head, scale=scale, needs=needs)
             loss = losses.view(input.shape[:-1]) if options.reduction == "none" else losses.sum() / divisor
         ctx.save_for_backward(input, weight, bias, target, class_weight, lse, divisor)
-        # Not among what is saved: they are handed over once, and then no longer held.
+        # Not saved: backward takes them once, and then frees them.
         ctx.made = None if scale is None else (made, factor)
         ctx.like = [None if leaf is None else (leaf.shape, leaf.dtype) for leaf in (input, weight, bias)]
         return loss
@@ -371,14 +346,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _head(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    leaves: tuple[Tensor, Tensor, Tensor | None],
     target: Tensor,
     class_weight: Tensor | None,
     options: Options,
-    formats: tuple[torch.dtype, torch.dtype],
+    formats: _Formats,
 ) -> _Head:
+    input, weight, bias = leaves
     rounded, product = formats
     x, w, b = (
         None if t is None else t.detach().to(rounded).to(product)
@@ -388,28 +362,29 @@ def _head(
     assert w is not None
     classes = None if class_weight is None else class_weight.detach().float().contiguous()
     given = Rows(x, target.reshape(-1).long(), classes, options.ignore_index, options.label_smoothing)
-    return _Head(x, w, b, given)
+    return x, w, b, given
 
 
 def _divisor(given: Rows, reduction: str) -> Tensor:
-    """What the sum of the rows' losses is divided by: known from the targets alone. FP32."""
+    """What the sum of the rows' losses is divided by, FP32: known from the targets alone."""
     target, weight = given.target, given.weight
     if reduction != "mean":
         return torch.ones((), device=target.device)
     counts = target != given.ignore_index
     if weight is None:
         return counts.sum(dtype=torch.float32)
-    index = target.clamp(0, len(weight) - 1)  # the walk, which comes next, refuses what is out of bounds
+    index = target.clamp(0, len(weight) - 1)  # _walk raises for what is out of bounds
     return weight[index].masked_fill(~counts, 0.0).sum()
 
 
 def _scale(head: _Head, shares: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a walk multiplies the rows' gradients by, and the power of two that is owed afterwards, if any."""
-    if head.input.dtype is not torch.float16 or not len(shares):
+    """What `_walk` multiplies the rows' gradients by, and the power of two to divide out afterwards, if any."""
+    x, _, _, given = head
+    if x.dtype is not torch.float16 or not len(shares):
         return shares.contiguous(), None
     largest = shares.abs().amax()
-    if head.given.weight is not None:
-        largest = largest * head.given.weight.abs().amax()
+    if given.weight is not None:
+        largest = largest * given.weight.abs().amax()
     exponent = torch.frexp(largest).exponent.clamp(-100, 100) - _TOP
     return torch.ldexp(shares, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -421,18 +396,18 @@ def _walk(
 
     Naive code::
 
-        logits = F.linear(head.input, head.weight, head.bias)
-        losses = F.cross_entropy(logits.float(), head.given.target, reduction="none", ...)
-        gradients = torch.autograd.grad(losses, (head.input, head.weight, head.bias), scale)
+        input, weight, bias, given = head
+        losses = F.cross_entropy(F.linear(input, weight, bias).float(), given.target, reduction="none", ...)
+        gradients = torch.autograd.grad(losses, (input, weight, bias), scale)
 
     Args:
-        head: what is read.
-        lse: of an earlier walk over the same; the losses are then left at zero.
+        head: operands and options.
+        lse: from an earlier call with the same operands; the losses are then left at zero.
         scale: FP32 [n]: what each row's gradient is multiplied by before it is rounded.
-        needs: whether the gradients of input, weight and bias are wanted.
+        needs: whether the gradients of input, weight and bias are needed.
 
     Returns:
-        FP32 [n]; FP64 [n]; the gradients: the input's in the products' format (FP32 for fp16), the others in FP32.
+        FP32 [n]; FP64 [n]; gradients: the input's in the products' format (FP32 for fp16), the others in FP32.
     """
     x, weight, bias, given = head
     (count, width), classes = x.shape, len(weight)
@@ -470,14 +445,14 @@ def _walk(
 
 
 def rows_of_chunk(count: int, classes: int, element_size: int) -> int:
-    """Rows of each chunk but the last: as many as `BUFFER` holds, at least `FEWEST`, and chunks of one size."""
+    """Rows of each chunk but the last: as many as `BUFFER` holds, at least `FEWEST`, evenly distributed."""
     most = max(FEWEST, BUFFER // max(1, classes * element_size))
     chunks = -(-count // most)
     return max(1, -(-count // max(1, chunks)))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, in FP32 for fp16: a sum over rows may pass 65504, and a loss scale is applied too late to help."""
+    """left @ right; in FP32 for fp16, because a sum over rows may exceed 65504 before a loss scale applies."""
     if left.dtype is not torch.float16:
         return torch.mm(left, right)
     if left.is_cuda:
@@ -486,7 +461,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; on a CPU by blocks of rows, so that what is 16 bits, then FP32, stays in its cache."""
+    """total += left @ right; on a CPU by blocks of rows, so that 16-bit products stay in its cache."""
     if left.dtype is total.dtype:
         torch.addmm(total, left, right, out=total)
         return
@@ -497,16 +472,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _again(ctx: Any, grad: Tensor) -> tuple[_Three, Tensor | None]:
-    """The gradients from logits that are computed a second time, each row's loss having a factor of its own."""
-    *tensors, lse, divisor = ctx.saved_tensors
-    head = _head(*tensors, *ctx.rest)
-    shares = grad.reshape(-1) if grad.dim() else grad.expand(len(head.input))
+    """The gradients from logits that are computed again, with a factor for each row's loss."""
+    *leaves, target, class_weight, lse, divisor = ctx.saved_tensors
+    head = _head(tuple(leaves), target, class_weight, *ctx.rest)
+    shares = grad.reshape(-1) if grad.dim() else grad.expand(target.numel())
     scale, factor = _scale(head, shares / divisor)
     return _walk(head, lse=lse, scale=scale, needs=list(ctx.needs_input_grad[:3]))[2], factor
 
 
 def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """The gradients as PyTorch operations, the definition's own: for a second derivative, and for a batch of them."""
+    """The gradients by PyTorch operations: for second derivatives, and for batches of gradients."""
     input, weight, bias, target, class_weight, _, _ = ctx.saved_tensors
     options, (rounded, product) = ctx.rest
     again = torch.is_grad_enabled()
@@ -521,7 +496,7 @@ def _differentiable(ctx: Any, grad: Tensor) -> list[Tensor | None]:
 
 
 def _times(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """gradient * factor in `dtype`, the product in FP32 and in place: no copy of what has the right format already."""
+    """gradient * factor in `dtype`, computed in FP32, in place if the format is right."""
     if factor is None or (factor.device.type == "cpu" and factor.item() == 1.0):
         return gradient.to(dtype)
     if gradient.dtype is torch.float32:

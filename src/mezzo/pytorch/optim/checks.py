@@ -1,6 +1,6 @@
-"""What an optimizer refuses: numbers that make no sense, modes that don't exist, parameters that it can't move.
+"""What an optimizer refuses: settings out of range, unknown modes, parameters and gradients that it can't step.
 
-One optimizer holds the master of a 16-bit weight (`claim`): two would pull the weight to and fro.
+Also ownership: only one optimizer may hold the master of a 16-bit weight (`claim`), because two would undo each other.
 """
 
 from __future__ import annotations
@@ -21,117 +21,78 @@ from mezzo.core.masters import MASTERS, STATE_FORMATS
 from mezzo.pytorch.kernels.plain import is_dense
 
 GRADIENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Formats of gradients, whatever the weight's is."""
+"""Formats of weights and, independently, of gradients."""
 
-
-_holders: Any = WeakTensorKeyDictionary()
-
-
-def group(owner: str, values: dict[str, Any]) -> None:
-    """Check one parameter group's modes and parameters.
-
-    Args:
-        owner: the optimizer's name, for the message.
-        values: the group, with `masters`, `state` and `params`.
-
-    Raises:
-        UnknownNameError: an unknown mode.
-        UsageError: a parameter that can't be moved in this mode.
-    """
-    modes(owner, values["masters"], values["state"])
-    for index, param in enumerate(values["params"]):
-        weight(
-            param,
-            values["masters"],
-            f"{owner}: parameter {index} of the group, of shape {list(param.shape)},",
-        )
+_owners: Any = WeakTensorKeyDictionary()
 
 
 def modes(owner: str, masters: Any, state: Any) -> None:
-    """Check that the modes exist.
-
-    Raises:
-        UnknownNameError: one doesn't.
-    """
+    """Raise an UnknownNameError for unknown modes."""
     for kind, given, allowed in (("masters", masters, MASTERS), ("state", state, STATE_FORMATS)):
         if given not in allowed:
             raise unknown_name(kind, str(given), allowed, where=f"{owner}({kind}={given!r}): ")
 
 
+def group(owner: str, values: dict[str, Any]) -> None:
+    """Check the modes and the parameters of a group; `owner` is the name for messages."""
+    modes(owner, values["masters"], values["state"])
+    for index, param in enumerate(values["params"]):
+        what = f"{owner}: parameter {index} of the group, of shape {list(param.shape)},"
+        weight(param, values["masters"], what)
+
+
 def weight(param: Tensor, masters: str, what: str) -> None:
-    """Check that a weight of this format and layout can be moved with these masters."""
+    """Raise a UsageError for a weight whose class, format or layout can't be stepped with these masters."""
     if bool(is_traceable_wrapper_subclass(param)):
-        raise UsageError(
-            f"{what} is a {type(param).__name__}, whose values are in other tensors. Use an optimizer of "
-            "torch.optim, or mezzo.optim.with_masters over one."
+        problem = (
+            f"is a {type(param).__name__}, whose values are in other tensors. Use an optimizer of torch.optim, or "
+            "mezzo.optim.with_masters over one."
         )
-    if param.dtype not in GRADIENTS:
-        kind = (
-            "complex"
-            if param.is_complex()
-            else "of another width"
-            if param.is_floating_point()
-            else "integers"
+    elif param.dtype not in GRADIENTS:
+        kind = "floats of another width" if param.is_floating_point() else "complex or integers"
+        problem = (
+            f"is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16. Leave out {kind}, by "
+            "(p for p in model.parameters() if p.requires_grad) or by giving them to an optimizer of torch.optim."
         )
-        raise UsageError(
-            f"{what} is {param.dtype}. Weights are torch.float32, torch.bfloat16 or torch.float16. Leave out those "
-            f"that are {kind}: (p for p in model.parameters() if p.requires_grad) are trained; or give them "
-            "to an optimizer of torch.optim."
+    elif param.layout is not torch.strided:
+        problem = f"is stored as {param.layout}. Only dense tensors are supported: use param.to_dense()."
+    elif param.dtype is torch.float16 and masters != "fp32":
+        problem = (
+            f"is torch.float16, for which masters={masters!r} doesn't exist: fp16 lacks FP32's range. Use "
+            'masters="fp32".'
         )
-    if param.layout is not torch.strided:
-        raise UsageError(
-            f"{what} is stored as {param.layout}. Only dense tensors can be moved: use param.to_dense()."
+    elif not is_dense(param):
+        problem = (
+            f"has strides {list(param.stride())}: its elements overlap or have gaps, as in a slice or an expanded "
+            "tensor. Use nn.Parameter(param.detach().contiguous())."
         )
-    if param.dtype is torch.float16 and masters != "fp32":
-        raise UsageError(
-            f"{what} is torch.float16, for which masters={masters!r} doesn't exist: fp16's range is not that of FP32. "
-            'Use masters="fp32".'
-        )
-    if not is_dense(param):
-        raise UsageError(
-            f"{what} has strides {list(param.stride())}: its elements overlap or have gaps between them, as a slice or "
-            "an expanded tensor has. Make it one of its own: nn.Parameter(param.detach().contiguous())."
-        )
+    else:
+        return
+    raise UsageError(f"{what} {problem}")
 
 
 def gradient(grad: Tensor, param: Tensor, owner: str) -> None:
-    """Raise what is wrong with a gradient that isn't dense and of 16 or 32 bits.
-
-    Raises:
-        UsageError: it is sparse, or of another format.
-    """
+    """Raise a UsageError that says why this gradient, sparse or of another format, can't be used."""
+    where = f"{owner}: the gradient of a parameter of shape {list(param.shape)} is"
     if grad.layout is not torch.strided:
         raise UsageError(
-            f"{owner}: the gradient of a parameter of shape {list(param.shape)} is sparse ({grad.layout}). Use "
-            "nn.Embedding(..., sparse=False), or give this parameter to torch.optim.SparseAdam."
+            f"{where} sparse ({grad.layout}). Use nn.Embedding(..., sparse=False), or give this parameter to "
+            "torch.optim.SparseAdam."
         )
-    raise UsageError(
-        f"{owner}: the gradient of a parameter of shape {list(param.shape)} is {grad.dtype}. Gradients are "
-        "torch.float32, torch.bfloat16 or torch.float16."
-    )
+    raise UsageError(f"{where} {grad.dtype}. Use torch.float32, torch.bfloat16 or torch.float16.")
 
 
 def number(owner: str, name: str, value: Any, *, below: float = math.inf) -> None:
-    """Check that a setting is a number from 0 to `below`, which is excluded.
-
-    Raises:
-        UsageError: it isn't.
-    """
+    """Raise a UsageError unless a setting is one number in [0, below)."""
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise UsageError(f"{owner}: {name} is a tensor of shape {list(value.shape)}, and must be one number.")
+        raise UsageError(f"{owner}: {name} is a tensor of shape {list(value.shape)}; give one number.")
     if not isinstance(value, (int, float, Tensor)) or not 0 <= float(value) < below:
-        allowed = (
-            "finite and not negative" if below == math.inf else f"from 0 to {below:g}, {below:g} excluded"
-        )
+        allowed = "finite and not negative" if below == math.inf else f"from 0 to {below:g}, excluded"
         raise UsageError(f"{owner}: {name}={value!r} is out of range: it must be {allowed}.")
 
 
 def betas(owner: str, values: Any) -> None:
-    """Check the two decays of a moving average.
-
-    Raises:
-        UsageError: they aren't two numbers from 0 to 1.
-    """
+    """Raise a UsageError unless these are two decays in [0, 1)."""
     if not isinstance(values, (tuple, list)) or len(values) != 2:
         raise UsageError(f"{owner}: betas={values!r} must be two numbers from 0 to 1.")
     for index, beta in enumerate(values):
@@ -139,27 +100,21 @@ def betas(owner: str, values: Any) -> None:
 
 
 def claim(optimizer: Optimizer, param: Tensor) -> None:
-    """Note that this optimizer holds a weight's master.
-
-    Raises:
-        UsageError: another one does, and still has its state.
-    """
-    if _other(optimizer, param) is not None:
+    """Record that this optimizer holds a weight's master; a UsageError if another one does and has its state."""
+    if _other_owner(optimizer, param) is not None:
         gc.collect()  # an optimizer that was dropped may live on in a cycle
-        other = _other(optimizer, param)
+        other = _other_owner(optimizer, param)
         if other is not None:
             raise UsageError(
                 f"two optimizers hold a master for one {param.dtype} weight of shape {list(param.shape)}: the "
-                f"{type(other).__name__} before, and now this {type(optimizer).__name__}. Each would undo what the "
-                "other has added to it. Give the weight to one of them; or, if the first has done its part, drop "
-                "what it holds: optimizer.state.clear()."
+                f"{type(other).__name__} before, and now this {type(optimizer).__name__}. Each would undo the other's "
+                "updates. Give the weight to one of them, or drop the first one's state: optimizer.state.clear()."
             )
-    _holders[param] = weakref.ref(optimizer)
+    _owners[param] = weakref.ref(optimizer)
 
 
-def _other(optimizer: Optimizer, param: Tensor) -> Optimizer | None:
-    holder = _holders.get(param)
-    other: Optimizer | None = None if holder is None else holder()
-    if other is None or other is optimizer or not other.state.get(param):
-        return None
-    return other
+def _other_owner(optimizer: Optimizer, param: Tensor) -> Optimizer | None:
+    owner = _owners.get(param)
+    other: Optimizer | None = None if owner is None else owner()
+    is_other = other is not None and other is not optimizer and bool(other.state.get(param))
+    return other if is_other else None

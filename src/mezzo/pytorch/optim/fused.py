@@ -1,16 +1,14 @@
-"""The base of Mezzo's optimizers: everything that a step needs and no update rule knows of.
+"""The base class of Mezzo's optimizers: everything that a step needs besides the update rule.
 
-A step has two parts. Here, in Python, each parameter is looked at: has it a gradient, and are its weight and its
-entries in `optimizer.state` the tensors that they were? Its `Row` describes them to the kernels, and is made again
-only if not. Then one call a device does the rest: unscale, decode, update, encode, or nothing on overflow.
+A step has two parts. First, in Python, for each parameter: does it have a gradient, and are its weight and its entries
+in `optimizer.state` the same tensors as before? Only if not, its `Row`, the description for the kernels, is made again.
+Then one call per device does the rest: unscale, decode, update, encode, or nothing on overflow.
 
-What it leaves out: `foreach`, `fused`, `capturable`, `differentiable` and `amsgrad`. There is one implementation
-a device, and nothing to choose.
+There are no `foreach`, `fused`, `capturable`, `differentiable` and `amsgrad`: each device has one implementation.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -26,34 +24,34 @@ from mezzo.core.formats import dtype_name
 from mezzo.pytorch.kernels.optimizer_step import Hyper, Row, StateSpec, Stepper, stepper
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim import checks, state_dicts, storage
-from mezzo.pytorch.optim.storage import Slot
+from mezzo.pytorch.optim.storage import ParameterState
 from mezzo.pytorch.weights.lowering import has_master, take_master
 
 Work = dict[torch.device, list[tuple[Hyper, list[Row]]]]
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer over FP32, bf16 and fp16 weights, whose step is one kernel a device.
+    """An optimizer over FP32, bf16 and fp16 weights, whose step is one kernel per device.
 
-    Honours torch.amp's contract: a `grad_scale` that is set on it divides the gradients, and a `found_inf` that
-    isn't 0 skips the step, without a wait for the device. A subclass gives its settings' form for the kernels.
+    Follows torch.amp's contract: if `grad_scale` is set on it, gradients are divided by it; if `found_inf` is set and
+    not 0, the step is skipped, without waiting for the device. A subclass converts its settings for the kernels.
 
     Args:
         params: parameters, named parameters, or groups; a group may have its own `masters` and `state`.
         defaults: the update rule's settings.
-        state: how states are stored: `"fp32"`, `"bf16"`, `"int8"`. The small forms are rounded stochastically.
-        masters: where a 16-bit weight's FP32 master is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder with a bf16
-            weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit one: a 24-bit master), `"none"`. An FP32 weight
-            is its own master.
+        state: format of the states: `"fp32"`, `"bf16"`, `"int8"`. The small formats are rounded stochastically.
+        masters: where the FP32 master of a 16-bit weight is: `"fp32"` (a tensor), `"split"` (a 16-bit remainder with a
+            bf16 weight: the same numbers as `"fp32"`), `"split8"` (an 8-bit remainder: a 24-bit master), `"none"`. An
+            FP32 weight is its own master.
     """
 
     _step_supports_amp_scaling = True
 
     TORCH: ClassVar[type[Optimizer] | None] = None
-    """torch's own optimizer of this name, with which states are exchanged."""
+    """torch's optimizer of the same name, whose states can be loaded and saved."""
 
     NUMBERS: ClassVar[tuple[str, ...]]
-    """The settings that are numbers, finite and not negative."""
+    """The settings that are finite numbers and not negative."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, state: str, masters: str) -> None:
         self._forget()
@@ -66,14 +64,13 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._slots: dict[Tensor, Slot] = {}
+        self._states: dict[Tensor, ParameterState] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._steppers: dict[tuple[str, bool], Stepper] = {}
         self._overflow: dict[torch.device, Tensor] = {}
-        self._alias: weakref.ref[Any] | None = None
 
     def _check(self, group: dict[str, Any]) -> None:
-        """Raise a UsageError where a group's settings make no sense."""
+        """Raise a UsageError for settings out of range."""
         owner = type(self).__name__
         if "betas" in group:
             checks.betas(owner, group["betas"])
@@ -81,15 +78,15 @@ class FusedOptimizer(Optimizer):
             checks.number(owner, name, group[name])
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
-        """A group's settings at this moment, as the kernels take them."""
+        """A group's current settings, as the kernels take them."""
         raise NotImplementedError
 
     @_disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; what is not said is as in the constructor.
+        """Add parameters with their own settings; the defaults are those of the constructor.
 
         Raises:
-            UsageError: a setting out of range, a parameter that can't be moved. The optimizer stays as it was.
+            UsageError: a setting out of range, an unsupported parameter. The optimizer is unchanged.
         """
         count = len(self.param_groups)
         super().add_param_group(param_group)
@@ -108,15 +105,15 @@ class FusedOptimizer(Optimizer):
         multiplier: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> Any:
-        """Move every parameter that has a gradient; the others, and their states, stay as they are.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss and its gradients anew; runs once, before the move.
-            multiplier: one FP32 number, by which every gradient is multiplied first.
-            found_inf: one FP32 number; where it isn't 0, nothing changes: no weight, no state, no step count.
+            closure: computes loss and gradients; called once, before the update.
+            multiplier: an FP32 scalar by which every gradient is multiplied first.
+            found_inf: an FP32 scalar; if it isn't 0, no weight, state or step count changes.
 
         Returns:
-            What the closure returned.
+            The closure's result.
 
         Raises:
             UsageError: a sparse gradient, a weight whose master another optimizer holds.
@@ -125,9 +122,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        alias = None if self._alias is None else self._alias()
-        if alias is not None:
-            alias._opt_called = True  # a scheduler that was made over the adopted optimizer asks for it
+        self._opt_called = True  # read by schedulers of an adopted optimizer
         groups = [(index, group["params"]) for index, group in enumerate(self.param_groups)]
         self._move(groups, multiplier, found_inf, partial=False)
         return loss
@@ -136,10 +131,10 @@ class FusedOptimizer(Optimizer):
     def step_parameters(
         self, params: Sequence[Tensor], *, multiplier: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """Move only these of the optimizer's parameters, as `step` would; no hooks.
+        """Update only these of the optimizer's parameters, as `step` would, without hooks.
 
         Raises:
-            UsageError: a parameter of another optimizer; and what `step` raises.
+            UsageError: a parameter of another optimizer; see also `step`.
         """
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for param in params:
@@ -180,10 +175,10 @@ class FusedOptimizer(Optimizer):
             torch.autograd.graph.increment_version(weights)
 
     def _work(self, groups: Sequence[tuple[int, Sequence[Tensor]]]) -> tuple[Work, list[Tensor]]:
-        """The rows that have a gradient, by device, and their weights. Each call here is made for every parameter."""
+        """The rows that have a gradient, by device, and their weights. Calls in the loop cost time per parameter."""
         work: Work = {}
         weights: list[Tensor] = []
-        slots, state = self._slots, self.state
+        states, state = self._states, self.state
         try:
             for index, params in groups:
                 group = self.param_groups[index]
@@ -195,62 +190,58 @@ class FusedOptimizer(Optimizer):
                     grad = param.grad
                     if grad is None:
                         continue
-                    slot = slots.get(param)
+                    known = states.get(param)
                     if (
-                        slot is None
-                        or slot.address != param.data_ptr()
-                        or slot.dtype is not param.dtype
-                        or slot.modes != modes
-                        or slot.entries is not state.get(param)
-                        or not all(map(is_, slot.entries.values(), slot.tensors))
-                        or (not param.is_contiguous() if slot.contiguous else slot.stride != param.stride())
+                        known is None
+                        or known.address != param.data_ptr()
+                        or known.dtype is not param.dtype
+                        or known.modes != modes
+                        or known.entries is not state.get(param)
+                        or not all(map(is_, known.entries.values(), known.tensors))
+                        or (not param.is_contiguous() if known.contiguous else known.stride != param.stride())
                     ):
-                        slot = self._slot(param, group, hyper.states)
-                    row = slot.row
-                    if row.grad is not None or slot.empty:
-                        continue  # listed twice in its group, for which torch has warned; or without elements
+                        known = self._state_of(param, group, hyper.states)
+                    row = known.row
+                    if row.grad is not None or known.empty:
+                        continue  # listed twice in its group, which torch has warned about; or without elements
                     dtype = grad.dtype
-                    known = dtype is slot.dtype or dtype in checks.GRADIENTS
-                    if not known or grad.layout is not torch.strided:
+                    is_float = dtype is known.dtype or dtype in checks.GRADIENTS
+                    if not is_float or grad.layout is not torch.strided:
                         checks.gradient(grad, param, type(self).__name__)
-                    if not (slot.contiguous and grad.is_contiguous()) and grad.stride() != slot.stride:
+                    if not (known.contiguous and grad.is_contiguous()) and grad.stride() != known.stride:
                         grad = torch.empty_like(row.weight, dtype=dtype).copy_(grad)
                     row.grad = grad
-                    if slot.device is not device:
-                        device = slot.device
+                    if known.device is not device:
+                        device = known.device
                         rows = []
                         work.setdefault(device, []).append((hyper, rows))
                     rows.append(row)
                     weights.append(param)
         except BaseException:
-            for slot in slots.values():
-                slot.row.grad = None
+            for known in states.values():
+                known.row.grad = None
             raise
         return work, weights
 
-    def _slot(self, param: Tensor, group: dict[str, Any], states: tuple[StateSpec, ...]) -> Slot:
-        """What is known of a parameter; made anew if it is no longer true."""
+    def _state_of(
+        self, param: Tensor, group: dict[str, Any], states: tuple[StateSpec, ...]
+    ) -> ParameterState:
+        """What is known of a parameter; its entries are made or converted if they don't fit."""
         modes = (group["masters"], group["state"], states)
         entries = self.state.get(param)
-        old = self._slots.get(param)
+        old = self._states.get(param)
         if old is not None and old.is_of(param, entries, modes):
             return old
-        checks.weight(
-            param, group["masters"], f"{type(self).__name__}: a parameter of shape {list(param.shape)}"
-        )
+        what = f"{type(self).__name__}: a parameter of shape {list(param.shape)}"
+        checks.weight(param, group["masters"], what)
         _, ordinal = self._place(param)
         how = storage.storage(param, group, states)
-        if how.keeps_master:
+        if how.master_key is not None:
             checks.claim(self, param)
-        if not entries:
-            entries = storage.fresh(param, how, take_master(param))
-            self.state[param] = entries
-        elif storage.wrong(entries, param, how) or not storage.is_in_place(entries, param, how):
-            entries = storage.adapted(entries, param, how, take_master(param))
-            self.state[param] = entries
-        slot = Slot.of(param, entries, how, modes, ordinal)
-        self._slots[param] = slot
-        return slot
+        if not entries or not storage.fits(entries, param, how):
+            self.state[param] = entries = storage.converted(entries or {}, param, how, take_master(param))
+        made = self._states[param] = ParameterState.of(param, entries, how, modes, ordinal)
+        return made
 
     def _place(self, param: Tensor) -> tuple[int, int]:
         """The index of a parameter's group, and its own in the whole optimizer."""
@@ -263,8 +254,8 @@ class FusedOptimizer(Optimizer):
                     self._places.setdefault(each, (index, ordinal))
                     ordinal += 1
             place = self._places.get(param)
-            for gone in [each for each in self._slots if each not in self._places]:
-                del self._slots[gone]
+            for gone in self._states.keys() - self._places.keys():
+                del self._states[gone]
         if place is None:
             raise UsageError(
                 f"{type(self).__name__}: a parameter of shape {list(param.shape)} is in none of its groups."
@@ -272,20 +263,14 @@ class FusedOptimizer(Optimizer):
         return place
 
     def _is_at(self, param: Tensor, place: tuple[int, int]) -> bool:
-        # Groups are only ever added to in torch; one that was removed by hand moves those behind it.
+        # torch only adds groups; a user who removes one shifts those behind it.
         index, ordinal = place
         before = sum(len(group["params"]) for group in self.param_groups[:index])
-        if index >= len(self.param_groups):
-            return False
-        params = self.param_groups[index]["params"]
+        params = self.param_groups[index]["params"] if index < len(self.param_groups) else []
         return 0 <= ordinal - before < len(params) and params[ordinal - before] is param
 
-    def _set_alias(self, alias: Any) -> None:
-        """Note the adopted optimizer, over which a scheduler may have been made."""
-        self._alias = weakref.ref(alias)
-
     def _stepper(self, device: torch.device, partial: bool) -> Stepper:
-        # Each keeps tables of the rows that it saw last: single rows of a gradient release have their own.
+        # Each caches tables of the rows that it saw last; the single rows of a gradient release have their own.
         key = (device.type, partial)
         if key not in self._steppers:
             self._steppers[key] = stepper(device.type)
@@ -301,75 +286,74 @@ class FusedOptimizer(Optimizer):
     def weight_overflow(self) -> Tensor:
         """0-dim FP32 on the first parameter's device: 1.0 once a 16-bit weight there was written as infinite.
 
-        A master from 0x7F7F8000 (3.39e38) up is an infinite bf16 weight; an fp16 weight is infinite from 65520.
+        A bf16 weight is infinite from a master of 0x7F7F8000 (3.39e38) up, an fp16 weight from 65520.
         """
         for group in self.param_groups:
             for param in group["params"]:
                 return self._overflow_on(param.device)
         raise UsageError(f"{type(self).__name__} has no parameters.")
 
-    def _held(self, param: Tensor) -> Slot:
+    def _held(self, param: Tensor) -> ParameterState:
         group = self.param_groups[self._place(param)[0]]
-        return self._slot(param, group, self._hyper(group).states)
+        return self._state_of(param, group, self._hyper(group).states)
 
     def master(self, param: Tensor) -> Tensor:
-        """A parameter's FP32 master: a new tensor, of its shape.
+        """A copy of a parameter's FP32 master: the value that the next step starts from, also if the weight was edited.
 
-        What the next step starts from: where a weight was edited, the edited value. A parameter that hasn't moved
-        yet gets its state here.
+        A parameter that hasn't been stepped gets its state here.
 
         Raises:
             UsageError: a parameter of another optimizer.
         """
-        slot = self._held(param)
-        return storage.read_master(param, slot.entries, slot.how)
+        known = self._held(param)
+        return storage.read_master(param, known.entries, known.how)
 
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Set a parameter's FP32 master, and its weight to what that is in the weight's format.
+        """Set a parameter's FP32 master, and its weight to the rounded value.
 
         Args:
-            param: one of this optimizer's.
-            value: of its shape; rounded to nearest where less than FP32 is kept of it.
+            param: of this optimizer.
+            value: of its shape; rounded to nearest if the master has fewer bits than FP32.
 
         Raises:
             UsageError: another shape, a parameter of another optimizer.
         """
-        slot = self._held(param)
+        known = self._held(param)
         if value.shape != param.shape:
             raise UsageError(
                 f"set_master: the value has the shape {list(value.shape)}, and the parameter {list(param.shape)}."
             )
-        storage.write_master(param, slot.entries, slot.how, value)
+        storage.write_master(param, known.entries, known.how, value)
 
     @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes, as torch's optimizers give it: tensors that go on living with the steps.
+        """The state for `load_state_dict`, in torch's form; its tensors are not copies.
 
-        Masters that `lower_weights` keeps aside are taken over first, so that a checkpoint made before the first
-        step has them.
+        Masters that `lower_weights` keeps are taken over first, so that a checkpoint made before the first step has
+        them.
         """
         for group in self.param_groups:
             states = self._hyper(group).states
             for param in group["params"]:
                 if param not in self.state and has_master(param):
-                    self._slot(param, group, states)
+                    self._state_of(param, group, states)
         return super().state_dict()
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class with the same modes, or of torch's optimizer of the same name.
+        """Load a state of this class with the same modes, or of torch's optimizer of the same name.
 
-        A state of one's own goes on to the bit. One of torch's is rounded to what the modes keep, and FP32 masters
-        then come from the model's weights.
+        Training continues from a state of this class to the bit. A state of torch's is rounded to the formats of the
+        modes, and FP32 masters then come from the model's weights.
 
         Raises:
-            UsageError: a state of another optimizer, of other modes or shapes, or over another number of
-                parameters. The optimizer stays as it was.
+            UsageError: a state of another optimizer, of other modes or shapes, or for another number of parameters. The
+                optimizer is unchanged.
         """
         state_dicts.load(self, state_dict)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The state as torch's own optimizer of this name would save it: states in FP32, without masters.
+        """The state in the form of torch's optimizer of this name: FP32 states, without masters.
 
         Raises:
             UsageError: torch has no optimizer of this name (Lion).

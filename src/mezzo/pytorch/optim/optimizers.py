@@ -25,7 +25,7 @@ def adam_hyper(
     decoupled: bool,
     maximize: bool = False,
 ) -> Hyper:
-    """Adam, or AdamW where the weight decay is `decoupled`."""
+    """Adam; AdamW if the weight decay is `decoupled`."""
     decay = 1 - lr * weight_decay if decoupled else 1.0
     numbers = (decay, 1 - beta1, beta2, 1 - beta2, lr, beta1, eps)
     return Hyper("adamw", _MOMENTS, numbers, 0.0 if decoupled else weight_decay, maximize)
@@ -39,7 +39,7 @@ def sgd_hyper(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> Hyper:
-    """SGD; without momentum there is no state."""
+    """SGD; there is no state without momentum."""
     rule = "plain" if not momentum else "nesterov" if nesterov else "momentum"
     numbers = (-lr, momentum, 1 - dampening, 0.0, 0.0, 0.0, 0.0)
     return Hyper(rule, _BUFFER if momentum else (), numbers, weight_decay, maximize)
@@ -54,9 +54,9 @@ def lion_hyper(
 
 
 class Adam(FusedOptimizer):
-    """Adam, with an L2 term in the gradient where `weight_decay` isn't 0.
+    """Adam, with an L2 term in the gradient if `weight_decay` is not 0.
 
-    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
+    Naive code, for step number t (1, 2, ...) of one parameter, in FP32::
 
         g = grad.float() + weight_decay * w
         m = m + (1 - beta1) * (g - m)
@@ -64,18 +64,18 @@ class Adam(FusedOptimizer):
         w = w - lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
 
     Args:
-        params: parameters, named parameters or groups, as for `torch.optim.Adam`. FP32, bf16 or fp16.
-        lr: learning rate; a number, or a tensor of one element, which is read at each step: on a GPU, the
-            host would wait for it, so keep it on the CPU.
-        betas: decays of the first and the second moment, each from 0 to 1.
+        params: FP32, bf16 or fp16 parameters, named parameters or groups, as for `torch.optim.Adam`.
+        lr: learning rate; a number, or a tensor of one element, which is read at each step. Keep it on the CPU: the
+            host waits for a tensor on a GPU.
+        betas: decays of the first and the second moment, each in [0, 1).
         eps: added to the denominator.
         weight_decay: coefficient of the L2 term.
-        maximize: go up the gradient.
-        state: how the moments are stored; see `FusedOptimizer`, as for `masters`.
-        masters: where a 16-bit weight's FP32 master is.
+        maximize: ascend.
+        state: format of the moments; see `FusedOptimizer`.
+        masters: kind of the FP32 masters of 16-bit weights; see `FusedOptimizer`.
 
     Raises:
-        UsageError: a number out of range, a parameter that can't be moved in this mode.
+        UsageError: a number out of range, a parameter that these masters don't support.
         UnknownNameError: an unknown `state` or `masters`.
     """
 
@@ -106,18 +106,10 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay, which pulls at the weight itself and never enters the moments.
+    """Adam with decoupled weight decay: the weight decays itself, and the decay does not enter the moments.
 
-    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
-
-        g = grad.float()
-        w = w * (1 - lr * weight_decay)
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        w = w - lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
-
-    Arguments and errors are those of `Adam`, but that `weight_decay` is the coefficient of the decay and 1e-2 where
-    it isn't given.
+    Naive code: as `Adam` with ``g = grad.float()``, and first ``w = w * (1 - lr * weight_decay)``. Arguments and errors
+    are those of `Adam`.
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW
@@ -141,9 +133,9 @@ class AdamW(Adam):
 
 
 class SGD(FusedOptimizer):
-    """Stochastic gradient descent, as `torch.optim.SGD` has it.
+    """Stochastic gradient descent, as `torch.optim.SGD`.
 
-    Naive code, of one parameter's step number t (1, 2, ...), in FP32::
+    Naive code, for step number t (1, 2, ...) of one parameter, in FP32::
 
         g = grad.float() + weight_decay * w
         if momentum:
@@ -152,20 +144,12 @@ class SGD(FusedOptimizer):
         w = w - lr * g
 
     Args:
-        params: parameters, named parameters or groups, as for `torch.optim.SGD`. FP32, bf16 or fp16.
-        lr: learning rate; see `Adam`.
-        momentum: decay of the buffer; 0 for none, and then no state either. Where it is turned on later, the
-            buffer starts at that step.
+        momentum: decay of the buffer; there is no buffer if it is 0. If it is set later, the buffer starts then.
         dampening: the part of the gradient that doesn't enter the buffer.
         weight_decay: coefficient of the L2 term.
-        nesterov: look ahead along the buffer; needs momentum and no dampening.
-        maximize: go up the gradient.
-        state: how the buffer is stored; see `FusedOptimizer`, as for `masters`.
-        masters: where a 16-bit weight's FP32 master is.
+        nesterov: Nesterov momentum; needs momentum and no dampening.
 
-    Raises:
-        UsageError: a number out of range, `nesterov` without momentum, a parameter that can't be moved in this mode.
-        UnknownNameError: an unknown `state` or `masters`.
+    The other arguments and the errors are those of `Adam`; also a UsageError for `nesterov` without momentum.
     """
 
     TORCH: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
@@ -193,7 +177,7 @@ class SGD(FusedOptimizer):
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise UsageError(
                 f"{type(self).__name__}: nesterov=True with momentum={group['momentum']!r} and "
-                f"dampening={group['dampening']!r}. Nesterov's form needs a momentum above 0 and no dampening."
+                f"dampening={group['dampening']!r}. Nesterov momentum needs momentum above 0 and no dampening."
             )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -202,9 +186,9 @@ class SGD(FusedOptimizer):
 
 
 class Lion(FusedOptimizer):
-    """Lion, with decoupled weight decay: steps of one size, in the direction of a momentum's sign.
+    """Lion, with decoupled weight decay: every element moves by `lr`, in the direction of the momentum's sign.
 
-    Naive code, of one parameter's step, in FP32::
+    Naive code, for one step of one parameter, in FP32::
 
         g = grad.float()
         w = w * (1 - lr * weight_decay)
@@ -214,17 +198,11 @@ class Lion(FusedOptimizer):
     X. Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
 
     Args:
-        params: parameters, named parameters or groups, as for `torch.optim`. FP32, bf16 or fp16.
-        lr: learning rate, the size of every element's step; 3 to 10 times smaller than AdamW's. See `Adam`.
-        betas: weight of the momentum in the direction, and decay of the momentum, each from 0 to 1.
-        weight_decay: coefficient of the decay; 3 to 10 times larger than AdamW's.
-        maximize: go up the gradient.
-        state: how the momentum is stored; see `FusedOptimizer`, as for `masters`.
-        masters: where a 16-bit weight's FP32 master is.
+        lr: 3 to 10 times smaller than for AdamW.
+        betas: weight of the momentum in the direction, and decay of the momentum, each in [0, 1).
+        weight_decay: coefficient of the decay; 3 to 10 times larger than for AdamW.
 
-    Raises:
-        UsageError: a number out of range, a parameter that can't be moved in this mode.
-        UnknownNameError: an unknown `state` or `masters`.
+    The other arguments and the errors are those of `Adam`.
     """
 
     NUMBERS: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")

@@ -1,10 +1,10 @@
-"""State dicts: taken over whole or not at all, of Mezzo's own form and of torch's.
+"""State dicts of Mezzo's form and of torch's, loaded completely or not at all.
 
-torch's `Optimizer.load_state_dict` casts every state to the parameter's format, which would turn FP32 moments of a
-bf16 weight into bf16 and codes into nonsense, and checks no shape. So everything is converted and checked here
-first, into new tensors, and only then put in place, in one go that cannot fail.
+torch's `Optimizer.load_state_dict` casts every state to the parameter's format, which would turn FP32 moments of a bf16
+weight into bf16 and corrupt codes, and checks no shapes. So everything is checked and converted into new tensors first,
+and then replaced in one go that cannot fail.
 
-`masters_in` finds the masters in a state that is to be loaded by another optimizer with masters under it.
+`masters_in` finds the masters in a state for an optimizer inside `with_masters`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mezzo.core.errors import UsageError
-from mezzo.pytorch.kernels.optimizer_step import StateSpec
 from mezzo.pytorch.optim import storage
 from mezzo.pytorch.optim.storage import Entries, Storage
 from mezzo.pytorch.weights.lowering import LOWERED, take_master
@@ -26,39 +25,38 @@ if TYPE_CHECKING:
     from mezzo.pytorch.optim.fused import FusedOptimizer
 
 MODES = ("masters", "state")
-"""What a group of Mezzo's has and one of torch's hasn't."""
+"""Settings of Mezzo's groups that torch's don't have."""
 
 MASTER = "master"
 """The entry of a parameter's state that is its FP32 master."""
 
-# What torch's groups choose an implementation with: kept where an adopted group has it, not taken over.
+# Choices of an implementation in torch's groups: kept if an adopted group has them, but not loaded.
 _TORCH_ONLY = frozenset({"foreach", "fused", "capturable", "differentiable", "amsgrad"})
 
-# A parameter's new entries, their form, and whether they are of Mezzo's own state.
-Plan = tuple[Entries, Storage, bool]
-
+# Settings that tell one optimizer's groups from another's.
 _SETTINGS = ("betas", "eps", "momentum", "nesterov", "decoupled_weight_decay")
+
+# A parameter's new entries, their storage, and whether they come from a state of Mezzo's own form.
+Plan = tuple[Entries, Storage, bool]
 
 
 def rename(group: dict[str, Any]) -> dict[str, Any]:
-    """A group of version 0.1.0, in which `state` was called ``"state_format"``, in today's words; changed in place."""
+    """Rename ``"state_format"`` in a group of version 0.1.0 to ``"state"``, in place."""
     if "state_format" in group:
         group["state"] = group.pop("state_format")
     return group
 
 
 def load(optimizer: FusedOptimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)`: see there."""
+    """`optimizer.load_state_dict(state)`."""
     state = state.copy()
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = hook(optimizer, state)
-        if replaced is not None:
-            state = replaced
+        state = hook(optimizer, state) or state
     groups, entries = _plan(optimizer, state)
     for group, new in zip(optimizer.param_groups, groups):
         group.update(new)
     optimizer.state.clear()
-    optimizer._slots.clear()
+    optimizer._states.clear()
     for param, (made, how, is_own) in entries.items():
         pending = take_master(param)
         if pending is not None and not is_own:
@@ -68,61 +66,61 @@ def load(optimizer: FusedOptimizer, state: dict[str, Any]) -> None:
         post_hook(optimizer)
 
 
+def _matching_groups(where: str, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Any:
+    """The groups of a saved state, if they have as many parameters as these."""
+    if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
+        raise UsageError(
+            f"{where}: not an optimizer's state: it has {', '.join(map(str, state))}, and must have 'state' and "
+            "'param_groups'."
+        )
+    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, state["param_groups"]))
+    if ours != theirs:
+        raise UsageError(
+            f"{where}: the state is of groups with {theirs} parameters, and the optimizer has groups with {ours}. "
+            "Nothing was changed."
+        )
+    return state["param_groups"]
+
+
 def _plan(
     optimizer: FusedOptimizer, state: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Plan]]:
     """Each group's new settings, and each parameter's new entries."""
-    name = type(optimizer).__name__
-    if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
-        raise UsageError(
-            f"{name}.load_state_dict: this is no optimizer's state: it must have 'state' and 'param_groups'."
-        )
-    saved_groups = [rename(dict(group)) for group in state["param_groups"]]
-    ours, theirs = (
-        [len(group["params"]) for group in each] for each in (optimizer.param_groups, saved_groups)
-    )
-    if ours != theirs:
-        raise UsageError(
-            f"{name}.load_state_dict: the state is of groups with {theirs} parameters, and the optimizer has groups "
-            f"with {ours}."
-        )
+    where = f"{type(optimizer).__name__}.load_state_dict"
     groups: list[dict[str, Any]] = []
     entries: dict[Tensor, Plan] = {}
-    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups)):
-        where = f"{name}.load_state_dict: group {index}"
+    saved_groups = _matching_groups(where, state, optimizer.param_groups)
+    for index, (group, original) in enumerate(zip(optimizer.param_groups, saved_groups)):
+        saved, of_group = rename(dict(original)), f"{where}: group {index}"
         own = all(mode in saved for mode in MODES)
-        _check_kind(where, group, saved)
-        groups.append(_settings(group, saved))
-        try:
-            optimizer._check({**group, **groups[-1]})
-        except KeyError as missing:
-            raise UsageError(f"{where} of the state lacks {missing}.") from None
-        states = optimizer._hyper({**group, **groups[-1]}).states
+        _check_kind(of_group, group, saved)
+        skip = {"params", *MODES, *(_TORCH_ONLY - group.keys())}
+        groups.append(deepcopy({name: value for name, value in saved.items() if name not in skip}))
+        new = {**group, **groups[-1]}
+        optimizer._check(new)
+        states = optimizer._hyper(new).states
         for param, key in zip(group["params"], saved["params"]):
             found = state["state"].get(key)
-            if not found:
-                continue
-            how = storage.storage(param, group, states)
-            what = f"{where}, parameter {key} of shape {list(param.shape)}"
-            made = _own(what, found, param, how, saved) if own else from_torch(what, found, param, how)
-            entries[param] = (made, how, own)
+            if found:
+                how = storage.storage(param, group, states)
+                what = f"{of_group}, parameter {key} of shape {list(param.shape)}"
+                made = _own(what, found, param, how, saved) if own else from_torch(what, found, param, how)
+                entries[param] = (made, how, own)
     return groups, entries
 
 
 def _check_kind(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    decoupled = "decoupled_weight_decay"
     for setting in _SETTINGS:
         # torch's Adam states before 2.7 don't say whether their decay is decoupled.
-        if (setting in group) != (setting in saved) and setting != "decoupled_weight_decay":
+        if (setting in group) != (setting in saved) and setting != decoupled:
             has, lacks = ("has", "hasn't") if setting in saved else ("hasn't", "has")
             raise UsageError(
                 f"{where} of the state {has} {setting!r}, and this optimizer {lacks}: the state is another optimizer's."
             )
-    name = "decoupled_weight_decay"
-    if name in saved and name in group and saved[name] != group[name]:
-        kinds = {True: "AdamW's", False: "Adam's"}
-        raise UsageError(
-            f"{where} of the state is {kinds[bool(saved[name])]}, and this optimizer's is {kinds[bool(group[name])]}."
-        )
+    if decoupled in saved and decoupled in group and saved[decoupled] != group[decoupled]:
+        theirs, ours = ("AdamW's" if each[decoupled] else "Adam's" for each in (saved, group))
+        raise UsageError(f"{where} of the state is {theirs}, and this optimizer's is {ours}.")
     if saved.get("amsgrad"):
         raise UsageError(
             f"{where} of the state has amsgrad=True, which Mezzo's optimizers don't have. Load it into "
@@ -130,16 +128,11 @@ def _check_kind(where: str, group: Mapping[str, Any], saved: Mapping[str, Any]) 
         )
 
 
-def _settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    skip = {"params", *MODES} | {name for name in _TORCH_ONLY if name not in group}
-    return deepcopy({name: value for name, value in saved.items() if name not in skip})
-
-
 def _own(
     what: str, found: Mapping[str, Any], param: Tensor, how: Storage, saved: Mapping[str, Any]
 ) -> Entries:
     held = storage.held_masters(found)
-    if (how.masters if how.keeps_master else "own") != held:
+    if ("own" if how.master_key is None else how.masters) != held:
         raise UsageError(
             f"{what} of {param.dtype}: the state was saved with {_masters(held)}, and the optimizer has "
             f'{_masters(how.masters)}. Make the optimizer with masters="{saved["masters"]}" over weights of the same '
@@ -153,7 +146,7 @@ def _own(
     problem = storage.wrong(found, param, how)
     if problem:
         raise UsageError(f"{what}: {problem}.")
-    return storage.placed(found, param, how)
+    return storage.converted(found, param, how)
 
 
 def _masters(how: str) -> str:
@@ -161,40 +154,30 @@ def _masters(how: str) -> str:
 
 
 def from_torch(what: str, found: Mapping[str, Any], param: Tensor, how: Storage) -> Entries:
-    """The entries made from those that torch's own optimizer of the same name has for a parameter; the master is
-    the weight's own value.
-
-    Args:
-        what: the parameter, for a message.
-        found: of torch's.
-        param: whose entries they become.
-        how: how they are stored.
+    """Convert the entries of torch's optimizer of the same name; the master is the weight's own value.
 
     Raises:
-        UsageError: names or shapes of another optimizer.
+        UsageError: names or shapes of another optimizer; `what` names the parameter.
     """
-    made = storage.fresh(param, how)
     names = {spec.name for spec in how.specs}
     there = {name for name in found if name not in ("step", "momentum_buffer") or name in names}
-    absent = [spec.name for spec in how.specs if not isinstance(found.get(spec.name), Tensor)]
     if how.specs and found.get(how.specs[0].name, 0) is None:
-        return made  # SGD's buffer before its first step
-    if there - names - {"step"} or absent:
+        return storage.converted({}, param, how)  # SGD's buffer before its first step
+    if there - names - {"step"} or not all(isinstance(found.get(name), Tensor) for name in names):
         raise UsageError(
             f"{what}: the state has {', '.join(map(str, found))}, and must have {', '.join(sorted(names))}. Is it "
             "another optimizer's?"
         )
-    for spec in how.specs:
-        if found[spec.name].shape != param.shape:
-            raise UsageError(f"{what}: {spec.name!r} has the shape {list(found[spec.name].shape)}.")
-        made |= storage.write_state(param, how, spec, found[spec.name])
-    # SGD counts no steps: a buffer that is there isn't started again.
-    made["step"].fill_(float(found.get("step", 1.0)))
-    return made
+    for name in names:
+        if found[name].shape != param.shape:
+            raise UsageError(f"{what}: {name!r} has the shape {list(found[name].shape)}.")
+    # SGD counts no steps: a buffer that exists is not started again.
+    kept = {"step": found.get("step", 1.0), **{name: found[name] for name in names}}
+    return storage.converted(kept, param, how)
 
 
 def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
-    """`optimizer.torch_state_dict()`: see there."""
+    """`optimizer.torch_state_dict()`."""
     kind: type[Any] | None = optimizer.TORCH
     if kind is None:
         raise UsageError(
@@ -203,32 +186,27 @@ def to_torch(optimizer: FusedOptimizer) -> dict[str, Any]:
         )
     defaults = kind([torch.zeros(1)]).defaults
     packed = torch.optim.Optimizer.state_dict(optimizer)
-    groups = [
-        {name: value for name, value in {**defaults, **group}.items() if name not in MODES}
-        for group in packed["param_groups"]
-    ]
-    state: dict[Any, Any] = {}
+    groups, state = [], {}
     for group, saved in zip(optimizer.param_groups, packed["param_groups"]):
-        specs = optimizer._hyper(group).states
+        groups.append({name: value for name, value in {**defaults, **saved}.items() if name not in MODES})
+        counts = "betas" in group  # SGD counts no steps, and has no buffer before the first one
         for param, key in zip(group["params"], saved["params"]):
             entries = optimizer.state.get(param)
             if entries:
-                state[key] = _torch_entries(entries, specs, counts="betas" in group)
+                exists = counts or float(entries["step"]) > 0
+                specs = optimizer._hyper(group).states
+                state[key] = {
+                    spec.name: storage.read_state(entries, spec) if exists else None for spec in specs
+                }
+                if counts:
+                    state[key]["step"] = entries["step"].detach().clone().cpu()
     return {"state": state, "param_groups": groups}
-
-
-def _torch_entries(entries: Entries, specs: tuple[StateSpec, ...], *, counts: bool) -> dict[str, Any]:
-    moved = float(entries["step"]) > 0
-    made: dict[str, Any] = {"step": entries["step"].detach().clone().cpu()} if counts else {}
-    for spec in specs:
-        made[spec.name] = storage.read_state(entries, spec) if counts or moved else None
-    return made
 
 
 def masters_in(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], now: Mapping[Tensor, Any]
 ) -> dict[Tensor, Tensor]:
-    """Parameter -> master in a state that is to be loaded; empty for one of an optimizer without masters.
+    """The master of each parameter in a state that is to be loaded; {} for an optimizer without masters.
 
     Args:
         state: as `Optimizer.state_dict` gives it.
@@ -238,36 +216,27 @@ def masters_in(
     Raises:
         UsageError: it does not fit the groups, the parameters' formats or shapes.
     """
-    if not {"state", "param_groups"} <= state.keys():
-        raise UsageError(f"this is no optimizer's state: it has {', '.join(map(str, state))}")
-    sizes = [len(group["params"]) for group in groups]
-    saved_sizes = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != saved_sizes:
-        raise UsageError(
-            f"the state has parameter groups of {saved_sizes} parameters, this optimizer of {sizes}. Nothing was "
-            "changed."
-        )
+    saved_groups = _matching_groups("with_masters", state, groups)
     params = [param for group in groups for param in group["params"]]
-    keys = [key for group in state["param_groups"] for key in group["params"]]
+    keys = [key for group in saved_groups for key in group["params"]]
     entries = [state["state"].get(key, {}) for key in keys]
     any_master = any(MASTER in entry for entry in entries)
     masters = {}
     for param, key, entry in zip(params, keys, entries):
         is_low = param.dtype in LOWERED
-        fmt = str(param.dtype).removeprefix("torch.")
         if is_low and any_master and MASTER not in entry:
             raise UsageError(
-                f"the state has masters, but none for parameter {key}, which is {fmt} here. Lower the same weights as "
-                "when it was saved. Nothing was changed."
+                f"the state has masters, but none for parameter {key}, which is {param.dtype} here. Lower the same "
+                "weights as when it was saved. Nothing was changed."
             )
         if MASTER in entry and not is_low:
             raise UsageError(
-                f"the state has a master for parameter {key}, which is {fmt} here. Call mezzo.lower_weights(model) "
-                "before the state is loaded. Nothing was changed."
+                f"the state has a master for parameter {key}, which is {param.dtype} here. Call "
+                "mezzo.lower_weights(model) before the state is loaded. Nothing was changed."
             )
-        own = now.get(param) or {}
+        own = {**(now.get(param) or {}), MASTER: param}
         for name, value in entry.items():
-            mine = param if name == MASTER else own.get(name)
+            mine = own.get(name)
             if isinstance(value, Tensor) and isinstance(mine, Tensor) and value.shape != mine.shape:
                 raise UsageError(
                     f"{name!r} of parameter {key} is {tuple(value.shape)} in the state and {tuple(mine.shape)} here. "

@@ -1,13 +1,12 @@
 """FP32 masters under any optimizer: the user's own, or one of PyTorch's that Mezzo has no fused form of.
 
-The optimizer itself is not rewritten. While its `step` runs, its parameter groups list FP32 parameters, the
-masters, with FP32 gradients, and it does what it always did; before and after, the very same groups list the
-model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and `add_param_group` need no copying back
-and forth: the wrapper and the optimizer inside share one list of groups and one `state`, in which a weight's
-master is the entry ``"master"`` beside the optimizer's own.
+While the optimizer's `step` runs, its parameter groups list FP32 parameters, the masters, with FP32 gradients. Before
+and after, the same groups list the model's 16-bit weights. So hyper-parameters, schedulers, `zero_grad` and
+`add_param_group` work without copies: the wrapper and the inner optimizer share one list of groups and one `state`, in
+which a weight's master is the entry ``"master"``.
 
-What it costs: for each 16-bit weight an FP32 master between steps, and during a step an FP32 gradient. The
-fused optimizers of `mezzo.optim` need neither copy; this is for all the others.
+Cost: an FP32 master per 16-bit weight, and an FP32 gradient during a step. The fused optimizers of `mezzo.optim` need
+neither.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from mezzo.pytorch.weights import lowering
 
 
 def with_masters(optimizer: Optimizer) -> WithMasters:
-    """Put FP32 masters under an optimizer's 16-bit weights; FP32 parameters pass through untouched.
+    """Put FP32 masters under an optimizer's 16-bit weights; FP32 parameters are passed through.
 
     Naive code, for each weight::
 
@@ -40,31 +39,29 @@ def with_masters(optimizer: Optimizer) -> WithMasters:
         optimizer_over_masters.step()
         weight.copy_(half_away16(master))       # bf16; fp16: ties to even
 
-    The result steps, saves and schedules as the optimizer did. The object that was handed over stays usable:
-    its `step` and `load_state_dict` go through the masters too, and a scheduler made over it keeps working. A
-    weight that was edited since its last step (pruned, clamped, loaded) has its master start from the weight,
-    element by element. A state that the optimizer has already is kept, its 16-bit tensors in FP32.
+    The result steps, saves and schedules as the optimizer did, and the original object stays usable: its `step` and
+    `load_state_dict` go through the masters, and schedulers over it keep working. An element of a weight that was
+    edited since its last step (pruned, clamped, loaded) replaces its master. Existing state is kept, in FP32.
 
     Args:
-        optimizer: any instance of `torch.optim.Optimizer`, closures (LBFGS) and sparse gradients included.
-            One that keeps a list of parameters apart from `param_groups` does not see the masters.
+        optimizer: any instance of `torch.optim.Optimizer`, also with closures (LBFGS) and sparse gradients. One that
+            keeps its own list of parameters besides `param_groups` does not see the masters.
 
     Raises:
-        UsageError: no optimizer; one that has masters already; ``differentiable=True``; a weight whose master
-            another optimizer holds.
+        UsageError: not an optimizer; one that has masters; ``differentiable=True``; a weight whose master another
+            optimizer holds.
     """
     return WithMasters(optimizer)
 
 
 class WithMasters(Optimizer):
-    """What `with_masters` returns.
+    """The result of `with_masters`.
 
-    It divides by a `GradScaler`'s scale in FP32 as gradients are copied, by the contract of PyTorch's fused
-    optimizers, so that fp16 gradients need no unscaling in fp16; and a step whose `found_inf` is not 0 leaves
-    everything as it was, at the cost of waiting for the device.
+    Follows the contract of PyTorch's fused optimizers with a `GradScaler`: gradients are divided by the scale in FP32
+    as they are copied, and a step whose `found_inf` is not 0 changes nothing, at the cost of waiting for the device.
 
     Args:
-        inner: the optimizer that moves the masters.
+        inner: the optimizer that updates the masters.
     """
 
     _step_supports_amp_scaling = True
@@ -89,8 +86,6 @@ class WithMasters(Optimizer):
         for name in ("step", "load_state_dict"):
             _forward(inner, name, self)
 
-    # The groups and the state are the inner optimizer's own.
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups, which list the model's parameters."""
@@ -111,7 +106,7 @@ class WithMasters(Optimizer):
         return self.inner.defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        # Apart from the inner optimizer's entries, which it may look through as it is unpickled.
+        # Masters are separate, because the inner optimizer may read its entries as it is unpickled.
         inner = self.inner.__getstate__()
         masters = {p: entry[MASTER] for p, entry in self.state.items() if MASTER in entry}
         entries = {p: without_master(entry) for p, entry in self.state.items()}
@@ -130,68 +125,52 @@ class WithMasters(Optimizer):
         return f"with_masters({self.inner!r})"
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step of the inner optimizer on the masters; the weights follow.
+        """One step of the inner optimizer on the masters, then update the weights.
 
         Args:
-            closure: run by the inner optimizer as often as it likes; each time the weights show the masters.
+            closure: called by the inner optimizer any number of times; each time the weights equal the masters.
             kwargs: for the inner optimizer's `step`.
 
         Returns:
-            What the inner optimizer returned; None for a step that was skipped.
+            The inner optimizer's result; None for a skipped step.
         """
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return None
-        if closure is None:
-            self._begin(getattr(self, "grad_scale", None))
-            arguments: tuple[Any, ...] = ()
-        else:
-            self._begin(None)
-            arguments = (self._evaluator(closure),)
+        arguments: list[Any] = []
+        if closure is not None:
+
+            def evaluate() -> Any:
+                self._end()
+                result = closure()
+                self._begin(None)
+                return result
+
+            arguments.append(evaluate)
+        self._begin(None if closure else getattr(self, "grad_scale", None))
         try:
             return self.inner.step(*arguments, **kwargs)
         finally:
             if self._is_swapped:
                 self._end()
 
-    def _evaluator(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def evaluate() -> Any:
-            self._end()
-            result = closure()
-            self._begin(None)
-            return result
-
-        return evaluate
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as `torch.optim.Optimizer` does; its 16-bit weights get masters."""
+        """Add a group; its 16-bit weights get masters."""
         self.inner.add_param_group(param_group)
         for param in self._lowered():
             self._ensure_master(param)
 
     def master(self, param: Tensor) -> Tensor:
-        """A parameter's FP32 master, as a copy; for an FP32 parameter its own value.
-
-        Raises:
-            UsageError: a parameter that this optimizer does not have.
-        """
-        self._own(param)
+        """A copy of a parameter's FP32 master; of an FP32 parameter itself. A UsageError for another's parameter."""
+        self._check_own(param)
         if param.dtype not in lowering.LOWERED:
             return param.detach().clone()
         return decode_master("fp32", param.detach(), self._ensure_master(param))
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Set a parameter's master, and its weight with it.
-
-        Args:
-            param: one of this optimizer's.
-            value: FP32, of its shape.
-
-        Raises:
-            UsageError: another shape, or a parameter that this optimizer does not have.
-        """
-        self._own(param)
+        """Set a parameter's master, and its weight, from an FP32 value; a UsageError for another shape or parameter."""
+        self._check_own(param)
         if value.shape != param.shape:
             raise UsageError(
                 f"set_master: the value is {tuple(value.shape)} and the parameter {tuple(param.shape)}"
@@ -215,10 +194,10 @@ class WithMasters(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of `state_dict`, or from one of the plain inner optimizer.
+        """Load a state of `state_dict`, or of the plain inner optimizer, which leaves the masters as they are.
 
-        The weights are not touched: the model's own `load_state_dict` brings them, and a weight that is not
-        what its master says counts as edited. A state without any master leaves the masters as they are.
+        The weights are not changed: load the model's state too. A weight that differs from its rounded master counts as
+        edited.
 
         Raises:
             UsageError: groups or masters that do not fit this optimizer's; nothing was changed.
@@ -228,23 +207,12 @@ class WithMasters(Optimizer):
             state = pre_hook(self, state) or state
         masters = masters_in(state, self.param_groups, self.state)
         entries = {key: without_master(entry) for key, entry in state["state"].items()}
-        # An empty entry would tell some optimizers that the parameter has a state.
         state["state"] = {key: entry for key, entry in entries.items() if entry != {}}
-        inner = self.inner
-        before = {p: dict(entry) if isinstance(entry, dict) else entry for p, entry in inner.state.items()}
-        groups = [dict(group) for group in inner.param_groups]
         self._swap_in()
         try:
-            inner.load_state_dict(state)
-        except BaseException:
+            self.inner.load_state_dict(state)
+        finally:
             self._swap_out()
-            inner.state.clear()
-            inner.state.update(before)
-            for group, saved in zip(inner.param_groups, groups):
-                group.clear()
-                group.update(saved)
-            raise
-        self._swap_out()
         for param, master in masters.items():
             self._ensure_master(param).copy_(master)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -257,12 +225,12 @@ class WithMasters(Optimizer):
     def _lowered(self) -> list[Tensor]:
         return [param for param in self._parameters() if param.dtype in lowering.LOWERED]
 
-    def _own(self, param: Tensor) -> None:
+    def _check_own(self, param: Tensor) -> None:
         if not any(param is one for one in self._parameters()):
             raise UsageError(f"this optimizer has no such parameter (of shape {tuple(param.shape)})")
 
     def _ensure_master(self, param: Tensor) -> Tensor:
-        """The tensor that is a weight's master, made where it is missing."""
+        """A weight's master; created if it is missing."""
         entry = self.state.get(param, {})
         master: Tensor | None = entry.get(MASTER)
         if master is None:
@@ -280,7 +248,7 @@ class WithMasters(Optimizer):
 
     @torch.no_grad()
     def _begin(self, scale: Tensor | None) -> None:
-        """Put the masters in the groups, brought up to date with the weights, and give them gradients."""
+        """Put the masters in the groups, updated from edited weights, and give them gradients."""
         for param in self._parameters():
             grad = param.grad
             if param.dtype not in lowering.LOWERED:
@@ -299,56 +267,46 @@ class WithMasters(Optimizer):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Put the model's weights back in the groups, as the masters say."""
+        """Put the model's weights back in the groups, rounded from the masters."""
         self._swap_out()
         for param in self._lowered():
             self._parameter(param).grad = None
             _write(self.state[param][MASTER], param)
 
     def _parameter(self, param: Tensor) -> nn.Parameter:
-        """The `Parameter` that stands for a weight during a step: the same one at each step."""
+        """The `Parameter` that replaces a weight during a step: the same one at each step."""
         master = self._masters.get(param)
         if master is None:
             master = self._masters[param] = nn.Parameter(self._ensure_master(param))
         return master
 
     def _swap_in(self) -> None:
-        state = self.state
-        lowered = set(self._lowered())
-        for param in lowered:
-            master = self._parameter(param)
+        replaced: dict[Any, Any] = {}
+        for param in self._lowered():
+            master = replaced[param] = self._parameter(param)
             master.data = self._ensure_master(param)
             master.requires_grad_(param.requires_grad)
-        entries = list(state.items())
-        state.clear()
-        for key, entry in entries:
-            if key not in lowered:
-                state[key] = entry
-            elif entry.keys() - {MASTER}:
-                del entry[MASTER]
-                state[self._masters[key]] = entry
-        self._exchange({param: self._masters[param] for param in lowered})
+        for param in replaced:
+            del self.state[param][MASTER]
+            if not self.state[param]:
+                del self.state[param]  # some optimizers ask whether a parameter has a state
+        self._exchange(replaced)
         self._is_swapped = True
 
     def _swap_out(self) -> None:
-        state = self.state
         back = {master: param for param, master in self._masters.items()}
-        entries = list(state.items())
-        listed = {p for group in self.param_groups for p in group["params"]}
-        state.clear()
-        for key, entry in entries:
-            state[back.get(key, key)] = entry
+        listed = set(self._parameters())
         self._exchange(back)
         for master, param in back.items():
             if master in listed:
-                entry = state.get(param)
-                if entry is None:
-                    entry = state[param] = {}
-                entry[MASTER] = master.detach()
+                self.state.setdefault(param, {})[MASTER] = master.detach()
         self._is_swapped = False
 
     def _exchange(self, other: dict[Any, Any]) -> None:
-        """Replace parameters in the groups' own lists, to which LBFGS and others hold."""
+        """Replace parameters in the state and in the groups' own lists, which LBFGS and others refer to."""
+        entries = list(self.state.items())
+        self.state.clear()
+        self.state.update((other.get(key, key), entry) for key, entry in entries)
         for group in self.param_groups:
             group["params"][:] = [other.get(param, param) for param in group["params"]]
 
@@ -369,7 +327,7 @@ def _refuse_unfit(optimizer: Optimizer) -> None:
 
 
 def _forward(inner: Optimizer, name: str, owner: WithMasters) -> None:
-    """Let a method of the inner optimizer, called from outside, do what the owner's does."""
+    """Redirect calls of the inner optimizer's method from outside to the owner's method."""
     own = getattr(inner, name)
 
     @functools.wraps(own)

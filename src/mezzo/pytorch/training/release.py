@@ -164,7 +164,7 @@ class GradientRelease:
             update(rest)
         if not stepped:
             raise no_gradient()
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # so that a scheduler doesn't warn
+        self._optimizer._opt_called = True
 
 
 @contextmanager

@@ -1,14 +1,13 @@
-"""Which parameters a model stores in 16 bits, and where their FP32 values wait until an optimizer takes them.
+"""Cast a model's parameters to 16 bits, and keep what rounding loses until an optimizer takes it over.
 
-`lower_weights` turns a model's FP32 weights into 16-bit ones in place. Nothing is lost by it: what the
-rounding took off a bf16 weight is an int16 (`mezzo.pytorch.kernels.optimizer_step.formulas`), an fp16 weight's FP32
-value is kept whole, and either waits here, held weakly by its `Parameter`, for the optimizer that will own it. A
-weight that bf16 or fp16 holds exactly (a 16-bit checkpoint) has nothing to keep.
+`lower_weights` replaces a model's FP32 weights by 16-bit ones in place. The remainder of a bf16 weight is an int16
+(`mezzo.pytorch.kernels.optimizer_step.formulas`); for an fp16 weight the FP32 value itself is kept. Both are held here,
+with weak references to the `Parameter`, for the optimizer that will own it. A weight that its format holds exactly
+(from a 16-bit checkpoint) needs nothing.
 
-`Parameter` objects stay the same objects, for optimizers, hooks, tied weights, parametrizations and moving
-averages hold them: only their `.data` is replaced. What is left in FP32: the parameters of normalisation
-modules, whose gradients are sums over the whole batch and which are few; and what the policy or the caller
-names.
+`Parameter` objects stay the same, because optimizers, hooks, tied weights, parametrizations and averages refer to them:
+only their `.data` is replaced. Normalisation modules stay in FP32, because they have few parameters and their gradients
+are sums over the whole batch; so does what the policy or the caller names.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +45,8 @@ _TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.R
 _NORM_NAME = re.compile(r"norm(?:ali[sz]ation)?(?:[123]d)?$", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """One place in a model where a parameter is registered; a tied one has several."""
-
-    path: str
-    module: nn.Module
-    name: str
-    param: nn.Parameter
+# Path of a module, the module, and the name and value of one of its parameters; a tied parameter has several.
+_Owned = tuple[str, nn.Module, str, nn.Parameter]
 
 
 def lower_weights(
@@ -69,36 +61,32 @@ def lower_weights(
                 master[param] = param.data
                 param.data = half_away16(param.data)        # bf16; fp16: ties to even
 
-    It is done one parameter at a time: at its peak it needs the model and one parameter more. Frozen
-    parameters are lowered too. FP64, complex, integer and 16-bit parameters are left as they are, and so are
-    buffers. A gradient that is there is lowered with its weight.
+    Peak memory is the model and one more parameter. Frozen parameters are cast too, and existing gradients with their
+    weights; other formats and buffers are not. These parameters stay in FP32:
 
-    In FP32 stay the parameters of
+    - of normalisation modules: PyTorch's, and classes named ``...Norm``, ``...Norm1d`` to ``...Norm3d``, as far as they
+      are registered in the module itself and have at most one dimension longer than 1 (so ``PreNorm`` around a layer
+      is not meant);
+    - of modules that the policy gives another format than the weights', with their submodules;
+    - of modules and parameters that `keep` names.
 
-    - normalisation modules: PyTorch's own, and any class whose name ends in ``Norm`` (``1d`` to ``3d`` aside:
-      ``LlamaRMSNorm``, ``LayerNorm2d``), as far as they are registered in it directly and have one dimension
-      longer than 1 at most (``PreNorm`` around a whole layer is not meant);
-    - modules, and what is inside them, that the policy gives a format other than the weights';
-    - modules and parameters that `keep` names.
-
-    A tied parameter stays in FP32 if one of its owners wants it so.
+    A tied parameter stays in FP32 if one of its owners does.
 
     Args:
-        model: any module, its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of a lowered
-            model starts from its rounded weights, since what was kept belongs to this model's parameters; and an
-            FP32 checkpoint that comes later brings its masters by `mezzo.load_master_state_dict`.
-        precision: ``"bf16"``, ``"fp16"``, a policy's string or file, or a `Policy`: its ``params`` format, or,
-            where that is fp32, its ``compute`` format.
-        keep: patterns, as of a policy's modules, of module paths or parameter names: ``"head"``,
-            ``"blocks.*.mlp"``, ``"**.bias"``.
+        model: any module, with its checkpoint loaded. Compile it and wrap it in DDP afterwards. A copy of the model
+            starts from the rounded weights. A later FP32 checkpoint sets masters by `mezzo.load_master_state_dict`.
+        precision: ``"bf16"``, ``"fp16"``, or any policy (string, file or `Policy`): its ``params`` format, or, if that
+            is fp32, its ``compute`` format.
+        keep: patterns, as for a policy's modules, of module paths or parameter names: ``"head"``, ``"blocks.*.mlp"``,
+            ``"**.bias"``.
 
     Returns:
-        The names of the parameters that were lowered, each under its first name, as in `named_parameters`.
+        The names of the cast parameters, each under its first name in `named_parameters`.
 
     Raises:
-        UsageError: no module; a precision without 16-bit format; a parameter that has no values yet (lazy, or
-            on the meta device), whose tensor is of a class of its own (DTensor, quantised), or that holds a
-            finite value beyond the format's range. The message names it, and nothing was changed.
+        UsageError: not a module; a precision without 16-bit format; a parameter without values (lazy, or on the meta
+            device), of a tensor subclass (DTensor, quantised), or with a finite value beyond the format's range. The
+            message names it, and nothing was changed.
         UnknownNameError: a pattern that matches nothing.
     """
     if not isinstance(model, nn.Module):
@@ -122,13 +110,10 @@ def lower_weights(
 
 
 def take_master(param: Tensor) -> Tensor | None:
-    """The FP32 value that was kept for a 16-bit parameter, which is then forgotten; None if there is none.
+    """Return the FP32 value that is kept for a 16-bit parameter, and forget it; None if there is none.
 
-    Where the weight was edited since, the value is within one ulp of the edited weight. If its `.data` was
-    replaced by another dtype or shape, nothing is left.
-
-    Returns:
-        FP32, of the parameter's shape, strides and device.
+    If the weight was edited since, the value is within one ulp of it. If its `.data` was replaced by another dtype or
+    shape, there is none.
     """
     master = peek_master(param)
     _kept.pop(param, None)
@@ -136,7 +121,7 @@ def take_master(param: Tensor) -> Tensor | None:
 
 
 def peek_master(param: Tensor) -> Tensor | None:
-    """What `take_master` would return, without forgetting it."""
+    """`take_master` without forgetting the value: FP32, of the parameter's shape, strides and device."""
     kept: Tensor | None = _kept.get(param)
     if kept is None or not _belongs(kept, param):
         return None
@@ -155,12 +140,7 @@ def has_master(param: Tensor) -> bool:
 
 
 def keep_master(param: Tensor, master: Tensor) -> None:
-    """Write a 16-bit parameter's weight from an FP32 value, and keep what the rounding takes off.
-
-    Args:
-        param: bf16 or fp16.
-        master: FP32, of its shape.
-    """
+    """Set a 16-bit parameter from an FP32 value of its shape, and keep what rounding loses."""
     weight = param.detach()
     master = torch.empty_like(weight, dtype=torch.float32).copy_(master)
     kept = _encode(master, weight)
@@ -179,7 +159,7 @@ def overflows(master: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_normalisation(module: nn.Module) -> bool:
-    """Whether a module is a normalisation: PyTorch's, or a class that says so at the end of its name."""
+    """Whether a module is a normalisation: PyTorch's, or a class whose name ends in ``Norm``, ``Norm1d``, ..."""
     return isinstance(module, _TORCH_NORMS) or _NORM_NAME.search(type(module).__name__) is not None
 
 
@@ -198,77 +178,68 @@ def _format_of(policy: Policy) -> str:
 def _owned(model: nn.Module) -> Iterator[_Owned]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield _Owned(path, module, name, param)
+            yield path, module, name, param
 
 
 def _staying(owned: list[_Owned], policy: Policy, fmt: str, keep: list[str]) -> set[int]:
     """The ids of the parameters that stay in FP32."""
-    paths = sorted({path for one in owned for path in _upwards(one.path)})
-    names = [f"{one.path}.{one.name}".lstrip(".") for one in owned]
-    for pattern in keep:
-        if not any(matches(pattern, path) for path in (*paths, *names)):
-            raise _no_such_name(f"lower_weights(keep=[{pattern!r}])", pattern, [*paths, *names])
-    for pattern, _ in policy.modules:
-        if not any(matches(pattern, path) for path in paths):
-            raise _no_such_name(f"policy: module pattern {pattern!r}", pattern, paths)
+    paths = sorted({outer for path, *_ in owned for outer in _upwards(path)})
+    names = [f"{path}.{name}".lstrip(".") for path, _, name, _ in owned]
+    asked = [(f"lower_weights(keep=[{pattern!r}])", pattern, [*paths, *names]) for pattern in keep]
+    asked += [(f"policy: module pattern {pattern!r}", pattern, paths) for pattern, _ in policy.modules]
+    for where, pattern, allowed in asked:
+        if not any(matches(pattern, each) for each in allowed):
+            near = difflib.get_close_matches(
+                pattern.replace("*", "0"), filter(None, allowed), n=1, cutoff=0.0
+            )
+            hint = f" The nearest is {near[0]!r}." if near else ""
+            raise UnknownNameError(f"{where}: it matches nothing in the model.{hint}")
     stays = set()
-    for one, full in zip(owned, names):
-        above = list(_upwards(one.path))
-        override = next((f for path in above if (f := policy.format_for_module(path)) is not None), fmt)
-        if (
-            override != fmt
-            or _norm_parameter(one)
-            or any(matches(pattern, path) for pattern in keep for path in (full, *above))
-        ):
-            stays.add(id(one.param))
+    for (path, module, _, param), full in zip(owned, names):
+        above = list(_upwards(path))
+        override = next((f for each in above if (f := policy.format_for_module(each)) is not None), fmt)
+        is_kept = any(matches(pattern, each) for pattern in keep for each in (full, *above))
+        if override != fmt or is_kept or _is_of_norm(module, param):
+            stays.add(id(param))
     return stays
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A module's path, then those of the modules around it, the model's own (empty) last."""
+    """A module's path, then those of its parents, the model's own (empty) last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
     yield ""
 
 
-def _norm_parameter(one: _Owned) -> bool:
-    if isinstance(one.module, _TORCH_NORMS):
-        return True
-    return is_normalisation(one.module) and (
-        is_lazy(one.param) or sum(size > 1 for size in one.param.shape) <= 1
-    )
-
-
-def _no_such_name(where: str, pattern: str, names: list[str]) -> UnknownNameError:
-    near = difflib.get_close_matches(pattern.replace("*", "0"), [n for n in names if n], n=1, cutoff=0.0)
-    mend = f" The nearest is {near[0]!r}." if near else ""
-    return UnknownNameError(f"{where}: it matches nothing in the model.{mend}")
+def _is_of_norm(module: nn.Module, param: nn.Parameter) -> bool:
+    is_vector = is_lazy(param) or sum(size > 1 for size in param.shape) <= 1
+    return isinstance(module, _TORCH_NORMS) or (is_normalisation(module) and is_vector)
 
 
 def _refuse_unfit(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
-    where = f"lower_weights: parameter {name!r}"
-    if is_lazy(param):
-        raise UsageError(f"{where} is lazy and has no values yet. Run the model once on a batch first.")
-    if param.is_meta:
-        raise UsageError(
-            f"{where} is on the meta device and has no values. Load the model first (to_empty, then "
-            "load_state_dict), and lower it then."
+    data: object = None if is_lazy(param) else param.data
+    if data is None:
+        problem = "is lazy and has no values yet. Run the model once on a batch first."
+    elif param.is_meta:
+        problem = (
+            "is on the meta device and has no values. Load the model first (to_empty, then load_state_dict), and "
+            "lower it then."
         )
-    data: object = param.data
-    if is_traceable_wrapper_subclass(data) or param.layout is not torch.strided:
+    elif is_traceable_wrapper_subclass(data) or param.layout is not torch.strided:
         kind = type(data).__name__ if param.layout is torch.strided else str(param.layout)
-        raise UsageError(
-            f"{where} is a {kind}. Lower the model before its parameters are distributed or quantised, or leave "
-            f"this one out: keep=[{name!r}]."
+        problem = (
+            f"is a {kind}. Lower the model before its parameters are distributed or quantised, or leave this one out: "
+            f"keep=[{name!r}]."
         )
-    if overflows(param.detach(), dtype):
+    elif overflows(param.detach(), dtype):
         largest = float(param.detach().abs().nan_to_num(0.0, 0.0).max())
-        short, top = ("fp16", "65504") if dtype is torch.float16 else ("bf16", "3.3895e38")
-        raise UsageError(
-            f"{where} holds {largest:g}, and {short} ends at {top}. Leave it in FP32: keep=[{name!r}]"
-            + (", or use bf16, which has FP32's range." if short == "fp16" else ".")
-        )
+        limit = "fp16 ends at 65504" if dtype is torch.float16 else "bf16 ends at 3.3895e38"
+        hint = ", or use bf16, which has FP32's range" if dtype is torch.float16 else ""
+        problem = f"holds {largest:g}, and {limit}. Leave it in FP32: keep=[{name!r}]{hint}."
+    else:
+        return
+    raise UsageError(f"lower_weights: parameter {name!r} {problem}")
 
 
 @torch.no_grad()
@@ -287,7 +258,7 @@ def _lower(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _encode(master: Tensor, weight: Tensor) -> Tensor | None:
-    """Fill a 16-bit weight from its FP32 value; what it lacks, or None where it lacks nothing."""
+    """Set a 16-bit weight from its FP32 value; returns what rounding loses, or None if nothing."""
     if weight.dtype is not torch.bfloat16:
         for part, out in pieces(master, weight):
             out.copy_(part)
@@ -302,7 +273,7 @@ def _encode(master: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Equal parts of tensors of one shape: in the order of memory where all lie alike, else as they are."""
+    """Split tensors of one shape into equal parts in memory order; as a whole if their layouts differ."""
     first = tensors[0]
     if not is_dense(first) or any(tensor.stride() != first.stride() for tensor in tensors):
         yield tensors
@@ -319,17 +290,9 @@ def _belongs(kept: Tensor, param: Tensor) -> bool:
 
 @contextmanager
 def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
-    """While this lasts, weights are stored as the policy says; yields what a reader should know of it.
+    """Store the weights as the policy says for a `with` block, and put the original tensors back; yields notes.
 
-    Naive code::
-
-        saved = [(p, p.data, p.grad) for p in model.parameters()]
-        lower_weights(model, policy)
-        yield
-        for p, p.data, p.grad in saved: pass
-
-    The tensors that were there come back themselves, not copies. A model whose weights can't be lowered stays as
-    it is, and the sentence says why.
+    A model whose weights can't be lowered is left as it is, and the note says why.
     """
     if policy.params == "fp32":
         yield [] if policy.state == "fp32" else [_sentence(model, policy)]
@@ -338,16 +301,16 @@ def stored(model: torch.nn.Module, policy: Policy) -> Iterator[list[str]]:
     for p, _, _ in before:
         p.grad = None
     try:
-        try:
-            lower_weights(model, policy)
-            note = _sentence(model, policy)
-        except UsageError as error:
-            note = f"weights were left as they are. {error}"
+        lower_weights(model, policy)
+        note = _sentence(model, policy)
+    except UsageError as error:
+        note = f"weights were left as they are. {error}"
+    try:
         yield [note]
     finally:
         for p, data, grad in before:
             if p.dtype is not data.dtype:
-                take_master(p)  # what was kept aside for it; that of a model lowered earlier stays
+                take_master(p)  # kept by the call above; that of a model lowered earlier stays
                 p.data = data
             p.grad = grad
 
@@ -358,6 +321,6 @@ def _sentence(model: torch.nn.Module, policy: Policy) -> str:
     masters = "" if policy.params == "fp32" else f"masters {policy.masters}, "
     each = bytes_per_parameter(policy.params, policy.masters, policy.state)
     return (
-        f"parameters: {weights}; {masters}state {policy.state}: under AdamW {round(each, 2):g} bytes a "
-        f"{policy.params} parameter, where FP32 takes 16."
+        f"parameters: {weights}; {masters}state {policy.state}: with AdamW {round(each, 2):g} bytes per "
+        f"{policy.params} parameter, FP32 takes 16."
     )

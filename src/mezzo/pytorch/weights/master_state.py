@@ -1,9 +1,8 @@
-"""A model's state in FP32, whatever its weights are stored in: for export, for evaluation, and back again."""
+"""A model's state in FP32, whatever format its weights are stored in: read, set, or shown in the model."""
 
 from __future__ import annotations
 
 import difflib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,15 +25,14 @@ def master_state_dict(model: nn.Module, optimizer: Optimizer | Sequence[Optimize
             if param.dtype in (torch.bfloat16, torch.float16):
                 state[name] = optimizer.master(param)
 
-    An FP32 model of the same class loads it with `load_state_dict`; to evaluate or to export, that is all.
-    A 16-bit weight that no optimizer here owns gives the value that `lower_weights` kept for it, or else its
-    own in FP32. Tied weights share one tensor. FP32 and FP64 weights and all buffers are the model's own
-    storage, as in `state_dict`; masters are copies.
+    An FP32 model of the same class can load it, for evaluation or export. A 16-bit weight that no optimizer here owns
+    gives the value that `lower_weights` kept for it, or else its own in FP32. Tied weights share one tensor. Masters
+    are copies; FP32 and FP64 weights and all buffers are the model's own storage, as in `state_dict`.
 
     Args:
-        model: the model, its parameters the very objects that the optimizer holds.
-        optimizer: one of `mezzo.optim`, what `with_masters` returned, or several. Any other optimizer has no
-            masters, which is right where its weights are FP32.
+        model: the model; its parameters are the objects that the optimizer holds.
+        optimizer: one of `mezzo.optim`, the result of `with_masters`, or several. Any other optimizer has no masters,
+            which is right if its weights are FP32.
     """
     owners = _owners(optimizer)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -56,37 +54,32 @@ def load_master_state_dict(
 ) -> None:
     """Set weights and masters from a state in FP32: the inverse of `master_state_dict`, to the bit.
 
-    It also takes the `state_dict` of an FP32 or a 16-bit model. The optimizer's moments stay as they are; it
-    need not have stepped yet.
+    The `state_dict` of an FP32 or a 16-bit model is accepted too. The optimizer's moments stay; it need not have
+    stepped yet.
 
     Args:
         model: as for `master_state_dict`.
-        optimizer: as for `master_state_dict`. A 16-bit weight that no optimizer here owns keeps what is
-            rounded off for the one that comes, as `lower_weights` does.
-        state: name -> tensor, of the model's own names and shapes.
+        optimizer: as for `master_state_dict`. For a 16-bit weight that no optimizer here owns, what rounding loses is
+            kept as by `lower_weights`.
+        state: name -> tensor, with the model's names and shapes.
 
     Raises:
-        UsageError: names that are missing or unknown, another shape, or a finite value beyond the range of the
-            weight's format. Nothing was changed.
+        UsageError: missing or unknown names, another shape, or a finite value beyond the range of the weight's format.
+            Nothing was changed.
     """
     owners = _owners(optimizer)
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     _check(own, state)
     masters = {name: value for name, value in own.items() if isinstance(value, Tensor) and _is_low(value)}
-    wide = {name: _in_fp32(state[name]) for name in masters}
+    wide = {name: state[name].detach().to(torch.float32) for name in masters}
     for name, value in wide.items():
         if lowering.overflows(value, own[name].dtype):
             raise UsageError(
                 f"load_master_state_dict: {name!r} holds a finite value that overflows its "
                 f"{str(own[name].dtype).removeprefix('torch.')} weight. Nothing was changed."
             )
-    # Buffers, FP32 weights and extra state by the module's own way; it reads 16-bit weights too, and rounds
-    # them as `copy_` does, which is then replaced.
-    metadata = getattr(state, "_metadata", None)
-    loaded = OrderedDict(state)
-    if metadata is not None:
-        loaded._metadata = metadata  # type: ignore[attr-defined]
-    model.load_state_dict(loaded)
+    # Buffers, FP32 weights and extra state; also 16-bit weights, rounded as by `copy_`, which are then set again.
+    model.load_state_dict(state)
     for name, param in masters.items():
         owner = owners.get(id(param))
         if owner is None:
@@ -97,11 +90,11 @@ def load_master_state_dict(
 
 @contextmanager
 def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """The model with FP32 masters in place of its 16-bit weights, until the block ends.
+    """Show FP32 masters in place of the model's 16-bit weights for a `with` block.
 
     For an average of the weights: over thousands of steps it moves by less than a 16-bit weight can show, and PyTorch's
-    averages want one format on both sides. Other `Parameter` objects stand in the modules' tables; the model's own, and
-    what hangs on them (hooks, DDP's buckets), are not touched. Costs 4 bytes for each 16-bit parameter for that time.
+    averages need one format on both sides. Other `Parameter` objects replace the model's in the modules' tables, whose
+    hooks and DDP buckets are not touched. Costs 4 bytes for each 16-bit parameter meanwhile.
     """
     low = {id(p): name for name, p in model.named_parameters() if _is_low(p)}
     state = master_state_dict(model, optimizers) if low else {}
@@ -120,16 +113,15 @@ def showing_masters(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
 
 
 def _owners(optimizer: Optimizer | Sequence[Optimizer]) -> dict[int, Any]:
-    """id of a parameter -> the optimizer that has its master."""
+    """id of a parameter -> the optimizer that holds its master."""
     given: Iterable[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     owners = {}
     for one in given:
         if not isinstance(one, Optimizer):
             raise UsageError(
-                f"master_state_dict and load_master_state_dict take an optimizer or several, received "
-                f"{type(one).__name__}."
+                f"master_state_dict and load_master_state_dict need an optimizer or several, not {type(one).__name__}."
             )
-        # An optimizer that was adopted, or handed to with_masters, has its masters with the one that took over.
+        # For an optimizer given to adopt or with_masters, the one that took over holds the masters.
         held = getattr(one.step, "_goes_through_masters", getattr(one, "fused", one))
         if hasattr(held, "master"):
             owners.update({id(p): held for group in held.param_groups for p in group["params"]})
@@ -149,17 +141,13 @@ def _master(param: Tensor, owners: Mapping[int, Any]) -> Tensor:
     return param.detach().to(torch.float32) if kept is None else kept
 
 
-def _in_fp32(value: Tensor) -> Tensor:
-    return value.detach().to(torch.float32)
-
-
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    for name in own:
-        if name not in state:
-            raise UsageError(
-                f"load_master_state_dict: {name!r} is missing from the state (and "
-                f"{sum(n not in state for n in own) - 1} more). Nothing was changed."
-            )
+    missing = [name for name in own if name not in state]
+    if missing:
+        raise UsageError(
+            f"load_master_state_dict: {missing[0]!r} is missing from the state (and {len(missing) - 1} more). Nothing "
+            "was changed."
+        )
     for name, value in state.items():
         if name not in own:
             near = difflib.get_close_matches(name, own, n=1, cutoff=0.4)

@@ -1,14 +1,13 @@
 """The step on a CPU: one compiled loop over all parameters of one kind, on PyTorch's threads.
 
-A kind is a rule, a way of keeping masters, a storage of states and the dtypes of weight and gradient; a model in
-bf16 whose normalisation layers stay in FP32 has two. What a step does in Python is to write the addresses of
-gradients and weights into a table, about half a microsecond a parameter; the rest of the table is kept.
+A kind is a rule, the storage of masters and states, and the dtypes of weight and gradient; a bf16 model whose
+normalisation layers stay in FP32 has two. A step writes the addresses of gradients and weights into a table in Python,
+about half a microsecond per parameter; the rest of the table is cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,35 +20,31 @@ from mezzo.pytorch.kernels.optimizer_step import cpu_loops as words
 from mezzo.pytorch.kernels.optimizer_step.formulas import constants_of
 
 _ELEMENTS = "mezzo.pytorch.kernels.optimizer_step.cpu_elements"
-_PLANS = 4096  # kept by one stepper: with gradient release every parameter has its own
+_PLANS = 4096  # cached by one stepper: with gradient release every parameter has its own
 
-# How weight and master are stored (`form`) -> the types behind them, what loads and what stores each.
-_MEMORY: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "own": ("float32", "absent"),
-        "bf16": ("int16", "float32"),
-        "fp16": ("int16", "float32"),
-        "split": ("int16", "int16"),
-        "split8": ("int16", "int8"),
-        "none": ("int16", "absent"),
-    }
-)
-_ACCESS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {
-        "float32": (f"{jit.CPU}:load_fp32", f"{jit.CPU}:store_fp32", f"{jit.CPU}:float32_at"),
-        "int16": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_16", f"{jit.CPU}:int16_at"),
-        "int8": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_8", f"{jit.CPU}:int8_at"),
-        "absent": (f"{_ELEMENTS}:load_nothing", f"{_ELEMENTS}:store_nothing", f"{jit.CPU}:int16_at"),
-    }
-)
-# Format of a state -> what loads it and what stores it, and the type behind it.
-_STATES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {
-        "fp32": (f"{jit.CPU}:load_fp32", f"{_ELEMENTS}:store_moment_fp32", f"{jit.CPU}:float32_at"),
-        "bf16": (f"{jit.CPU}:load_bf16", f"{_ELEMENTS}:store_moment_bf16", f"{jit.CPU}:int16_at"),
-        "absent": (f"{_ELEMENTS}:load_nothing", f"{_ELEMENTS}:store_moment_absent", f"{jit.CPU}:int16_at"),
-    }
-)
+# Storage of weight and master (`form`) -> their types in memory.
+_MEMORY = {
+    "own": ("float32", "absent"),
+    "bf16": ("int16", "float32"),
+    "fp16": ("int16", "float32"),
+    "split": ("int16", "int16"),
+    "split8": ("int16", "int8"),
+    "none": ("int16", "absent"),
+}
+# Type in memory -> the functions that load and store an element, and the type of the pointer.
+_ABSENT = (f"{_ELEMENTS}:nothing", f"{_ELEMENTS}:nothing", f"{jit.CPU}:int16_at")
+_ACCESS = {
+    "float32": (f"{jit.CPU}:load_fp32", f"{jit.CPU}:store_fp32", f"{jit.CPU}:float32_at"),
+    "int16": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_16", f"{jit.CPU}:int16_at"),
+    "int8": (f"{_ELEMENTS}:load_pattern", f"{_ELEMENTS}:store_8", f"{jit.CPU}:int8_at"),
+    "absent": _ABSENT,
+}
+# Format of a state -> the same.
+_STATES = {
+    "fp32": (f"{jit.CPU}:load_fp32", f"{_ELEMENTS}:store_moment_fp32", f"{jit.CPU}:float32_at"),
+    "bf16": (f"{jit.CPU}:load_bf16", f"{_ELEMENTS}:store_moment_bf16", f"{jit.CPU}:int16_at"),
+    "absent": _ABSENT,
+}
 
 Words = npt.NDArray[np.int64]
 Kind = tuple[str, bool, int, str, str, torch.dtype]  # rule, L2, states, state, form of the weight, gradient
@@ -64,7 +59,7 @@ class DeviceStepper:
     def __call__(
         self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
     ) -> None:
-        """Move every row that has a gradient; see `Stepper`."""
+        """Update every row that has a gradient; see `Stepper`."""
         if found_inf is not None and found_inf.item() != 0:
             return
         present = [[row for row in rows if row.grad is not None] for _, rows in groups]
@@ -80,14 +75,14 @@ class DeviceStepper:
         plan = self._plans.get(key)
         if plan is None or not plan.fits(rows, dtypes, shape):
             if plan is not None or len(self._plans) >= _PLANS:
-                self._plans.clear()  # rows were replaced: let go of the tensors of all old ones
+                self._plans.clear()  # rows were replaced: release the tensors of the old ones
             plan = self._plans[key] = _Plan(rows, dtypes, shape)
         factor = 1.0 if multiplier is None else multiplier.item()
         plan.run([hyper for hyper, _ in groups], factor, overflow)
 
 
 class _Plan:
-    """The table for one sequence of rows with gradients of certain dtypes, and the launches over it."""
+    """The table for one sequence of rows with gradients of these dtypes, and the launches over it."""
 
     def __init__(
         self, rows: list[Row], dtypes: list[torch.dtype], shape: list[tuple[tuple[str, bool, int], int]]
@@ -131,16 +126,15 @@ class _Plan:
             launch.run(self.table, self.constants, flag)
 
     def _write_constants(self, hypers: Sequence[Hyper], factor: float) -> None:
-        """A row of constants for each group and number of moves that there is."""
+        """A row of constants for each pair of a group and a step count."""
         first = self.moves[0]
-        pairs: list[tuple[int, float]]
         if (self.moves == first).all():
             pairs = [(group, float(first)) for group in range(len(hypers))]
             self.table[:, words.CONSTANTS] = self.groups
         else:
             both = np.stack([self.groups.astype(np.float64), self.moves])
             distinct, which = np.unique(both, axis=1, return_inverse=True)
-            pairs = [(int(group), float(move)) for group, move in distinct.T]
+            pairs = [(int(group), float(move)) for group, move in distinct.T.tolist()]
             self.table[:, words.CONSTANTS] = which.reshape(-1)
         if len(self.constants) != len(pairs):
             self.constants = np.zeros((len(pairs), words.CONSTANT_WORDS), np.float32)
@@ -151,21 +145,11 @@ class _Plan:
 
 
 class _Launch:
-    """One compiled loop over the table's rows of one kind, cut into chunks.
-
-    Args:
-        kind: which loop.
-        start: the first of its rows in the table.
-        sizes: the elements of each of them.
-    """
+    """One compiled loop over the table's rows of one kind, from row `start` on, of these sizes, cut into chunks."""
 
     def __init__(self, kind: Kind, start: int, sizes: list[int]) -> None:
         self.kernel = _kernel(kind)
-        pieces = [
-            (start + index, element)
-            for index, size in enumerate(sizes)
-            for element in range(0, size, words.CHUNK)
-        ]
+        pieces = [(row, at) for row, size in enumerate(sizes, start) for at in range(0, size, words.CHUNK)]
         self.chunks: Words = np.array(pieces, np.int64).reshape(-1, 2)
         self.job: Words = np.zeros(words.JOB_WORDS, np.int64)
         self.job[words.CHUNKS] = len(pieces)
@@ -173,7 +157,7 @@ class _Launch:
         self.is_small = sum(sizes) <= words.CHUNK
 
     def run(self, table: Words, constants: npt.NDArray[np.float32], flag: int) -> None:
-        """Move the rows; `flag` is the address of the FP32 that an overflow sets."""
+        """Update the rows; `flag` is the address of the FP32 that an overflow sets."""
         self.job[words.COUNTER] = 0
         self.job[words.TABLE] = table.ctypes.data
         self.job[words.CONSTANT_TABLE] = constants.ctypes.data
@@ -183,15 +167,14 @@ class _Launch:
 
 
 def _row_words(row: Row) -> list[int]:
-    """The table's words of one row; those of weight, gradient and constants are written at each step."""
+    """One row of the table; weight, gradient and constants are written at each step."""
     made = [0] * words.ROW_WORDS
     made[words.NUMEL] = row.weight.numel()
     made[words.ORDINAL] = row.ordinal
     made[words.STEP] = row.step.data_ptr()
     made[words.MASTER] = _address(row.master)
-    columns = ((words.FIRST, words.FIRST_SCALES), (words.SECOND, words.SECOND_SCALES))
-    for (state_column, scale_column), state, scale in zip(columns, row.states, row.scales):
-        made[state_column], made[scale_column] = _address(state), _address(scale)
+    for at, state, scale in zip((words.FIRST, words.SECOND), row.states, row.scales):
+        made[at : at + 2] = _address(state), _address(scale)
     return made
 
 
@@ -202,12 +185,13 @@ def _address(tensor: Tensor | None) -> int:
 def _kernel(kind: Kind) -> jit.Kernel:
     """The loop of a kind."""
     rule, l2, states, state, weight, grad_dtype = kind
+    infinite = {"own": "nothing", "fp16": "infinite_fp16"}.get(weight, "infinite_bf16")
     bindings = {
         "rule": f"{_ELEMENTS}:{rule}",
         "coupled": f"{_ELEMENTS}:{'coupled' if l2 else 'uncoupled'}",
         "decode": f"{_ELEMENTS}:decode_{weight}",
         "encode": f"{_ELEMENTS}:encode_{weight}",
-        "infinite": f"{_ELEMENTS}:infinite_{weight if weight == 'fp16' else 'fp32' if weight == 'own' else 'bf16'}",
+        "infinite": f"{_ELEMENTS}:{infinite}",
         "weight_noise": f"{_ELEMENTS}:{'noise_apart' if weight == 'none' else 'noise_same'}",
         **jit.elements(grad_dtype, load="load_grad", at="grad_at"),
     }
@@ -218,12 +202,8 @@ def _kernel(kind: Kind) -> jit.Kernel:
             bindings |= _access(name, _STATES[stored])
         return jit.kernel(words, bindings, "step_elements")
     if states == 1:
-        bindings |= {
-            "load_second_code": f"{_ELEMENTS}:load_code_absent",
-            "store_second_code": f"{_ELEMENTS}:store_code_absent",
-            "load_second_scale": f"{_ELEMENTS}:load_nothing",
-            "store_second_scale": f"{_ELEMENTS}:store_nothing",
-        }
+        absent = ("load_second_code", "store_second_code", "load_second_scale", "store_second_scale")
+        bindings |= dict.fromkeys(absent, f"{_ELEMENTS}:nothing")
     return jit.kernel(words, bindings, "step_groups")
 
 

@@ -1,7 +1,6 @@
-"""The formulas compiled by Numba, and how an element is read from memory and written to it.
+"""The formulas compiled by Numba, and how an element is read from memory and written to it, for `cpu_loops`.
 
-`cpu_loops` takes its functions from here. What is loaded of a 16-bit tensor is its pattern; where there is no tensor,
-nothing is loaded or stored.
+A 16-bit tensor's elements are loaded as bit patterns. For an absent tensor there is `nothing`.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def load_pattern(x: Pointer, i: int) -> int:
 
 
 @inline
-def load_nothing(x: Pointer, i: int) -> float:
-    """There is no tensor."""
+def nothing(*arguments: Any) -> float:
+    """Load or store an element of an absent tensor."""
     return f32(0)
 
 
@@ -89,11 +88,6 @@ def store_8(x: Pointer, i: int, pattern: int) -> None:
 
 
 @inline
-def store_nothing(x: Pointer, i: int, pattern: int) -> None:
-    """There is no tensor."""
-
-
-@inline
 def infinite_bf16(weight: Pointer, i: int) -> bool:
     """Whether a bf16 weight in memory is an infinity."""
     return i16(weight[i] & i16(0x7FFF)) == i16(0x7F80)
@@ -106,32 +100,20 @@ def infinite_fp16(weight: Pointer, i: int) -> bool:
 
 
 @inline
-def infinite_fp32(weight: Pointer, i: int) -> bool:
-    """Never: an infinity is reported where 16 bits can't hold a value."""
-    return False
-
-
-# Noise of a weight, out of the states' word or of one of its own.
-
-
-@inline
 def noise_same(word: int, key: int, at: int) -> Any:
-    """What a weight with an 8-bit remainder is rounded with."""
+    """For a weight with an 8-bit remainder, from the states' word."""
     return _formulas.remainder_noise(word)
 
 
 @inline
 def noise_apart(word: int, key: int, at: int) -> Any:
-    """What a weight without a remainder is rounded with."""
+    """For a weight without a remainder, from a word of its own."""
     return _formulas.weight_noise(_formulas.noise(key, at))
-
-
-# Moments: `load` gives FP32; `store` takes noise.
 
 
 @inline
 def store_moment_fp32(x: Pointer, i: int, value: float, noise: int) -> None:
-    """As it is."""
+    """Unrounded."""
     x[i] = value
 
 
@@ -139,11 +121,6 @@ def store_moment_fp32(x: Pointer, i: int, value: float, noise: int) -> None:
 def store_moment_bf16(x: Pointer, i: int, value: float, noise: int) -> None:
     """Rounded stochastically."""
     x[i] = i16(_formulas.encode_moment(value, noise))
-
-
-@inline
-def store_moment_absent(x: Pointer, i: int, value: float, noise: int) -> None:
-    """There is no state."""
 
 
 @inline
@@ -168,14 +145,3 @@ def load_unsigned(state: Pointer, i: int, scale: float) -> Any:
 def store_unsigned(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
     """In a group with this scale's inverse."""
     state[i] = u8(_formulas.encode_unsigned(value, inverse, noise))
-
-
-@inline
-def load_code_absent(state: Pointer, i: int, scale: float) -> float:
-    """There is no state."""
-    return f32(0)
-
-
-@inline
-def store_code_absent(state: Pointer, i: int, value: float, inverse: float, noise: int) -> None:
-    """There is no state."""

@@ -1,11 +1,10 @@
-"""The compiled loops of a step, and how they find their work: a table of rows, chunks of it, and a counter.
+"""The compiled loops of a step, over a table of rows, in chunks that threads take by a counter.
 
-On states without groups (`step_elements`) one loop goes from memory to memory, with nothing in between. On 8-bit
-states (`step_groups`) it goes group by group, for the largest of its new values makes a group's scale: the new states
-of a group wait for it on the stack. Every word of a table has 64 bits: addresses, sizes, indices. `optimizer_step.cpu`
-writes it, and threads take its chunks by the counter.
+Without groups (`step_elements`) one loop goes from memory to memory. For 8-bit states (`step_groups`) it goes group by
+group, because the largest of the new values determines a group's scale: the new states of a group wait on the stack.
+Every word of a table has 64 bits: addresses, sizes, indices. `optimizer_step.cpu` writes it.
 
-The loops are a template: `jit` writes this file out with other functions in the lines marked as bound.
+The loops are a template: `jit` writes this file with other functions in the lines marked as bound.
 """
 
 from __future__ import annotations
@@ -78,35 +77,24 @@ from mezzo.pytorch.kernels.optimizer_step.formulas import WEIGHT as WEIGHT_STREA
 # A job: what the compiled function is given.
 COUNTER, CHUNKS, CHUNK_LIST, TABLE, CONSTANT_TABLE, OVERFLOW, JOB_WORDS = range(7)
 
-# A row of the table, one a parameter; tensors by their addresses, 0 for none.
-(
-    WEIGHT,
-    MASTER,
-    GRAD,
-    FIRST,
-    FIRST_SCALES,
-    SECOND,
-    SECOND_SCALES,
-    NUMEL,
-    ORDINAL,
-    CONSTANTS,
-    STEP,
-    ROW_WORDS,
-) = range(12)
+# A row of the table, one per parameter; tensors by their addresses, 0 for none. A state is followed by its scales.
+WEIGHT, MASTER, GRAD, FIRST, FIRST_SCALES, SECOND, SECOND_SCALES = range(7)
+NUMEL, ORDINAL, CONSTANTS, STEP, ROW_WORDS = range(7, 12)
 
-# A row of the constants, FP32, one for each group and number of moves: at last the rule's own seven.
+# A row of the constants, FP32, one per group and step count; the rule's own seven come last.
 MULTIPLIER, MOVE, L2, RULE, CONSTANT_WORDS = 0, 1, 2, 3, 10
 
 # What `count_moves` is given: how many rows, the table's address, and that of an FP32 for each row.
 MOVED_ROWS, MOVED_TABLE, MOVES = range(3)
 
-CHUNK = 1 << 15
-"""Elements of one chunk: whole groups; small enough to share out evenly, large beside the counter's cost."""
+CHUNK = (
+    1 << 15
+)  # elements: whole groups; small enough to distribute evenly, large compared to the counter's cost
 
 
 @inline
 def share(job: Pointer, walk: Callable[..., Any]) -> None:
-    """Take chunks until none is left: ``walk(row, start, stop, constants)`` tells whether a weight overflowed."""
+    """Take chunks until none is left; ``walk(row, start, stop, constants)`` returns whether a weight overflowed."""
     overflow = i32(0)
     chunk_list, table, constant_table = int64_at(job[CHUNK_LIST]), job[TABLE], job[CONSTANT_TABLE]
     while True:
@@ -123,7 +111,7 @@ def share(job: Pointer, walk: Callable[..., Any]) -> None:
 
 @inline
 def settings(constants: Pointer, ordinal: int) -> tuple[Any, ...]:
-    """What the loops need of a row of constants: multiplier, L2, the rule's own seven, and the keys of the noise."""
+    """From a row of constants: multiplier, L2, the rule's own seven, and the keys of the noise."""
     c, move = constants, u32(constants[MOVE])
     own = c[3], c[4], c[5], c[6], c[7], c[8], c[9]
     keys = noise_key(move, ordinal, STEP_STREAM), noise_key(move, ordinal, WEIGHT_STREAM)
@@ -131,7 +119,7 @@ def settings(constants: Pointer, ordinal: int) -> tuple[Any, ...]:
 
 
 def count_moves(job: Pointer) -> None:
-    """Add 1 to the step of every row of a table, and note the result: the number of the parameter's move."""
+    """Add 1 to the step of every row of a table, and copy the result."""
     table, moves = job[MOVED_TABLE], float32_at(job[MOVES])
     for row in range(job[MOVED_ROWS]):
         step = float32_at(int64_at(table + row * (8 * ROW_WORDS))[STEP])
@@ -152,7 +140,7 @@ def elements(
     start: int,
     stop: int,
 ) -> int:
-    """Move the elements from `start` to `stop`; whether one of the weights is now infinite."""
+    """Update the elements from `start` to `stop`; returns whether one of the weights is now infinite."""
     multiplier, l2, own, step_key, weight_key = settings(constants, ordinal)
     overflow, at = i32(0), place(start)
     for i in range(start, stop):
@@ -173,7 +161,7 @@ def elements(
 
 @inline
 def walk_elements(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
-    """Move one chunk of one parameter."""
+    """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
     first, second = first_at(row[FIRST]), second_at(row[SECOND])
     return elements(weight, master, grad, first, second, constants, row[ORDINAL], start, stop)
@@ -192,7 +180,7 @@ Pointers = tuple[Pointer, ...]
 def move(
     of: Pointers, given: tuple[Any, ...], places: Pointer, start: int, count: int, new: Pointers
 ) -> tuple[int, int, int]:
-    """Move `count` weights from `start`, a group's first. Their new states and noise stay in `new`.
+    """Update `count` weights from `start`, a group's first. Their new states and noise stay in `new`.
 
     Returns:
         Whether one of the weights is now infinite, and the `magnitude` of the largest new states.
@@ -217,7 +205,7 @@ def move(
         stored, kept = encode(w, weight_noise(word, weight_mark, places[j]))
         store_weight(weight, i, stored)
         store_master(master, i, kept)
-    for j in range(count):  # once more, of 16 bits each: half the vectors
+    for j in range(count):  # a loop of its own over 16-bit elements, which needs half the vectors
         if infinite(weight, start + j):
             overflow = i32(1)
     return overflow, a_largest, i32(b_largest & u32(0x7FFFFFFF))
@@ -225,7 +213,7 @@ def move(
 
 @expand
 def store(of: Pointers, start: int, count: int, new: Pointers, a_largest: int, b_largest: int) -> None:
-    """Store the states of `count` elements from `start`, a group's first, that `move` has left."""
+    """Store the new states of `count` elements from `start`, a group's first."""
     _, _, _, first, first_scales, second, second_scales = of
     a_new, b_new, words = new
     this = start // GROUP
@@ -255,7 +243,7 @@ def groups(
     start: int,
     stop: int,
 ) -> int:
-    """Move the elements from `start`, a group's first, to `stop`; whether one of the weights is now infinite."""
+    """Update the elements from `start`, a group's first, to `stop`; returns whether a weight is now infinite."""
     of = weight, master, grad, first, first_scales, second, second_scales
     given, overflow, places = settings(constants, ordinal), i32(0), uint32_scratch(GROUP)
     for j in range(GROUP):
@@ -280,7 +268,7 @@ def groups(
 
 @inline
 def walk_groups(row: Pointer, start: int, stop: int, constants: Pointer) -> int:
-    """Move one chunk of one parameter."""
+    """Update one chunk of one parameter."""
     weight, master, grad = weight_at(row[WEIGHT]), master_at(row[MASTER]), grad_at(row[GRAD])
     first, first_scales = uint8_at(row[FIRST]), int16_at(row[FIRST_SCALES])
     second, second_scales = uint8_at(row[SECOND]), int16_at(row[SECOND_SCALES])

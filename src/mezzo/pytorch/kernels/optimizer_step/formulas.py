@@ -1,23 +1,23 @@
 """The arithmetic of a step, stated once: update rules, the storage of masters and moments, and noise.
 
-The functions are written in a few words (`where`, `bits`, `fma`, ...). Here the words take PyTorch tensors, which is
-the specification. `over` makes the same functions of other words: Numba's, for one element, and Triton's, for a block.
-Every form gives the same bits: each operation is one rounding, in the order written, and `fma` is one operation. It
-stands where torch's own optimizers have one: in each `add` with an `alpha`.
+The functions are written in a few primitives (`where`, `bits`, `fma`, ...). Here the primitives take PyTorch tensors:
+that is the specification. `over` compiles the same functions with other primitives: Numba's, for one element, and
+Triton's, for a block. All forms give the same bits: each operation rounds once, in the order written, and `fma` is one
+operation, used where torch's own optimizers have one: in each `add` with an `alpha`.
 
-**Masters in parts** (split): a bf16 weight and the bits that it lacks. A sum of a pattern and a small number carries
-from the mantissa into the exponent, and so moves to the neighbouring value by itself, up to infinity. Every NaN is
-stored as one pattern. Masters from 0x7F7F8000 (3.39e38) up become an infinite weight, and are still decoded exactly.
+**Split masters**: a bf16 weight and a remainder. The sum of a bit pattern and a small number carries from the mantissa
+into the exponent, and so moves to the neighbouring value, up to infinity. Every NaN is stored as one pattern. Masters
+from 0x7F7F8000 (3.39e38) up become an infinite weight, and are still decoded exactly.
 
-**Moments** (states) are FP32, bf16, or 8-bit floats with one scale for 64 elements. Both small forms are rounded
-stochastically: a moving average adds a part far smaller than its own ulp, which rounding to nearest would drop for
-ever. Signed codes have 4 bits of exponent and 3 of mantissa, with subnormals, so that a moving average crosses zero
-evenly. Unsigned codes have 5 and 3 without subnormals: what is divided by its root must never become zero. A scale is
-a power of two and a bf16, so dividing by it is exact. A group's largest value is 0.9375 to 1.875 of it.
+**Moments** (states) are FP32, bf16, or 8-bit floats with one scale per 64 elements. The small formats are rounded
+stochastically: a moving average adds less than its own ulp, which rounding to nearest would always drop. Signed codes
+have 4 bits of exponent and 3 of mantissa, with subnormals, because a moving average crosses zero. Unsigned codes have 5
+and 3 without subnormals, because their root is a divisor and must not become zero. A scale is a power of two and a
+bf16, so dividing by it is exact. A group's largest value is 0.9375 to 1.875 times its scale.
 
-**Noise** is a hash of step, parameter, purpose and element, without a generator and without state: the same step draws
-the same bits on every device, for any number of threads and in any order. One word of 32 bits serves both states and
-an 8-bit remainder. The states need 20 bits each, and share 8: the second's last ones are the first's upper ones.
+**Noise** is a hash of step, parameter, purpose and element, without state: a step draws the same bits on every device,
+for any number of threads, in any order. One word of 32 bits serves both states and an 8-bit remainder. The states need
+20 bits each and share 8: the last ones of the second are the first ones of the first.
 """
 
 from __future__ import annotations
@@ -37,31 +37,22 @@ Pattern = Any  # int32 likewise; a 16- or 8-bit pattern is sign-extended
 Bits = Any  # 32 random bits: uint32, in tensors int32
 Numbers = Any  # seven numbers, which a rule is given
 
-GROUP = 64
-"""Consecutive elements, in memory order, that share one scale."""
-
-STEP, WEIGHT = 0, 1
-"""Streams of noise: of the states and of an 8-bit remainder; of a weight without a remainder."""
-
-NEAREST = 1 << 19
-"""In place of a state's 20 random bits: half of them, which rounds to nearest."""
-
+GROUP = 64  # consecutive elements, in memory order, that share one scale
+STEP, WEIGHT = 0, 1  # streams of noise: for states and an 8-bit remainder; for a weight without a remainder
+NEAREST = 1 << 19  # in place of a state's 20 random bits: rounds to nearest
 INFINITY = 0x7F800000
 NAN = 0x7FC00000  # the one pattern that a NaN is stored as
 MAGNITUDE = 0x7FFFFFFF
 SIGN = -(1 << 31)
 SIGNED_BIAS = 112 << 3  # code 8, the first normal one, is 2**-14
 UNSIGNED_BIAS = 96 << 3  # code 0 is zero, code 8 is 2**-30
-LARGEST = (253 << 23) + 0x700000  # the pattern of the largest code's value with the largest scale
+LARGEST = (253 << 23) + 0x700000  # pattern of the largest code with the largest scale
 SMALLEST = 2.0**-14  # normal value of signed codes
 HALF_SMALLEST = 2.0**-15
 HALF, ZERO, ONE, TWO = 0.5, 0.0, 1.0, 2.0
 
-RULES = ("adamw", "plain", "momentum", "nesterov", "lion")
-"""The update rules, by the names of their functions."""
 
-
-# Words, of PyTorch tensors.
+# Primitives for PyTorch tensors.
 
 
 def bits(x: Tensor) -> Tensor:
@@ -90,7 +81,7 @@ def i32(x: Any) -> Any:
 
 
 def u32(x: Any) -> Any:
-    """Cut to 32 bits, unsigned; PyTorch's int32 wraps in the same way."""
+    """Cut to 32 bits, unsigned; PyTorch's int32 wraps likewise."""
     return x.to(torch.int32) if isinstance(x, Tensor) else (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -115,7 +106,7 @@ def most(a: Tensor, b: Any) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """IEEE's root: through FP64, since in FP32 PyTorch's on a CPU is off by an ulp in one element of six."""
+    """IEEE's root: through FP64, because PyTorch's FP32 root on a CPU is off by an ulp in one element of six."""
     return x.double().sqrt().float()
 
 
@@ -127,21 +118,15 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
 def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` in exact arithmetic, rounded once, ties to even, on any device that has FP64.
 
-    The product of two FP32 numbers is exact in FP64. The sum with a third need not be, and to round it to FP64 and
-    then to FP32 would be two roundings, wrong where the first ends on a tie of the second. So the first rounds *to
-    odd*: an inexact sum gets the one of its two FP64 neighbours whose last bit is 1, which is never a tie of FP32's
-    and lies on the same side of every tie as the exact sum.
+    The product of two FP32 numbers is exact in FP64, the sum with a third need not be, and rounding it to FP64 and then
+    to FP32 can be wrong where the first result is a tie of the second. So the first rounds *to odd*: an inexact sum
+    becomes the FP64 neighbour whose last bit is 1, which is never a tie of FP32 and lies on the same side of every tie.
+    NaN, infinities and the sign of a zero are IEEE 754's: ``inf * 0`` is NaN whatever is added. A number `a` is rounded
+    to FP32 first.
 
     S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
-    IEEE Transactions on Computers 57(4), 2008. The error of a sum is D. E. Knuth's: "The Art of Computer
-    Programming", volume 2, section 4.2.2, theorem B.
-
-    NaN, infinities and the sign of a zero are IEEE 754's: ``inf * 0`` is NaN whatever is added.
-
-    Args:
-        a: FP32, or a number, which is rounded to FP32 first.
-        b: FP32.
-        c: FP32, of b's shape.
+    IEEE Transactions on Computers 57(4), 2008. The error of a sum: D. E. Knuth, "The Art of Computer Programming",
+    volume 2, section 4.2.2, theorem B.
     """
     if not isinstance(a, Tensor):
         a = torch.tensor(a, dtype=torch.float32, device=b.device)
@@ -150,7 +135,7 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     part = total - product
     error = (product - (total - part)) + (addend - part)  # exact, or NaN where the total isn't finite
     pattern = total.view(torch.int64)
-    away = (error > 0) == (total > 0)  # from zero: a larger pattern, whatever the sign
+    away = (error > 0) == (total > 0)  # from zero: a larger pattern for either sign
     is_even = ((pattern & 1) == 0) & (error.abs() > 0)
     odd = pattern + torch.where(is_even, torch.where(away, 1, -1), 0)
     return odd.view(torch.float64).float()
@@ -164,18 +149,15 @@ root = math.sqrt  # likewise
 def over(
     words: Mapping[str, Any], inline: Callable[[Any], Any], name: str, number: Callable[[Any], Any]
 ) -> Any:
-    """This module's formulas in other words.
+    """Make a module of these formulas with other primitives.
 
     Args:
-        words: by the names that they have here.
-        inline: makes a Python function one of the other compiler's.
-        name: of the new module.
-        number: makes a constant of this module one that the compiler takes.
-
-    Returns:
-        A module.
+        words: the primitives, by their names here.
+        inline: compiles a Python function.
+        name: of the new module, under which Numba finds it when it loads compiled code.
+        number: converts a constant of this module.
     """
-    made = sys.modules[name] = ModuleType(name)  # where Numba finds what it loads from its cache
+    made = sys.modules[name] = ModuleType(name)
     space = vars(made)
     for key, value in globals().items():
         if key in words:
@@ -188,8 +170,8 @@ def over(
     return made
 
 
-# Update rules. Each takes a master, its gradient, two states and seven numbers in FP32, and gives the new master and
-# states. States that a rule does not have pass through.
+# Update rules: a master, its gradient, two states and seven numbers in FP32 -> the new master and states. States that
+# a rule does not have are passed through.
 
 
 def coupled(w: Value, g: Value, l2: Value) -> Value:
@@ -203,7 +185,7 @@ def uncoupled(w: Value, g: Value, l2: Value) -> Value:
 
 
 def adam_constants(numbers: Numbers, step: Any) -> Numbers:
-    """What move number `step` (1, 2, ...) multiplies with: FP64, to be rounded to FP32 once."""
+    """The constants of step number `step` (1, 2, ...) in FP64, to be rounded to FP32 once."""
     decay, one_minus_beta1, beta2, one_minus_beta2, lr, beta1, eps = numbers
     step_size = lr / (1.0 - power(beta1, step))
     inv_bc2 = 1.0 / root(1.0 - power(beta2, step))
@@ -269,13 +251,14 @@ constants_of = {
     "nesterov": sgd_constants,
     "lion": lion_constants,
 }
+RULES = tuple(constants_of)
 
 
-# Masters: a weight's pattern and what is kept with it, decoded to FP32; and encoded, with noise below the last bit.
+# Masters: a weight's pattern and what is kept with it, decoded to FP32, and encoded with noise below the last bit.
 
 
 def canonical(x: Value) -> Pattern:
-    """An FP32's pattern; of every NaN the same one."""
+    """An FP32's pattern; the same for every NaN."""
     return where(x != x, i32(NAN), bits(x))
 
 
@@ -285,7 +268,7 @@ def nearest_bf16(x: Value) -> Pattern:
 
 
 def joined(high: Pattern, low: Pattern) -> Value:
-    """The sum of two parts; the upper alone where an edited weight and an older remainder leave the format."""
+    """The sum of two parts; the upper one alone if an edited weight and an older remainder make a NaN."""
     value = float_of(i32(high + low))
     return where(value != value, float_of(high), value)
 
@@ -301,17 +284,17 @@ def encode_own(value: Value, noise: Pattern) -> tuple[Value, Any]:
 
 
 def decode_bf16(weight: Pattern, kept: Value) -> Value:
-    """A separate FP32 master; the bf16 weight, where it was edited since."""
+    """A separate FP32 master; the bf16 weight if it was edited."""
     return where(weight == nearest_bf16(kept), kept, float_of(i32(weight << 16)))
 
 
 def encode_bf16(value: Value, noise: Pattern) -> tuple[Pattern, Value]:
-    """A separate FP32 master, and the bf16 weight half away from it."""
+    """A separate FP32 master, and the bf16 weight, rounded half away from zero."""
     return nearest_bf16(value), value
 
 
 def decode_fp16(weight: Pattern, kept: Value) -> Value:
-    """A separate FP32 master; the fp16 weight, where it was edited since."""
+    """A separate FP32 master; the fp16 weight if it was edited."""
     return where(weight == i32(half_bits(kept)), kept, float_of_half(weight))
 
 
@@ -380,17 +363,17 @@ def group_scale(largest: Pattern) -> Pattern:
 
 
 def group_inverse(largest: Pattern) -> Value:
-    """What brings a group's values to its codes' range."""
+    """The inverse of a group's scale."""
     return float_of(i32(i32(254 - scale_field(largest)) << 23))
 
 
 def needs_cut(largest: Pattern) -> Any:
-    """Whether values of the group may be beyond the largest code, or have none: with the largest of scales alone."""
+    """Whether a group may have values beyond the largest code, or without a code."""
     return largest > LARGEST
 
 
 def cut(value: Value, largest: Pattern) -> Value:
-    """The value, or the largest code's, which noise never lifts; 0 where the group has no finite scale."""
+    """The value, at most the largest code's, which noise never raises; 0 if the group has no finite scale."""
     pattern = i32(least(magnitude(value), i32(LARGEST)))
     return where(largest < INFINITY, float_of(i32(pattern | i32(bits(value) & SIGN))), ZERO)
 
@@ -398,7 +381,7 @@ def cut(value: Value, largest: Pattern) -> Value:
 def decode_signed(code: Pattern, scale: Value) -> Value:
     """A code of 1 sign, 4 exponent and 3 mantissa bits with subnormals, times its group's scale.
 
-    A subnormal is what twice its pattern as a normal has above 2**-14, and of that and the pattern itself the smaller.
+    Of a pattern read as a normal number and as a subnormal, the smaller one is right.
     """
     shifted_code = i32(code << 20)
     normal = i32(i32(shifted_code & 0x07F00000) | i32(SIGNED_BIAS << 20))
@@ -410,7 +393,7 @@ def decode_signed(code: Pattern, scale: Value) -> Value:
 def encode_signed(value: Value, inverse: Value, noise: Pattern) -> Pattern:
     """The code of a value that is within the range, rounded stochastically; its low 8 bits count.
 
-    From 2**-14 up the number itself is the larger one. Below, the sum's mantissa counts in the subnormals' steps.
+    From 2**-14 up the number itself is the larger one. Below, the sum's mantissa has the subnormals' steps.
     """
     y = float_of(magnitude(value)) * inverse
     even = i32(most(bits(y), bits(multiply_add(y, HALF, HALF_SMALLEST))))
@@ -433,10 +416,8 @@ def encode_unsigned(value: Value, inverse: Value, noise: Pattern) -> Pattern:
 
 
 def scrambled(x: Bits) -> Bits:
-    """32 bits of which each depends on each of the input's, all but the last line of a bijection: the lowest bits
-    repeat a little over some distances, so they decide nothing by themselves.
-
-    The constants are those of C. Wellons, "hash-prospector", lowbias32.
+    """C. Wellons, "hash-prospector", lowbias32 without its last line: so the lowest bits correlate over some distances,
+    and decide nothing by themselves.
     """
     x = u32(x ^ shifted(x, 16))
     x = u32(x * u32(0x7FEB352D))
@@ -445,20 +426,14 @@ def scrambled(x: Bits) -> Bits:
 
 
 def noise_key(step: Any, ordinal: Any, stream: int) -> Bits:
-    """The key of one stream of one parameter's bits in one step.
-
-    Args:
-        step: the number of this move of the parameter: 1, 2, ...
-        ordinal: the parameter's index in the optimizer.
-        stream: `STEP` or `WEIGHT`.
-    """
+    """The key of a stream (`STEP` or `WEIGHT`) of the parameter with this ordinal in step number `step`, from 1."""
     words = u32(step) * u32(0x9E3779B9) + u32(ordinal) * u32(0x85EBCA6B)
     x = scrambled(u32(words + u32(stream) * u32(0xC2B2AE35) + u32(0x27D4EB2F)))
     return u32(x ^ shifted(x, 16))
 
 
 def place(index: Any) -> Bits:
-    """Where the element at `index` in memory order stands among the inputs of `noise`."""
+    """The input of `noise` for the element at `index` in memory order."""
     return u32(u32(index) * u32(0x9E3779B1))
 
 
@@ -468,25 +443,25 @@ def following(at: Bits) -> Bits:
 
 
 def noise(key: Bits, at: Bits) -> Bits:
-    """The random bits of the element at a place."""
+    """The random bits of the element at a `place`."""
     return scrambled(u32(at + key))
 
 
 def first_noise(word: Bits) -> Pattern:
-    """What the first state is rounded with: the low 20 bits."""
+    """For the first state: the low 20 bits."""
     return i32(word & u32(0xFFFFF))
 
 
 def second_noise(word: Bits) -> Pattern:
-    """What the second state is rounded with: the high 20 bits."""
+    """For the second state: the high 20 bits."""
     return i32(shifted(word, 12))
 
 
 def remainder_noise(word: Bits) -> Pattern:
-    """What a weight with an 8-bit remainder is rounded with: the low 8 bits, and others to scramble them."""
+    """For a weight with an 8-bit remainder: the low 8 bits, scrambled with others."""
     return i32(u32(word ^ shifted(word, 12)) & u32(0xFF))
 
 
 def weight_noise(word: Bits) -> Pattern:
-    """What a weight without a remainder is rounded with: the high 16 bits of a word of its own stream."""
+    """For a weight without a remainder: the high 16 bits of a word of its own stream."""
     return i32(shifted(word, 16))

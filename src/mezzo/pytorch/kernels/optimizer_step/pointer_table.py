@@ -1,10 +1,9 @@
-"""Where the tensors of one step are, as tables on their device: what lets one launch serve them all.
+"""Tables of the tensors of one step, on their device, by which one launch serves them all.
 
-One int64 buffer. `current` is what may differ at each step: the addresses of weights and gradients, and the
-groups' settings (`hypers`). It travels only when it did change, from pinned memory, asynchronously; from step to
-step of a training loop PyTorch's allocator mostly hands out the same addresses again. `rows`, a line a parameter,
-and `chunks` are written once. A word of `chunks` is one program's work: the parameter's line in the upper half,
-its first block in the lower.
+All are in one int64 buffer. `current` is what may change at each step: the addresses of weights and gradients, and the
+groups' settings (`hypers`). It is copied only if it changed, from pinned memory, asynchronously; in a training loop,
+PyTorch's allocator mostly reuses the same addresses. `rows`, one line per parameter, and `chunks` are written once. A
+word of `chunks` is one program's work: the parameter's line in the upper half, its first block in the lower.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from torch import Tensor
 from mezzo.pytorch.kernels.optimizer_step import STATE_FORMATS, Groups, Hyper, Row, form
 from mezzo.pytorch.kernels.optimizer_step.formulas import RULES
 
-BLOCK = 1024
-"""Elements that a program works on at a time: 16 groups of 64."""
-
+BLOCK = 1024  # elements that a program processes at a time: 16 groups of 64
 ROW_WORDS = 10
 CURRENT_WORDS = 3
 HYPER_WORDS = 8
-_MOST_BLOCKS = 16  # a program
+_MOST_BLOCKS = 16  # per program
 
 FORMS = ("own", "bf16", "fp16", "split", "split8", "none")
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,11 +40,7 @@ def kind(row: Row, hyper: Hyper) -> int:
 
 
 class PointerTable:
-    """The tables for one list of rows, whose gradients have certain dtypes.
-
-    Args:
-        groups: at least one row in all, each with a gradient, all on one device.
-    """
+    """The tables for at least one row, each with a gradient of a certain dtype, all on one device."""
 
     def __init__(self, groups: Groups) -> None:
         self.owner = [row for _, rows in groups for row in rows]
@@ -85,7 +78,7 @@ class PointerTable:
             self._now = now
 
     def _read(self, groups: Groups) -> np.ndarray:
-        """What `current` has to be, as words."""
+        """The present content of `current`."""
         addresses = np.empty((len(self.owner), CURRENT_WORDS), dtype=np.int64)
         addresses[:, 0] = [row.weight.data_ptr() for row in self.owner]
         addresses[:, 1] = [_grad(row).data_ptr() for row in self.owner]
@@ -99,7 +92,7 @@ class PointerTable:
         return self._pinned(words).to(self.device, non_blocking=True)
 
     def _pinned(self, words: np.ndarray) -> Tensor:
-        # PyTorch gives pinned memory to another only after copies from it are done; in a CUDA graph, never.
+        # PyTorch reuses pinned memory only after copies from it are done; in a CUDA graph, never.
         host = torch.from_numpy(words)
         return host.pin_memory() if self.device.type == "cuda" else host.clone()
 
@@ -129,7 +122,7 @@ def _chunks(blocks: Sequence[int], stride: int) -> np.ndarray:
 
 
 def _blocks_a_program(blocks: int, device: torch.device) -> int:
-    """As many as leave four rounds of programs, at five resident in each SM, so that the last round is short."""
+    """Blocks per program that leave four rounds of programs, five resident per SM, so that the last round is short."""
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     )

@@ -1,7 +1,7 @@
-"""The step as PyTorch operations, one parameter after another in blocks: what every other form must equal.
+"""The step in PyTorch operations, one parameter after another in blocks: the specification of every other form.
 
-To the bit: with equal settings, gradients and numbers of moves, weights, masters and states come out the same. And the
-storage of masters and moments as functions of tensors, for what an optimizer converts, reads and writes itself.
+With equal settings, gradients and step counts, weights, masters and states are equal to the bit. The storage of masters
+and moments is also available as functions of tensors, for optimizers.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from torch import Tensor
 from mezzo.pytorch.kernels.optimizer_step import Groups, Hyper, Row, form, formulas
 from mezzo.pytorch.kernels.optimizer_step.formulas import GROUP, STEP, WEIGHT
 
-BLOCK = 1 << 16
-"""Elements at a time, so that what is computed on the way stays in the cache and out of peak memory."""
+BLOCK = 1 << 16  # elements at a time, so that intermediate tensors stay in the cache and out of peak memory
 
 
 class DeviceStepper:
-    """The step on any device. Reads `found_inf` and every row's `step`, so on a GPU the host waits."""
+    """The step on any device. On a GPU the host waits for `found_inf` and every row's `step`."""
 
     @torch.no_grad()
     def __call__(
         self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
     ) -> None:
-        """Move every row that has a gradient; see `Stepper`."""
+        """Update every row that has a gradient; see `Stepper`."""
         if found_inf is not None and bool(found_inf != 0):
             return
         for hyper, rows in groups:
@@ -35,7 +34,7 @@ class DeviceStepper:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in the order in which memory has them: a ``(numel,)`` view, for any strides."""
+    """A dense tensor's elements in memory order: a ``(numel,)`` view, for any strides."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -86,7 +85,7 @@ _DRAWS = (formulas.first_noise, formulas.second_noise)
 
 
 def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
-    """The FP32 values of weights and what is kept with them; of an edited weight, a value within one ulp of it.
+    """The FP32 values of weights and what is kept with them; for an edited weight, a value within one ulp of it.
 
     Args:
         masters: as in `Row`.
@@ -96,9 +95,9 @@ def decode_master(masters: str, weight: Tensor, kept: Tensor | None) -> Tensor:
     decode = getattr(formulas, f"decode_{form(masters, weight.dtype)}")
     if masters != "own":
         weight = weight.view(torch.int16).to(torch.int32)
-    value: Tensor = decode(
-        weight, None if kept is None else formulas.i32(kept) if masters != "fp32" else kept
-    )
+    if kept is not None and masters != "fp32":
+        kept = formulas.i32(kept)
+    value: Tensor = decode(weight, kept)
     return value
 
 
@@ -111,8 +110,7 @@ def encode_master(
         masters: as in `Row`.
         value: FP32.
         dtype: of the weight.
-        noise: int32, from 0 to 255 for ``"split8"`` and to 65,535 for ``"none"``; with 0, what is beyond the last
-            bit is cut off.
+        noise: int32, from 0 to 255 for ``"split8"`` and to 65,535 for ``"none"``; 0 truncates.
     """
     weight, kept = getattr(formulas, f"encode_{form(masters, dtype)}")(value, noise)
     if masters != "own":
@@ -136,13 +134,13 @@ def load_state(stored: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor
 def store_state(
     value: Tensor, stored: Tensor, scales: Tensor | None, noise: Tensor | int, *, signed: bool
 ) -> None:
-    """Write ``(n,)`` FP32 values into a state, in whichever form it is stored.
+    """Write ``(n,)`` FP32 values into a state, FP32, bf16, or uint8 with ``(groups(n),)`` bf16 scales.
 
     Args:
-        value: not negative where `signed` is False.
-        stored: ``(n,)`` FP32, bf16 or uint8.
-        scales: ``(groups(n),)`` bf16 for uint8, else None.
-        noise: int32, from 0 to ``2**20 - 1``, which FP32 does not use.
+        value: not negative unless `signed`.
+        stored: ``(n,)``.
+        scales: for uint8, else None.
+        noise: int32, from 0 to ``2**20 - 1``, unused for FP32.
         signed: which of the two code tables.
     """
     if scales is not None:

@@ -1,26 +1,26 @@
-"""The step in Triton: one launch for all parameters of a device, whatever their shapes and storage.
+"""The step in Triton: one launch for all parameters of a device, of any shapes and storage.
 
-Each program finds its work in tables on the device (`pointer_table`): which parameter, which blocks of 1024
-elements. Storage formats and rules are compile-time constants: `KINDS` lists the combinations that
-occur, each gets its own straight code, and a program jumps to its row's; in most models there is one and no jump.
-Learning rates and the like are table entries, so that a scheduler recompiles nothing.
+Each program reads from tables on the device (`pointer_table`) which parameter and which blocks of 1024 elements to
+process. Storage formats and rules are compile-time constants: `KINDS` lists the combinations that occur, each is
+compiled to straight code, and a program jumps to its row's; most models have one and no jump. Learning rates and other
+settings are table entries, so that a scheduler does not recompile.
 
-**Bits**: the formulas of `formulas.py` in Triton's words: IEEE division and root, and no contraction
-(`enable_fp_fusion=False`) but for the rules' own `fma`. A 16-bit weight is int16 in memory and int32 here, its
-pattern; a block of 8-bit states is ``(rows, 64)``, a row for each group with one scale. How often a parameter has
-moved is known on the device alone (an overflow skips a move without telling the host), so Adam's bias corrections are
-computed there: powers by squaring, where the reference has the C library's, both in FP64 and rounded to FP32 once, so
-that they should differ in about one of a million steps, by one FP32 ulp.
+**Bits**: the formulas of `formulas.py` with Triton's primitives: IEEE division and root, and no contraction
+(`enable_fp_fusion=False`) except the rules' own `fma`. A 16-bit weight is int16 in memory and its pattern, int32, here;
+a block of 8-bit states is ``(rows, 64)``, one row per group with one scale. Only the device knows how often a parameter
+was updated (an overflow skips an update without telling the host), so it computes Adam's bias corrections: powers by
+squaring, where the reference has the C library's, both in FP64 and rounded to FP32 once, so they should differ in about
+one of a million steps, by one FP32 ulp.
 
-**Steps** are counted on the device. All programs of a row read the count, so only the last of them to have read
-it may write the new one. Which is last an atomic ticket tells, one a row; the barrier before it is what makes the
-ticket speak for all warps of its program. A second launch would cost more than the ticket does.
+**Steps** are counted on the device. All programs of a row read the count, so only the last one to have read it may
+write the new one. An atomic ticket per row determines it; the barrier before the ticket covers all warps of the
+program. A second launch would cost more than the ticket does.
 
-**Speed**, reasoned for an H100 or H200 and not yet measured: a program of 8 warps has 4 elements a thread: FP32 moves
-in vectors of 16 bytes, bf16 of 8, and every warp in whole 128-byte lines. The loads of a block come before anything
-that uses them. 64 registers a thread let four programs into an SM. A short or unaligned block is done 256 elements at a
-time, one a thread, so that it needs no more registers than a whole one. A program takes up to 16 blocks, which spreads
-its prologue (three dependent reads, the bias correction) and its ticket over them.
+**Speed**, estimated for an H100 or H200 and not yet measured: a program of 8 warps has 4 elements per thread: FP32
+moves in vectors of 16 bytes, bf16 of 8, and every warp in whole 128-byte lines. All loads of a block come before their
+first use. 64 registers per thread allow four programs per SM. A short or unaligned block is done 256 elements at a
+time, one per thread, so that it needs no more registers than a whole one. A program takes up to 16 blocks, which
+amortises its prologue (three dependent reads, the bias correction) and its ticket.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -41,14 +41,13 @@ from mezzo.pytorch.kernels import block
 from mezzo.pytorch.kernels.optimizer_step import Groups, Row, formulas, pointer_table
 from mezzo.pytorch.kernels.optimizer_step.pointer_table import PointerTable
 
+# How `step_kernel` must be compiled.
 OPTIONS: Mapping[str, Any] = MappingProxyType({"num_warps": 8, "maxnreg": 64, "enable_fp_fusion": False})
-"""How `step_kernel` must be compiled."""
 
 _CACHE_BYTES = 32 << 20
 
 _BLOCK = tl.constexpr(pointer_table.BLOCK)
-_PART = tl.constexpr(256)  # of a block that is short or not aligned: an element a thread, so that it needs no
-# more registers than whole blocks do
+_PART = tl.constexpr(256)  # elements of a short or unaligned block at a time: one per thread
 _ROW_WORDS = tl.constexpr(pointer_table.ROW_WORDS)
 _CURRENT_WORDS = tl.constexpr(pointer_table.CURRENT_WORDS)
 _HYPER_WORDS = tl.constexpr(pointer_table.HYPER_WORDS)
@@ -59,10 +58,7 @@ _STATE_BF16, _STATE_INT8 = tl.constexpr(1), tl.constexpr(2)  # the index in `STA
 
 @triton.jit
 def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """``base ** exponent`` of an FP64 scalar by squaring: IEEE products alone, so the same on every device.
-
-    Off by at most about `exponent` units of 2**-53; where that matters the power is small.
-    """
+    """``base ** exponent`` of an FP64 scalar by squaring, the same on every device; error about `exponent` * 2**-53."""
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)
@@ -71,13 +67,18 @@ def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     return result
 
 
-# The formulas' words. In the interpreter they are plain functions, which it need not rewrite.
+# The formulas' primitives. In the interpreter they are plain functions, which it need not rewrite, and those that
+# Triton has are looked up at each call, because the interpreter replaces them while a kernel runs.
 
 _IS_INTERPRETED = not isinstance(power, triton.runtime.JITFunction)
 
 
 def _inline(function: Callable[..., Any]) -> Any:
     return function if _IS_INTERPRETED else triton.jit(function)
+
+
+def _builtin(name: str) -> Any:
+    return (lambda *args: getattr(tl, name)(*args)) if _IS_INTERPRETED else getattr(tl, name)
 
 
 def _bits(x: tl.tensor) -> tl.tensor:
@@ -108,40 +109,12 @@ def _shifted(x: tl.tensor, count: tl.constexpr) -> tl.tensor:
     return x >> count
 
 
-def _where(condition: tl.tensor, a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.where(condition, a, b)
-
-
-def _least(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.minimum(a, b)
-
-
-def _most(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.maximum(a, b)
-
-
-def _sqrt(x: tl.tensor) -> tl.tensor:
-    return tl.sqrt_rn(x)
-
-
-def _divide(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.div_rn(a, b)
-
-
-def _root(x: tl.tensor) -> tl.tensor:
-    return tl.sqrt(x)
-
-
 def _multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     return a * b + c
 
 
-def _fma(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    return tl.fma(a, b, c)  # the GPU's own instruction, also where the compiler may contract nothing
-
-
 def _fma_of_the_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    # Of Triton's interpreter some versions round twice: the lines of `formulas.fma`.
+    # Some versions of Triton's interpreter round twice: the lines of `formulas.fma`.
     product, addend = a.to(tl.float64) * b.to(tl.float64), c.to(tl.float64)
     total = product + addend
     part = total - product
@@ -153,16 +126,17 @@ def _fma_of_the_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tens
     return odd.to(tl.float64, bitcast=True).to(tl.float32)
 
 
-_WORDS = (
-    *("bits", "float_of", "half_bits", "float_of_half", "i32", "u32", "shifted"),
-    *("where", "least", "most", "sqrt", "divide", "root", "multiply_add"),
-)
+_OWN_PRIMITIVES = (_bits, _float_of, _half_bits, _float_of_half, _i32, _u32, _shifted, _multiply_add)
+_BUILTINS = {"where": "where", "least": "minimum", "most": "maximum", "sqrt": "sqrt_rn", "divide": "div_rn"}
 f = formulas.over(
     {
-        **{name: _inline(globals()[f"_{name}"]) for name in _WORDS},
-        "fma": _fma_of_the_interpreter if _IS_INTERPRETED else triton.jit(_fma),
+        **{own.__name__.removeprefix("_"): _inline(own) for own in _OWN_PRIMITIVES},
+        **{name: _builtin(of_triton) for name, of_triton in _BUILTINS.items()},
+        "root": _builtin("sqrt"),
+        # tl.fma is the GPU's own instruction, also where the compiler may contract nothing.
+        "fma": _fma_of_the_interpreter if _IS_INTERPRETED else tl.fma,
         "power": power,
-        # What else their source names: Triton looks up annotations, and its interpreter the module.
+        # Triton looks up annotations, and its interpreter the module.
         **dict.fromkeys(("Any", "Bits", "Pattern", "Value"), tl.tensor),
         "Numbers": tl.tuple,
         "tl": tl,
@@ -171,14 +145,13 @@ f = formulas.over(
     f"{__name__}.formulas",
     tl.constexpr,
 )
-"""The formulas, on blocks."""
 
 
 class DeviceStepper:
     """The step on a CUDA device, or on a CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 
-    The host waits for nothing. Tables are kept for the lists of rows used last, 32 MiB of them. A step may be
-    captured in a CUDA graph, after one of its kind has compiled the kernel.
+    The host does not wait. Tables are cached for the lists of rows used last, up to 32 MiB. A step may be captured in a
+    CUDA graph, after one of its kind has compiled the kernel.
     """
 
     def __init__(self) -> None:
@@ -188,26 +161,16 @@ class DeviceStepper:
     def __call__(
         self, groups: Groups, *, multiplier: Tensor | None, found_inf: Tensor | None, overflow: Tensor | None
     ) -> None:
-        """Move every row that has a gradient; see `Stepper`."""
+        """Update every row that has a gradient; see `Stepper`."""
         moving = [(hyper, [row for row in rows if row.grad is not None]) for hyper, rows in groups]
         moving = [(hyper, rows) for hyper, rows in moving if rows]
         if not moving:
             return
         with torch.cuda.device_of(moving[0][1][0].weight):
             table = self._table(moving)
-            step_kernel[(table.programs,)](
-                table.chunks,
-                table.rows,
-                table.current,
-                table.hypers,
-                table.tickets,
-                multiplier,
-                found_inf,
-                overflow,
-                table.blocks,
-                KINDS=table.kinds,
-                **OPTIONS,
-            )
+            arrays = table.chunks, table.rows, table.current, table.hypers, table.tickets
+            scalars = multiplier, found_inf, overflow, table.blocks
+            step_kernel[(table.programs,)](*arrays, *scalars, KINDS=table.kinds, **OPTIONS)
 
     def _table(self, groups: Groups) -> PointerTable:
         rows = [row for _, rows in groups for row in rows]
@@ -217,7 +180,7 @@ class DeviceStepper:
             tuple([row.grad.dtype for row in rows if row.grad is not None]),
         )
         if rows[0].weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return PointerTable(groups)  # in the graph's own memory, and written again by each replay
+            return PointerTable(groups)  # in the graph's memory, written again by each replay
         table = self._tables.get(key)
         if table is None:
             self._forget_replaced(rows)
@@ -231,7 +194,7 @@ class DeviceStepper:
         return table
 
     def _forget_replaced(self, rows: list[Row]) -> None:
-        """Tables hold on to their rows, and those to a parameter's states: not to the ones before a loaded state."""
+        """Drop tables of rows that were replaced, which would keep the old states alive."""
         now = {row.ordinal: row for row in rows}
         for key, table in list(self._tables.items()):
             if any(now.get(row.ordinal, row) is not row for row in table.owner):
@@ -269,21 +232,14 @@ def step_kernel(
         scale = 1.0
         if multiplier is not None:
             scale = tl.load(multiplier)
-        _blocks_of_row(chunks, rows, current, hypers, tickets, scale, overflow, blocks, KINDS)
+        _blocks_of_row((chunks, rows, current, hypers, tickets), scale, overflow, blocks, KINDS)
 
 
 @triton.jit
 def _blocks_of_row(
-    chunks: tl.tensor,
-    rows: tl.tensor,
-    current: tl.tensor,
-    hypers: tl.tensor,
-    tickets: tl.tensor,
-    scale: tl.tensor,
-    overflow: tl.tensor,
-    blocks: tl.tensor,
-    KINDS: tl.constexpr,
+    table: tl.tuple, scale: tl.tensor, overflow: tl.tensor, blocks: tl.tensor, KINDS: tl.constexpr
 ) -> None:
+    chunks, rows, current, hypers, tickets = table
     chunk = tl.load(chunks + tl.program_id(0))
     number = (chunk >> 32).to(tl.int32)
     first = chunk.to(tl.int32)
@@ -297,33 +253,16 @@ def _blocks_of_row(
 
     step = (tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32))) + 1.0).to(tl.int32)
     RULE: tl.constexpr = KINDS[0] // 128 % 8  # all are of one optimizer
-    numbers = (
-        tl.load(hyper + 1),
-        tl.load(hyper + 2),
-        tl.load(hyper + 3),
-        tl.load(hyper + 4),
-        tl.load(hyper + 5),
-        tl.load(hyper + 6),
-        tl.load(hyper + 7),
-    )
+    numbers = [tl.load(hyper + i) for i in (1, 2, 3, 4, 5, 6, 7)]
     if RULE == _ADAMW:
         numbers = f.adam_constants(numbers, step)
     elif RULE != _LION:
         numbers = f.sgd_constants(numbers, step)
-    c0, c1, c2, c3, c4, c5, c6 = numbers
-    c = (
-        c0.to(tl.float32),
-        c1.to(tl.float32),
-        c2.to(tl.float32),
-        c3.to(tl.float32),
-        c4.to(tl.float32),
-        c5.to(tl.float32),
-        c6.to(tl.float32),
-    )
+    constants = [number.to(tl.float32) for number in numbers]
     l2 = tl.load(hyper).to(tl.float32)
     step_key = f.noise_key(step, ordinal, 0)
     weight_key = f.noise_key(step, ordinal, 1)
-    at = (row, moving)
+    given = (row, moving, step_key, weight_key, constants, l2, scale)
 
     blocks_of_row = tl.maximum(tl.cdiv(numel, _BLOCK), 1).to(tl.int32)
     infinite = tl.zeros((_BLOCK // 64, 16), tl.int32)
@@ -333,27 +272,16 @@ def _blocks_of_row(
         for i in tl.static_range(len(KINDS)):
             if len(KINDS) == 1 or kind == i:
                 if is_plain:
-                    found = _move(at, start, numel, step_key, weight_key, c, l2, scale, KINDS[i], True)
+                    found = _update(given, start, numel, KINDS[i], True)
                     infinite |= tl.max(tl.reshape(found.to(tl.int32), (_BLOCK // 64, 16, 4)), axis=2)
                 else:
                     for part in range(tl.cdiv(tl.minimum(numel - start, _BLOCK), _PART)):
-                        odd = _move(
-                            at,
-                            start + part * _PART,
-                            numel,
-                            step_key,
-                            weight_key,
-                            c,
-                            l2,
-                            scale,
-                            KINDS[i],
-                            False,
-                        )
+                        odd = _update(given, start + part * _PART, numel, KINDS[i], False)
                         _report(odd, overflow)
     _report(infinite, overflow)
 
     tl.debug_barrier()
-    # Read again: kept through the loop, size and count would cost registers.
+    # Loaded again, because size and count would take registers during the loop.
     blocks_of_row = tl.maximum(tl.cdiv(tl.load(row + 6), _BLOCK), 1).to(tl.int32)
     if tl.atomic_add(tickets + number, 1) == tl.cdiv(blocks_of_row, blocks) - 1:
         steps = tl.load(row + 5).to(tl.pointer_type(tl.float32))
@@ -369,19 +297,10 @@ def _report(infinite: tl.tensor, overflow: tl.tensor) -> None:
 
 
 @triton.jit
-def _move(
-    at: tl.tuple,
-    start: tl.tensor,
-    numel: tl.tensor,
-    step_key: tl.tensor,
-    weight_key: tl.tensor,
-    c: tl.tuple,
-    l2: tl.tensor,
-    scale: tl.tensor,
-    KIND: tl.constexpr,
-    PLAIN: tl.constexpr,
+def _update(
+    given: tl.tuple, start: tl.tensor, numel: tl.tensor, KIND: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tensor:
-    """One block of one kind; `PLAIN` is a whole one at aligned addresses."""
+    """Update one block of one kind; `PLAIN` for a whole, aligned one. Returns where weights are infinite."""
     MASTERS: tl.constexpr = KIND % 8
     STATE: tl.constexpr = KIND // 8 % 4
     GRAD: tl.constexpr = KIND // 32 % 4
@@ -390,8 +309,8 @@ def _move(
     MAXIMIZES: tl.constexpr = KIND // 2048
     HAS_FIRST: tl.constexpr = RULE != _PLAIN
     HAS_SECOND: tl.constexpr = RULE == _ADAMW
-    row, moving = at
-    # Read again for each block, from the cache: kept, they would cost 14 registers.
+    row, moving, step_key, weight_key, constants, l2, scale = given
+    # Loaded again for each block, from the cache, because they would take 14 registers.
     weight = tl.load(moving)
     grad = tl.load(moving + 1)
     master = tl.load(row)
@@ -404,7 +323,7 @@ def _move(
     here = (start, index, index < numel - start)
     scales_here = (start // 64, groups, groups * 64 < numel - start)
 
-    # All that is read, before anything waits for it.
+    # All loads come before their first use.
     g = block.load_float(grad, here, GRAD, PLAIN)
     w = block.load(weight, here, tl.float32 if MASTERS == _OWN else tl.int16, PLAIN)
     kept = 0
@@ -414,8 +333,9 @@ def _move(
         kept = block.load(master, here, tl.int16, PLAIN)
     elif MASTERS == _SPLIT8:
         kept = block.load(master, here, tl.int8, PLAIN)
-    m = _load_state(state0, scale0, here, scales_here, HAS_FIRST, tl.int8, STATE, PLAIN)
-    v = _load_state(state1, scale1, here, scales_here, HAS_SECOND, tl.uint8, STATE, PLAIN)
+    first, second = (state0, scale0, here, scales_here), (state1, scale1, here, scales_here)
+    m = _load_state(first, HAS_FIRST, tl.int8, STATE, PLAIN)
+    v = _load_state(second, HAS_SECOND, tl.uint8, STATE, PLAIN)
 
     w = _decode_master(w, kept, MASTERS)
     g = block.decode_float(g, GRAD) * scale
@@ -433,27 +353,27 @@ def _move(
         v = g
 
     if RULE == _ADAMW:
-        w, m, v = f.adamw(w, g, m, v, c)
+        w, m, v = f.adamw(w, g, m, v, constants)
     elif RULE == _PLAIN:
-        w, m, v = f.plain(w, g, m, v, c)
+        w, m, v = f.plain(w, g, m, v, constants)
     elif RULE == _MOMENTUM:
-        w, m, v = f.momentum(w, g, m, v, c)
+        w, m, v = f.momentum(w, g, m, v, constants)
     elif RULE == _NESTEROV:
-        w, m, v = f.nesterov(w, g, m, v, c)
+        w, m, v = f.nesterov(w, g, m, v, constants)
     else:
-        w, m, v = f.lion(w, g, m, v, c)
+        w, m, v = f.lion(w, g, m, v, constants)
 
     place = f.place(start.to(tl.uint32) + index.to(tl.uint32))
     word = f.noise(step_key, place)
     if HAS_FIRST:
-        _store_state(m, f.first_noise(word), state0, scale0, here, scales_here, True, STATE, PLAIN)
+        _store_state(m, f.first_noise(word), first, True, STATE, PLAIN)
     if HAS_SECOND:
-        _store_state(v, f.second_noise(word), state1, scale1, here, scales_here, False, STATE, PLAIN)
+        _store_state(v, f.second_noise(word), second, False, STATE, PLAIN)
     if MASTERS == _NONE:
         noise = f.weight_noise(f.noise(weight_key, place))
     else:
         noise = f.remainder_noise(word)
-    return _store_master(w, noise, weight, master, here, MASTERS, PLAIN)
+    return _store_master(w, noise, (weight, master), here, MASTERS, PLAIN)
 
 
 @triton.jit
@@ -474,15 +394,10 @@ def _decode_master(weight: tl.tensor, kept: tl.tensor, MASTERS: tl.constexpr) ->
 
 @triton.jit
 def _store_master(
-    w: tl.tensor,
-    noise: tl.tensor,
-    weight: tl.tensor,
-    master: tl.tensor,
-    here: tl.tuple,
-    MASTERS: tl.constexpr,
-    PLAIN: tl.constexpr,
+    w: tl.tensor, noise: tl.tensor, to: tl.tuple, here: tl.tuple, MASTERS: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tensor:
-    """Where the weight was stored as an infinity in 16 bits."""
+    """Returns where the weight became infinite in 16 bits; `to`: the addresses of weight and master."""
+    weight, master = to
     if MASTERS == _OWN:
         block.store(weight, w, here, tl.float32, PLAIN)
         return tl.zeros(w.shape, tl.int1)
@@ -510,16 +425,13 @@ def _store_master(
 
 @triton.jit
 def _load_state(
-    address: tl.tensor,
-    scale: tl.tensor,
-    here: tl.tuple,
-    scales_here: tl.tuple,
-    EXISTS: tl.constexpr,
-    CODE: tl.constexpr,
-    STATE: tl.constexpr,
-    PLAIN: tl.constexpr,
+    at: tl.tuple, EXISTS: tl.constexpr, CODE: tl.constexpr, STATE: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tuple:
-    """What is in memory, if anything: values, bf16 patterns, or codes with their scales' patterns."""
+    """A state as it is stored, if it exists: values, bf16 patterns, or codes with their scales' patterns.
+
+    `at` has the addresses of state and scales, and which elements of each.
+    """
+    address, scale, here, scales_here = at
     if not EXISTS:
         return 0.0, 0
     elif STATE == _STATE_INT8:
@@ -532,7 +444,7 @@ def _load_state(
 
 @triton.jit
 def _decode_state(stored: tl.tuple, SIGNED: tl.constexpr, STATE: tl.constexpr) -> tl.tensor:
-    """The FP32 values of what `_load_state` gave."""
+    """The FP32 values of what `_load_state` returned."""
     value, scale = stored
     if STATE == _STATE_INT8:
         of_group = f.decode_none(scale.to(tl.int32), 0)[:, None]
@@ -550,19 +462,17 @@ def _decode_state(stored: tl.tuple, SIGNED: tl.constexpr, STATE: tl.constexpr) -
 def _store_state(
     value: tl.tensor,
     noise: tl.tensor,
-    address: tl.tensor,
-    scale: tl.tensor,
-    here: tl.tuple,
-    scales_here: tl.tuple,
+    at: tl.tuple,
     SIGNED: tl.constexpr,
     STATE: tl.constexpr,
     PLAIN: tl.constexpr,
 ) -> None:
     """Write FP32 values in the state's format; noise from 0 to 2**20 - 1, which FP32 does not use."""
+    address, scale, here, scales_here = at
     if STATE == _STATE_INT8:
         if not PLAIN:
             _, _, mask = here
-            value = tl.where(mask, value, 0.0)  # elements beyond the end have no say in their group's scale
+            value = tl.where(mask, value, 0.0)  # elements beyond the end don't affect their group's scale
         largest = tl.max(f.magnitude(value), axis=1)
         value = f.cut(value, largest[:, None])
         inverse = f.group_inverse(largest)[:, None]
