@@ -19,8 +19,7 @@ from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES
 from mezzo.pytorch.autocast import active_policy, dispatch
-from mezzo.pytorch.autocast.dispatch import plan
-from mezzo.pytorch.autocast.plan import TORCH_TABLE
+from mezzo.pytorch.autocast.plan import TORCH_TABLE, plan
 from mezzo.pytorch.dtypes import dtype_of, name_of
 
 # Each warns once per process, so in whichever test calls it first.
@@ -263,12 +262,12 @@ expected = [BF16, FP32, FP32, BF16, BF16]
 """
 ALONE_CASES = {
     "what passes through gives what it gave, costs nothing, and another policy ends it for good": """
-assert dispatch.rule_alone(policy('fp32'), 'cpu') == ()
+assert dispatch.set_single_policy(policy('fp32'), 'cpu') == ()
 before = seen()
-names = dispatch.rule_alone(policy('bf16'), 'cpu')
+names = dispatch.set_single_policy(policy('bf16'), 'cpu')
 assert {'cat', 'stack', 'adaptive_max_pool3d', 'reflection_pad1d'} <= set(names), names
 assert not {'sigmoid', 'softmax.int', 'index_copy', 'layer_norm'} & set(names), names
-assert dispatch.passed_through('cpu') == names == dispatch.rule_alone(policy('bf16'), 'cpu')
+assert dispatch.passed_through('cpu') == names == dispatch.set_single_policy(policy('bf16'), 'cpu')
 assert seen() == before == expected, seen()
 calls, kernel = [], dispatch._kernels['cpu', 'cat'].actions
 kept = dict(kernel)
@@ -279,20 +278,20 @@ kernel.update(kept)
 assert plain() is BF16
 with mezzo.autocast('bf16,op.cat=fp32', 'cpu'):
     assert torch.cat([x, x]).dtype is FP32
-assert dispatch.passed_through('cpu') == () == dispatch.rule_alone(policy('bf16'), 'cpu')
+assert dispatch.passed_through('cpu') == () == dispatch.set_single_policy(policy('bf16'), 'cpu')
 assert seen() == expected
 assert plain() is FP32
 """,
     "it is refused where two policies live": """
 seen()
 with mezzo.autocast('fp16', 'cpu'): pass
-assert dispatch.rule_alone(policy('bf16'), 'cpu') == ()
+assert dispatch.set_single_policy(policy('bf16'), 'cpu') == ()
 assert plain() is FP32
 """,
     "before the first region, and on CUDA": """
-assert 'cat' in dispatch.rule_alone(policy('bf16'), 'cpu')
+assert 'cat' in dispatch.set_single_policy(policy('bf16'), 'cpu')
 assert seen() == expected
-names = dispatch.rule_alone(policy('bf16'), 'cuda')
+names = dispatch.set_single_policy(policy('bf16'), 'cuda')
 assert {'addcmul', 'addcdiv', 'atan2'} <= set(names), names
 from torch._subclasses.fake_tensor import FakeTensorMode
 import autocast_samples as samples
