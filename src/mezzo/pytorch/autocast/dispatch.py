@@ -25,7 +25,6 @@ from mezzo.pytorch.autocast.actions import Action, action, for_other_layouts
 from mezzo.pytorch.autocast.fallback import OTHER_LAYOUTS, Kernels
 from mezzo.pytorch.autocast.plan import (
     AUTOCAST_KEYS,
-    comes_as_it_is,
     has_kernel,
     overload_named,
     own_table,
@@ -35,15 +34,11 @@ from mezzo.pytorch.dtypes import dtype_of
 from mezzo.pytorch.hardware import leaves_autocast_off
 from mezzo.pytorch.kernels.unseen import unseen
 
-__all__ = ["end_single_policy", "install", "passed_through", "registered", "set_single_policy"]
+__all__ = ["install", "registered"]
 
 _lock = threading.RLock()
 _registrations = Kernels()
 _kernels: dict[tuple[str, str], _Kernel] = {}
-
-# Device type -> the only policy there, with the overloads that pass by the Autocast key and their registrations.
-_single: dict[str, tuple[Policy, tuple[str, ...], Kernels]] = {}
-_policies: dict[str, set[Policy]] = {}
 
 _get_dtype = torch.get_autocast_dtype
 _label = active_policy.label
@@ -74,9 +69,6 @@ def install(code: int, device_type: str, policy: Policy) -> None:
         return  # no Autocast key is ever reached
     compute = dtype_of(policy.activations)
     with _lock:
-        _policies.setdefault(device_type, set()).add(policy)
-        if device_type in _single and _single[device_type][0] != policy:
-            end_single_policy(device_type)
         for op_plan in plan(policy, device_type).values():
             for name in op_plan.overloads:
                 found = action(op_plan, name, device_type, policy)
@@ -84,51 +76,6 @@ def install(code: int, device_type: str, policy: Policy) -> None:
                     found = recompute.remembering(found)
                 other = for_other_layouts(op_plan, name, device_type) or found
                 _kernel(name, device_type).actions[code] = compute, found, other
-
-
-def set_single_policy(policy: Policy, device_type: str) -> tuple[str, ...]:
-    """Let ops that the policy runs unchanged (`cat`, padding, max-pooling) pass by the Autocast key at no cost.
-
-    For `mezzo run`, where one policy is used in the process. `fallthrough` kernels are registered over the Python ones,
-    until another policy is installed on this device type; if one already is, nothing happens. Meanwhile a plain
-    `torch.autocast` context runs these ops unchanged, too.
-
-    Args:
-        policy: with ``auto`` resolved.
-        device_type: as for `plan`.
-
-    Returns:
-        The overloads that pass through; () where none can.
-    """
-    with _lock:
-        if leaves_autocast_off(policy, device_type) or _policies.get(device_type, set()) - {policy}:
-            return ()
-        if device_type not in _single:
-            names = tuple(
-                name
-                for op_plan in plan(policy, device_type).values()
-                if op_plan.op not in policy.recomputed
-                for name in op_plan.overloads
-                if comes_as_it_is(op_plan, name)
-            )
-            kernels = Kernels()
-            for name in names:
-                _kernel(name, device_type)  # first: the later one is in force
-                kernels.register(name, torch.library.fallthrough_kernel, AUTOCAST_KEYS[device_type])
-            _single[device_type] = policy, names, kernels
-        return passed_through(device_type)
-
-
-def passed_through(device_type: str) -> tuple[str, ...]:
-    """The overloads that pass by the Autocast key at present."""
-    return _single[device_type][1] if device_type in _single else ()
-
-
-def end_single_policy(device_type: str) -> None:
-    """Undo `set_single_policy`: the Python kernels are in force again, also under a plain `torch.autocast`."""
-    with _lock:
-        if device_type in _single:
-            _single.pop(device_type)[2].remove()
 
 
 def _kernel(name: str, device_type: str) -> _Kernel:

@@ -307,13 +307,6 @@ def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel |
     return kernel
 
 
-def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
-    """Whether a planned kernel passes its arguments on unchanged: without another policy it could be left out."""
-    if op_plan.how == "native":
-        return op_plan.rule == Rule.INTERNAL_FP32.value
-    return op_plan.how == "promote" and _promotes_by_itself(op_plan.op, name)
-
-
 def _promotes_by_itself(op: str, name: str) -> bool:
     if op in _PROMOTE_BY_THEMSELVES or op in _DO_NOT_PROMOTE:
         return op in _PROMOTE_BY_THEMSELVES

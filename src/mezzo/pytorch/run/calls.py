@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.core.policy_text import matches
-from mezzo.pytorch.autocast import active_policy, dispatch
+from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast
 from mezzo.pytorch.autocast.modules import (
     apply_module_overrides,
@@ -141,10 +141,6 @@ class Preparation:
             session.journal.note(note)
         if policy.modules and not policy.is_fp32:
             self._override(model, policy, first)
-        if first and session.lowers:
-            dispatch.set_single_policy(
-                session.policy, session.device_type
-            )  # unless the overrides brought another
         if session.request.nudge and not session.journal.updates:
             fresh = [p for p in params if not is_lazy(p) and p not in self._nudged]
             self._nudged.update(dict.fromkeys(fresh))

@@ -230,10 +230,6 @@ class Session:
         Once weights are in 16 bits, a call outside autocast would fail for its FP32 inputs. So calls stay under the
         policy then, and the script's own autocast applies only inside itself.
         """
-        if self.device_type:
-            from mezzo.pytorch.autocast import dispatch
-
-            dispatch.end_single_policy(self.device_type)
         if self.lowered_weights:
             self.journal.note(f"not left alone, though {why}: inside that its own choice applies")
         elif self.left_alone is None:
