@@ -19,8 +19,7 @@ from mezzo.core.errors import BannedOpError, UsageError
 from mezzo.core.policy import policy
 from mezzo.core.rules import RULES
 from mezzo.pytorch.autocast import active_policy, dispatch
-from mezzo.pytorch.autocast.dispatch import plan
-from mezzo.pytorch.autocast.plan import TORCH_TABLE
+from mezzo.pytorch.autocast.plan import TORCH_TABLE, plan
 from mezzo.pytorch.dtypes import dtype_of, name_of
 
 # Each warns once per process, so in whichever test calls it first.
@@ -242,79 +241,5 @@ def test_nothing_is_registered_that_no_policy_needs():
     subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         check=True,
-        env={**os.environ, "MEZZO_ASSUME_NATIVE": "bf16"},
-    )
-
-
-ALONE = """
-import torch, mezzo
-from mezzo.core.policy import policy
-from mezzo.pytorch.autocast import dispatch
-BF16, FP32 = torch.bfloat16, torch.float32
-x, image, volume = torch.ones(2, dtype=BF16), torch.ones(1, 1, 4, dtype=BF16), torch.ones(1, 1, 4, 4, 4, dtype=BF16)
-def seen():
-    with mezzo.autocast("bf16", "cpu"):
-        return [t.dtype for t in (torch.cat([x, x]), torch.cat([x, x.float()]), torch.sigmoid(x),
-            torch.nn.functional.pad(image, (1, 1), mode="reflect"), torch.nn.functional.adaptive_max_pool3d(volume, 2))]
-def plain():
-    with torch.autocast("cpu", dtype=BF16):
-        return torch.nn.functional.adaptive_max_pool3d(volume, 2).dtype
-expected = [BF16, FP32, FP32, BF16, BF16]
-"""
-ALONE_CASES = {
-    "what passes through gives what it gave, costs nothing, and another policy ends it for good": """
-assert dispatch.rule_alone(policy('fp32'), 'cpu') == ()
-before = seen()
-names = dispatch.rule_alone(policy('bf16'), 'cpu')
-assert {'cat', 'stack', 'adaptive_max_pool3d', 'reflection_pad1d'} <= set(names), names
-assert not {'sigmoid', 'softmax.int', 'index_copy', 'layer_norm'} & set(names), names
-assert dispatch.passed_through('cpu') == names == dispatch.rule_alone(policy('bf16'), 'cpu')
-assert seen() == before == expected, seen()
-calls, kernel = [], dispatch._kernels['cpu', 'cat'].actions
-kept = dict(kernel)
-kernel.update({code: (dtype, lambda *a, **k: calls.append(1)) for code, (dtype, *_) in kept.items()})
-with mezzo.autocast('bf16', 'cpu'): torch.cat([x, x])
-assert calls == []
-kernel.update(kept)
-assert plain() is BF16
-with mezzo.autocast('bf16,op.cat=fp32', 'cpu'):
-    assert torch.cat([x, x]).dtype is FP32
-assert dispatch.passed_through('cpu') == () == dispatch.rule_alone(policy('bf16'), 'cpu')
-assert seen() == expected
-assert plain() is FP32
-""",
-    "it is refused where two policies live": """
-seen()
-with mezzo.autocast('fp16', 'cpu'): pass
-assert dispatch.rule_alone(policy('bf16'), 'cpu') == ()
-assert plain() is FP32
-""",
-    "before the first region, and on CUDA": """
-assert 'cat' in dispatch.rule_alone(policy('bf16'), 'cpu')
-assert seen() == expected
-names = dispatch.rule_alone(policy('bf16'), 'cuda')
-assert {'addcmul', 'addcdiv', 'atan2'} <= set(names), names
-from torch._subclasses.fake_tensor import FakeTensorMode
-import autocast_samples as samples
-from mezzo.pytorch.autocast import active_policy
-code = active_policy.successor(0, 'cuda', policy('bf16'))
-with FakeTensorMode(), samples.cuda_autocast(BF16), active_policy.rebound(code):
-    y = torch.empty(4, device='cuda', dtype=BF16)
-    assert torch.addcmul(y, y, y).dtype is torch.atan2(y, y).dtype is BF16
-    assert torch.addcmul(y.float(), y, y).dtype is FP32
-    z = torch.empty(2, 4, 8, device='cuda', dtype=BF16)
-    assert torch.group_norm(z, 2).dtype is BF16
-""",
-}
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("case", ALONE_CASES)
-def test_one_policy_alone(case):
-    """In a process of its own: what is registered here is registered for all."""
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", ALONE + ALONE_CASES[case]],
-        check=True,
-        cwd=Path(__file__).parent,
         env={**os.environ, "MEZZO_ASSUME_NATIVE": "bf16"},
     )

@@ -238,7 +238,7 @@ def test_outputs_leave_as_fp32_whatever_holds_them() -> None:
 
     from torch.nn.utils.rnn import PackedSequence
 
-    from mezzo.pytorch.run.calls import to_fp32
+    from mezzo.pytorch.autocast.modules import to_fp32
 
     low = torch.ones(2, dtype=torch.bfloat16)
     kept = [

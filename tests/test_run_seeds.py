@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.pytorch.run.prepare import nudge
+from mezzo.pytorch.run.weights import nudge
 from mezzo.runner.patches import ImportWatch
 from mezzo.runner.seeds import BASE, Seeds
 

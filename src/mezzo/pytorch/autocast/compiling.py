@@ -1,14 +1,14 @@
-"""What a context sets in PyTorch's compiler while it compiles: two settings, and the names that `patches` replaces.
+"""What contexts set in PyTorch's compiler while it compiles: two settings, and the names that `patches` replaces.
 
-**The tag of its caches** says which policy each label stands for in this process. A graph's cache key holds the label
-(AOTAutograd's holds every device's autocast dtype). The key lacks what the labels mean, which depends on the order in
-which they were made. So the tag holds a hash of all of them in order. Two processes share compiled code only if each
-label that either knows means the same policy, under the same table of operations.
+**The tag of its caches** tells which policy each label stands for in this process. A graph's cache key has the label
+(AOTAutograd's has every device's autocast dtype), but not its meaning, which depends on the order in which labels were
+made. So the tag is a hash of all of them in order. Two processes share compiled code only if each label that either
+knows means the same policy, under the same table of operations.
 
-**The backward pass of a compiled function** is made as an eager one runs: outside of every region. `torch.compile`
-makes both passes while the function is called, and by default makes the backward pass under the autocast state of that
-call. The two differ where an op's backward pass calls other ops: the products of an FP32 `linear` inside a 16-bit
-region would be computed as products of the region, and numbers beyond fp16 overflow. (`torch.amp` has this bug.)
+**The backward pass of a compiled function** is compiled as an eager one runs: outside of every context. `torch.compile`
+compiles both passes while the function is called, and by default the backward pass under the autocast state of that
+call. The two differ where an op's backward calls other ops: the products of an FP32 `linear` inside a 16-bit context
+would be computed in 16 bits, and values beyond fp16 overflow. (`torch.amp` has this bug.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _before: tuple[str, Any] | None = None  # the user's settings, during a compilat
 
 
 def set_up() -> None:
-    """Have each compilation from now on call `begin` and `end`. `torch._dynamo.reset` forgets this."""
+    """Have each later compilation call `begin` and `end`. `torch._dynamo.reset` undoes this."""
     global _imports
     if handler is not None:
         if begin not in handler.start_callbacks:
@@ -49,7 +49,7 @@ def _dynamo_imported(module: ModuleType | Any) -> None:
         _imports.remove()
 
 
-@unseen  # Dynamo holds a lock while it calls this: compiling what runs here would wait for it for ever
+@unseen  # Dynamo holds a lock meanwhile: compiling this would deadlock
 def begin(*_: object) -> None:
     """A compilation begins, or a label is made in one."""
     global _before
@@ -58,22 +58,20 @@ def begin(*_: object) -> None:
 
     if _before is None:
         patches.suspend()
-        _before = config.cache_key_tag, getattr(functorch_config, "backward_pass_autocast", None)
+        _before = config.cache_key_tag, functorch_config.backward_pass_autocast
     config.cache_key_tag = _before[0] + active_policy.fingerprint()
-    if _before[1] == _DEFAULT:  # a setting that the user has changed stays, as does an older PyTorch's
+    if _before[1] == _DEFAULT:  # what the user has set stays
         functorch_config.backward_pass_autocast = _OFF
 
 
 @unseen
 def end(*_: object) -> None:
-    """The compilation is over: both settings are the user's again."""
+    """The compilation is over: restore both settings."""
     global _before
     import torch.compiler.config as config
     from torch._functorch import config as functorch_config
 
     if _before is not None:
-        config.cache_key_tag = _before[0]
-        if _before[1] == _DEFAULT:
-            functorch_config.backward_pass_autocast = _DEFAULT
+        config.cache_key_tag, functorch_config.backward_pass_autocast = _before
         _before = None
         patches.resume()

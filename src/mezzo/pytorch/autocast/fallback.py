@@ -1,24 +1,26 @@
-"""FP32 where PyTorch has no 16-bit kernel for a call: which calls these were, and the kernels that a run needs for it.
+"""Registering kernels, and FP32 where PyTorch has no 16-bit kernel for a call.
 
-Mezzo's kernels at the Autocast key widen their inputs themselves (`mezzo.pytorch.autocast.actions.for_other_layouts`).
-What PyTorch's autocast casts (a product in bf16) arrives in 16 bits at the kernel for the tensor's layout. `mezzo run`
-wraps those kernels, so that a script that runs in FP32 runs in each format. Dense tensors never meet them. Outside of a
-run nothing is wrapped, and a plain `torch.autocast` fails where it failed.
+Mezzo's kernels at the Autocast key widen inputs of other layouts themselves
+(`mezzo.pytorch.autocast.actions.for_other_layouts`). What PyTorch's autocast casts (a product in bf16) arrives in 16
+bits at the kernel for the tensor's layout. `mezzo run` wraps those kernels, so that a script that runs in FP32 runs in
+each format. Dense tensors never reach them. Outside of a run nothing is wrapped, and a plain `torch.autocast` fails
+where it failed.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "lend_kernels", "noted", "quietly", "widen"]
+from mezzo.pytorch.autocast.plan import overload_named
+
+__all__ = ["CALLS", "LACKING", "OTHER_LAYOUTS", "Kernels", "lend_kernels", "noted", "widen"]
 
 #: Op -> how many of its calls ran in FP32 although its rule has 16 bits.
 CALLS: Counter[str] = Counter()
@@ -29,12 +31,34 @@ LACKING: Mapping[str, str] = {
     "SparseCsrCPU": "add.Tensor addmm mm triangular_solve.X",
 }
 
-#: Bits of a dispatch key set, of which one is set where an argument's memory is not its values in order.
+#: Bits of a dispatch key set, one of which is set where an argument's memory is not its values in order.
 OTHER_LAYOUTS: int = 0
 for _name in ("Sparse", "SparseCsr", "NestedTensor", "MkldnnCPU", "Negative"):
     OTHER_LAYOUTS |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name)).raw_repr()
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+class Kernels:
+    """Kernels registered with the dispatcher, until `remove`."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[str, torch.library.Library] = {}
+
+    def register(self, name: str, kernel: Callable[..., Any], key: str, *, with_keyset: bool = False) -> None:
+        """Register a kernel of one overload at a dispatch key, without the warning that it replaces one."""
+        namespace, _, op = overload_named(name).name().partition("::")
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self._libraries[namespace].impl(op, kernel, key, with_keyset=with_keyset)
+
+    def remove(self) -> None:
+        """Remove them all: the kernels beneath are in force again."""
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
 
 
 class _Widened(torch.autograd.Function):
@@ -63,7 +87,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:
-    """The action, whose calls are counted in `CALLS`."""
+    """The action, with its calls counted in `CALLS`."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         CALLS[op] += 1
@@ -73,19 +97,18 @@ def noted(op: str, action: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def lend_kernels() -> Callable[[], None]:
-    """Wrap the kernels in `LACKING`, so that they compute 16-bit tensors in FP32; returns what undoes it."""
+    """Wrap the kernels in `LACKING`, so that they compute 16-bit tensors in FP32; returns a function that undoes it."""
     CALLS.clear()
-    library = torch.library.Library("aten", "IMPL")
-    with quietly():
-        for key, names in LACKING.items():
-            for name in names.split():
-                library.impl(name, _in_fp32(name, key), key, with_keyset=True)
-    return library._destroy
+    kernels = Kernels()
+    for key, names in LACKING.items():
+        for name in names.split():
+            kernels.register(name, _in_fp32(name, key), key, with_keyset=True)
+    return kernels.remove
 
 
 def _in_fp32(name: str, key: str) -> Callable[..., Any]:
-    op, _, overload = name.partition(".")
-    original = torch.library.get_kernel(getattr(getattr(torch.ops.aten, op), overload or "default"), key)
+    op = name.partition(".")[0]
+    original = torch.library.get_kernel(overload_named(name), key)
 
     def run(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -97,11 +120,3 @@ def _in_fp32(name: str, key: str) -> Callable[..., Any]:
         return tree_map_only(Tensor, lambda t: t.to(*dtypes), out) if len(dtypes) == 1 else out
 
     return run
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """The dispatcher says once that a kernel of its own is replaced; that is the purpose."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

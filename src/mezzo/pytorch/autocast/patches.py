@@ -1,12 +1,12 @@
 """What an autocast context replaces in PyTorch while it is open, in any thread, and restores when the last one ends.
 
-| replaced                                                              | for                                  |
-|-----------------------------------------------------------------------|--------------------------------------|
-| `torch._C._set_grad_enabled`, `torch._C._InferenceMode`               | clearing the cache of 16-bit weights |
-| `torch.utils.checkpoint._CheckpointFrame` and its `CheckpointFunction`| recomputing under the same policy    |
+| replaced                                                               | for                                  |
+|------------------------------------------------------------------------|--------------------------------------|
+| `torch._C._set_grad_enabled`, `torch._C._InferenceMode`                | clearing the cache of 16-bit weights |
+| `torch.utils.checkpoint._CheckpointFrame` and its `CheckpointFunction` | recomputing under the same policy    |
 
-These are four names in two modules, not attributes of classes: to assign those costs microseconds, since CPython then
-forgets what it knows of the class.
+These are four names in two modules, not attributes of classes: assigning those costs microseconds, since CPython then
+drops its caches for the class.
 
 Weights: `torch.autocast` keeps the 16-bit copy of an FP32 leaf until the outermost context ends, and finds it by the
 tensor's address alone. A weight that is written in between would be used at its old value, and a copy made under
@@ -22,8 +22,7 @@ forward pass is checkpointed, with the label of that moment.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,29 +61,30 @@ def hold() -> None:
 
 
 def release() -> None:
-    """End what one `hold` began. What someone else has replaced since is theirs, and stays."""
+    """End what one `hold` began. What another library has replaced since stays."""
     _open.pop()
     if not _open:
+        core, names = _CORE, _CHECKPOINT
         switch, mode, frame, function = _ours
         if (
-            _CORE["_set_grad_enabled"] is switch
-            and _CORE["_InferenceMode"] is mode
-            and _CHECKPOINT["_CheckpointFrame"] is frame
-            and _CHECKPOINT["CheckpointFunction"] is function
+            core["_set_grad_enabled"] is switch
+            and core["_InferenceMode"] is mode
+            and names["_CheckpointFrame"] is frame
+            and names["CheckpointFunction"] is function
         ):
-            _CORE["_set_grad_enabled"], _CORE["_InferenceMode"], frame, function = _theirs
-            _CHECKPOINT["_CheckpointFrame"], _CHECKPOINT["CheckpointFunction"] = frame, function
+            core["_set_grad_enabled"], core["_InferenceMode"], frame, function = _theirs
+            names["_CheckpointFrame"], names["CheckpointFunction"] = frame, function
         else:
-            for (name, names), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
-                if names[name] is ours:
-                    names[name] = theirs
+            for (name, where), theirs, ours in zip(_WHERE.items(), _theirs, _ours):
+                if where[name] is ours:
+                    where[name] = theirs
         if _open:  # another thread has begun a context meanwhile
             hold()
             release()
 
 
 def suspend() -> None:
-    """A compilation begins: Dynamo writes `torch._C._set_grad_enabled` into its graphs as it finds it there."""
+    """A compilation begins: Dynamo writes the `torch._C._set_grad_enabled` that it finds into its graphs."""
     for name, theirs, ours in zip(_WHERE, _theirs, _ours):
         if _WHERE[name] is _CORE and _CORE[name] is ours:
             _CORE[name] = theirs
@@ -97,7 +97,7 @@ def resume() -> None:
 
 
 def _replace() -> None:
-    """Replace what is not yet replaced, also what someone else has put there since the last time."""
+    """Replace what is not yet replaced, also what another library has put there since the last time."""
     global _theirs, _ours
     found = [names[name] for name, names in _WHERE.items()]
     pairs = [
@@ -110,7 +110,7 @@ def _replace() -> None:
 
 
 def _clearing_switch(original: Callable[[bool], None]) -> Callable[[bool], None]:
-    """`torch._C._set_grad_enabled`, through which all of torch's Python switches the recording of gradients."""
+    """`torch._C._set_grad_enabled`, which all of torch's Python code uses to switch the recording of gradients."""
 
     @functools.wraps(original)
     def _set_grad_enabled(mode: bool) -> None:
@@ -176,11 +176,11 @@ _ours: tuple[Any, ...] = tuple(wrap(found) for wrap, found in zip(_WRAPPERS, _th
 
 
 def _under_this_label(function: Any) -> Any:
-    """The function, with a region of the label in force now around each call.
+    """The function, each call of which runs under the present label.
 
     Raises:
-        UnsupportedPrecisionError: a policy in force can't be put back there: `torch.utils.checkpoint` recomputes inside
-            `torch.autocast` objects, which refuse the dtype of emulated TF32 and would leave it out.
+        UnsupportedPrecisionError: `torch.utils.checkpoint` recomputes inside `torch.autocast` objects, which refuse the
+            dtype of emulated TF32.
     """
     code = active_policy.label()
     for device_type, policy in active_policy.binding_of(code):
@@ -193,17 +193,11 @@ def _under_this_label(function: Any) -> Any:
 
     @functools.wraps(function)
     def under_label(*args: Any, **kwargs: Any) -> Any:
-        with _rebound(code):
-            return function(*args, **kwargs)
+        hold()  # for checkpoints inside this one
+        try:
+            with active_policy.rebound(code):
+                return function(*args, **kwargs)
+        finally:
+            release()
 
     return under_label
-
-
-@contextmanager
-def _rebound(code: int) -> Iterator[None]:
-    hold()  # a checkpoint within it is recomputed, too
-    try:
-        with active_policy.rebound(code):
-            yield
-    finally:
-        release()

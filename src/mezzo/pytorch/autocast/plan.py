@@ -1,9 +1,8 @@
-"""The plan: for each op, what a policy does on this kind of device, decided before anything runs.
+"""The plan: what a policy does for each op on a device type, decided before anything runs.
 
 `plan(policy, device_type)` is a value that can be printed. It compares, op by op, the policy's rule and the row of the
-table (`mezzo.core.rules`) with PyTorch's own autocast lists and with what the device has natively. A kernel is
-registered (`dispatch.py`) only where PyTorch does not do the same already; everything else keeps its
-C++ path.
+table (`mezzo.core.rules`) with PyTorch's own autocast lists and with the device's native formats. `dispatch.py`
+registers a kernel only where PyTorch does not do the same already; every other op keeps its C++ path.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -84,18 +84,13 @@ TORCH_TABLE: Mapping[str, Mapping[str, str]] = {"cpu": _by_op(_CPU), "cuda": _by
 
 # The dispatcher's key for a device type, as `torch.library` spells it.
 AUTOCAST_KEYS: Mapping[str, str] = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "xpu": "AutocastXPU",
-    "mps": "AutocastMPS",
-    "hpu": "AutocastHPU",
-    "mtia": "AutocastMTIA",
+    device: f"Autocast{device.upper()}" for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 }
 
+_dispatcher_has = torch._C._dispatch_has_kernel_for_dispatch_key
 
-# Composite ops, and overloads, that are not on a device's own list but whose parts are, with the outcome that
-# the rule asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and
-# nll_loss).
+# Composite ops, and overloads, that are not on a device's own list but whose parts are, with the result that the rule
+# asks for: a kernel over the whole would only add casts (cross entropy ends in log_softmax and nll_loss).
 _BY_PARTS: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"nll_loss_nd"}),
     "cuda": frozenset(
@@ -104,7 +99,7 @@ _BY_PARTS: Mapping[str, frozenset[str]] = {
     ),
 }
 
-# Ops that belong to another device, whatever this build of PyTorch has kernels for.
+# Ops of another device, for which this build of PyTorch may have kernels nevertheless.
 _FOREIGN: Mapping[str, frozenset[str]] = {
     "cpu": frozenset({"_cudnn_rnn", "_mps_convolution"}),
     "cuda": frozenset(
@@ -120,8 +115,8 @@ _FOREIGN: Mapping[str, frozenset[str]] = {
 # `float_power` computes in FP64 by its definition, whatever comes in.
 _ALWAYS_FP64 = frozenset({"float_power"})
 
-# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the
-# other way round. (embedding and rsub have one floating tensor where it matters.)
+# Ops of several inputs that promote by themselves although ATen does not tag them as element-wise, and the reverse.
+# (embedding and rsub have one floating tensor where it matters.)
 _PROMOTE_BY_THEMSELVES = frozenset({"cat", "stack", "where", "embedding", "rsub"})
 _DO_NOT_PROMOTE = frozenset({"heaviside", "heaviside_", "lerp", "lerp_"})
 
@@ -131,7 +126,7 @@ FIRST = "first input's"
 
 @dataclass(frozen=True)
 class OpPlan:
-    """What one op does under a policy on a kind of device.
+    """What one op does under a policy on a device type.
 
     Args:
         op: the op's name as in the table.
@@ -139,13 +134,13 @@ class OpPlan:
         formats_in: format of the floating inputs when the kernel runs: a format's name, ``widest input``, or
             ``first input's`` (as they come).
         format_out: format of the floating outputs, in the same words.
-        how: ``pytorch`` (its own table or kernel does this already; nothing is registered), ``native`` (a
-            registered kernel casts, the device's own computes), ``kernel`` (Mezzo's own, see `kernel`), ``emulated``
-            (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel between casts: 16 bits in and
-            out), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
-        reason: the rule's reason, then why it is done so here.
+        how: the implementation: ``pytorch`` (its own table or kernel does this already; nothing is registered),
+            ``native`` (a registered kernel casts, the device's own computes), ``kernel`` (Mezzo's own, see `kernel`),
+            ``emulated`` (stored in the format, computed in FP32), ``rounded`` (the FP32 kernel between casts: 16 bits
+            in and out), ``fp32``, ``promote``, ``banned``, ``absent`` (this build has no such op on the device).
+        reason: the rule's reason, then the reason for the implementation.
         overloads: the ATen overloads for which a kernel is registered; () for ``pytorch``.
-        remedy: for a banned op, what to use in its place.
+        remedy: for a banned op, what to use instead.
         kernel: the kernel of the table's row, or that for the factors of fp8 or TF32.
     """
 
@@ -250,7 +245,6 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
     foreign = _FOREIGN.get(device_type, frozenset())
     names = () if op in foreign else overloads_of(op, device_type)
     theirs, by_parts = own_table(device_type), _BY_PARTS.get(device_type, frozenset())
-    wide = "fp64" if op in _ALWAYS_FP64 else "fp32"
     if not names:
         return planned("absent", ("", ""), "this build of PyTorch has no such op on this device")
     if policy.compute == "fp32":
@@ -262,7 +256,7 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if rule is Rule.LOWER:
             return OpPlan(op, rule.value, "fp32", "fp32", "kernel", _TF32.why, names, kernel=_TF32)
         why = "FP32: only the factors of products are shorter"
-        out = wide if op in _ALWAYS_FP64 else FIRST
+        out = "fp64" if op in _ALWAYS_FP64 else FIRST
         return OpPlan(op, rule.value, FIRST, out, "pytorch", why, remedy=decision.remedy)
 
     if op in IN_PLACE and rule is not Rule.BANNED:
@@ -287,10 +281,8 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
         if not native:
             why = "computed in FP32 between casts on this device"
             return planned("emulated", (compute, compute), why, names)
-        why = "not on PyTorch's list for this device"
-        return unlike_torch(
-            "native", (compute, compute), ("lower",), why, same="as PyTorch's own table has it"
-        )
+        why, same = "not on PyTorch's list for this device", "as PyTorch's own table has it"
+        return unlike_torch("native", (compute, compute), ("lower",), why, same)
     if kernel and kind == "result":
         return by_kernel(kernel, (FIRST, "fp32"))
     gives_fp32 = op in _ALWAYS_FP64 or (row and row.kernel and row.kernel.kind == "result")
@@ -301,11 +293,12 @@ def _plan_op(op: str, decision: Decision, policy: Policy, device_type: str, nati
             return unlike_torch("native", (FIRST, FIRST), ("",), evidence)
         why = "no evidence that the 16-bit kernel here accumulates in FP32, so FP32's between casts"
         return planned("rounded", (FIRST, FIRST), why, names)
-    return unlike_torch("fp32", ("fp32", wide), ("fp32", "fp32_dtype"))
+    out = "fp64" if op in _ALWAYS_FP64 else "fp32"
+    return unlike_torch("fp32", ("fp32", out), ("fp32", "fp32_dtype"))
 
 
 def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel | None:
-    """The kernel of a row where it serves this kind of device, and the policy has a use for it."""
+    """The kernel of a row where it runs on this device type and the policy uses it."""
     kernel = row.kernel_on(device_type) if row else None
     if kernel is None or (kernel.kind in ("layer", "cell") and policy.hidden != "fp32"):
         return None
@@ -314,54 +307,45 @@ def _kernel_on(row: OpRule | None, device_type: str, policy: Policy) -> Kernel |
     return kernel
 
 
-def comes_as_it_is(op_plan: OpPlan, name: str) -> bool:
-    """Whether a planned kernel leaves a call as the caller made it, so that none is needed where no other rules."""
-    if op_plan.how == "native":
-        return op_plan.rule == Rule.INTERNAL_FP32.value
-    return op_plan.how == "promote" and _promotes_by_itself(op_plan.op, name)
-
-
 def _promotes_by_itself(op: str, name: str) -> bool:
     if op in _PROMOTE_BY_THEMSELVES or op in _DO_NOT_PROMOTE:
         return op in _PROMOTE_BY_THEMSELVES
     overload = overload_named(name)
-    tensors = [argument for argument in overload._schema.arguments if "Tensor" in str(argument.type)]
-    alone = len(tensors) == 1 and "[]" not in str(tensors[0].type) and "List" not in str(tensors[0].type)
-    return alone or torch.Tag.pointwise in overload.tags
+    return takes_one_tensor(overload) or torch.Tag.pointwise in overload.tags
+
+
+def takes_one_tensor(overload: torch._ops.OpOverload) -> bool:
+    """Whether the first argument is a tensor and none of the others is, or could be."""
+    types = [str(argument.type) for argument in overload._schema.arguments]
+    return types[0] == "Tensor" and sum("Tensor" in kind for kind in types) == 1
 
 
 def has_kernel(op: str, device_type: str) -> bool:
-    """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload` on this kind of device.
-
-    Once Mezzo has registered one this is True whatever PyTorch does: `mezzo.pytorch.autocast.dispatch` asks before.
-    """
+    """Whether the dispatcher has an autocast kernel for `aten::op` or `aten::op.overload`: PyTorch's, or Mezzo's."""
     name = op if "::" in op else f"aten::{op}"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, AUTOCAST_KEYS[device_type]))
+    return _dispatcher_has(name, AUTOCAST_KEYS[device_type])
 
 
 @functools.cache
 def own_table(device_type: str) -> Mapping[str, str]:
-    """PyTorch's own autocast table on a kind of device, as before any registration: overload -> category.
+    """PyTorch's own autocast table on a device type, as before any registration: overload -> category.
 
-    XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op for
-    which it has no kernel is not on the list, and a kernel that the lists do not name has the category
-    ``unknown``.
+    XPU has CUDA's lists. Where the lists and the dispatcher disagree, the dispatcher is right: an op without a kernel
+    there is not on the list, and a kernel that the lists do not name has the category ``unknown``.
     """
     lists = TORCH_TABLE.get(device_type, TORCH_TABLE["cuda"])
-    table = {}
-    for op in RULES:
-        for name in overloads_of(op, device_type):
-            if has_kernel(name, device_type):
-                table[name] = lists.get(name, "unknown")
-    return MappingProxyType(table)
+    names = [name for op in RULES for name in overloads_of(op, device_type)]
+    return MappingProxyType(
+        {name: lists.get(name, "unknown") for name in names if has_kernel(name, device_type)}
+    )
 
 
 @functools.cache
 def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
     """The overloads that a rule can serve: functional ones (no `out=`; in place only `IN_PLACE`) that take tensors.
 
-    Overloads with a dtype that the caller must give (`norm.ScalarOpt_dtype`) already say what they return;
-    those called `vec` only reckon sizes and call the op's own; quantised ones take scaled integers or FP8.
+    Overloads with a required dtype (`norm.ScalarOpt_dtype`) return that dtype, those called `vec` only compute sizes
+    and call the op's own, and quantised ones take scaled integers or FP8.
 
     Raises:
         UsageError: an op of another library that is not loaded.
@@ -372,13 +356,13 @@ def overloads_of(op: str, device_type: str) -> tuple[str, ...]:
         if namespace:
             raise UsageError(
                 f"policy: op {op!r} is not registered with PyTorch. Import the library that defines it before "
-                "the region is entered."
+                "the context is entered."
             )
         return ()
     return tuple(_served_overloads(packet, device_type, name in IN_PLACE))
 
 
-def _served_overloads(packet: torch._ops.OpOverloadPacket, device_type: str, in_place: bool) -> Iterator[str]:
+def _served_overloads(packet: Any, device_type: str, in_place: bool) -> Iterator[str]:
     for overload in (getattr(packet, name) for name in packet.overloads()):
         schema = overload._schema
         types = [str(argument.type) for argument in schema.arguments]
@@ -398,20 +382,17 @@ def _served_overloads(packet: torch._ops.OpOverloadPacket, device_type: str, in_
         yield full.removesuffix(".default")
 
 
+# What an op must have one of to run on a CPU.
+_CPU_KEYS = (
+    *("CPU", "SparseCPU", "SparseCsrCPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd"),
+    "CompositeExplicitAutogradNonFunctional",
+)
+
+
 def _implemented(name: str, device_type: str) -> bool:
-    if not torch._C._dispatch_has_kernel(name):
-        return False
-    if device_type != "cpu":
-        return True  # a build without this device has no kernels for it to be asked about
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        for key in (
-            *("CPU", "SparseCPU", "SparseCsrCPU"),
-            "CompositeImplicitAutograd",
-            "CompositeExplicitAutograd",
-            "CompositeExplicitAutogradNonFunctional",
-        )
-    )
+    """Whether an op can run on a device type; True for all ops where this build lacks the device."""
+    has_any = bool(torch._C._dispatch_has_kernel(name))
+    return has_any and (device_type != "cpu" or any(_dispatcher_has(name, key) for key in _CPU_KEYS))
 
 
 def overload_named(name: str) -> torch._ops.OpOverload:

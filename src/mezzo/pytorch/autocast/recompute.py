@@ -1,11 +1,11 @@
-"""Outputs of cheap ops that backward makes again from the op's input, which the op itself keeps in any case.
+"""Outputs of cheap ops that backward recomputes from the op's input, which the op itself saves in any case.
 
-`gelu` keeps its input for backward and the product after it keeps gelu's output: two tensors of one size, of which
-the second is one pass over the first. In a region whose policy has ``recompute=gelu`` the second is not kept. What
-is saved for backward passes the hooks below: a tensor that lies where a remembered op has written is replaced by
-that op's call. The recomputed values are the same bits, since kernel, input and formats are.
+`gelu` saves its input for backward and the product after it saves gelu's output: two tensors of one size, of which the
+second is one pass over the first. In a context whose policy has ``recompute=gelu`` the second is not saved. What
+autograd saves passes the hooks below: a tensor in the memory that a remembered op has written is replaced by that op's
+call. The recomputed values have the same bits, since kernel, input and formats are the same.
 
-Only what autograd saves is affected, and only in eager mode: a compiler decides by itself what it keeps. An op inside
+Only what autograd saves is affected, and only in eager mode: a compiler decides by itself what it saves. An op inside
 `torch.utils.checkpoint` is recomputed by that anyway.
 """
 
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+from mezzo.pytorch.kernels.packing import Versioned
 from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["pop", "push", "remembering"]
@@ -32,29 +34,21 @@ class _Made:
     """How an op's output was made.
 
     Args:
-        storage: of the output, weakly: an address means something only while this lives.
+        storage: of the output, weakly: its address is unique only while it lives.
         call: makes the output again.
-        inputs: the tensors that `call` reads, each with its version when it was read.
+        inputs: the tensors that `call` reads.
         version: of the output when it was made.
     """
 
     storage: weakref.ref[torch.UntypedStorage]
     call: Callable[[], Tensor]
-    inputs: tuple[tuple[Tensor, int], ...]
-    version: int
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A tensor that was saved as it is, which must not have changed since."""
-
-    tensor: Tensor
+    inputs: tuple[Versioned, ...]
     version: int
 
 
 @dataclass(slots=True)
 class _Recomputed:
-    """A tensor that was not saved: how it was made, and which part of it was meant."""
+    """A tensor that was not saved: the output that it is a part of, and which part."""
 
     made: _Made
     size: torch.Size
@@ -65,39 +59,41 @@ _made: dict[int, _Made] = {}
 
 
 class _Thread(threading.local):
-    """For each `push` of this thread that is not over, whether it could hook anything."""
+    """The hooks of each `push` of this thread, None where none could be set."""
 
     def __init__(self) -> None:
-        self.hooked: list[bool] = []
+        self.hooks: list[saved_tensors_hooks | None] = []
 
 
 _thread = _Thread()
 
 
 def push() -> None:
-    """From now on, what autograd saves in this thread is not kept where it can be made again.
+    """From now on, this thread does not save what can be recomputed.
 
-    Inside a transform of `torch.func`, which takes no hooks, all is kept.
+    Inside a transform of `torch.func`, which takes no hooks, everything is saved.
     """
-    hooked = bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-    if hooked:
-        torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
-    _thread.hooked.append(hooked)
+    hooks = None
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        hooks = saved_tensors_hooks(_pack, _unpack)
+        hooks.__enter__()
+    _thread.hooks.append(hooks)
 
 
 def pop() -> None:
     """End what the last `push` began."""
-    if _thread.hooked.pop():
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    hooks = _thread.hooks.pop()
+    if hooks is not None:
+        hooks.__exit__()
 
 
 def remembering(op: Action) -> Action:
-    """The op's action, which leaves a note of how its output can be made again."""
+    """The op's action, which remembers how its output can be recomputed."""
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
         out = op(*args, **kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        # Of a full-width output there is nothing to save that the policy set out to save.
+        # An FP32 output is saved: the policy is about 16-bit ones.
         if (
             isinstance(out, Tensor)
             and out.requires_grad
@@ -111,7 +107,7 @@ def remembering(op: Action) -> Action:
 
 
 def _remember(out: Tensor, op: Action, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-    # Detached: a note must not keep the graph alive.
+    # Detached: the call must not keep the graph alive.
     bare = [value.detach() if isinstance(value, Tensor) else value for value in args]
     named = {key: value.detach() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
 
@@ -121,19 +117,19 @@ def _remember(out: Tensor, op: Action, args: Any, kwargs: Any, tensors: list[Ten
         return again
 
     storage = out.untyped_storage()
-    key = storage._cdata
+    key = storage.data_ptr()
 
     def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
         found = _made.get(key)
         if found is not None and found.storage is reference:
             del _made[key]
 
-    kept = tuple((tensor.detach(), tensor._version) for tensor in tensors)
-    _made[key] = _Made(weakref.ref(storage, forget), call, kept, out._version)
+    inputs = tuple(Versioned(tensor.detach()) for tensor in tensors)
+    _made[key] = _Made(weakref.ref(storage, forget), call, inputs, out._version)
 
 
-def _pack(tensor: Tensor) -> _Kept | _Recomputed:
-    made = _made.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
+def _pack(tensor: Tensor) -> Versioned | _Recomputed:
+    made = _made.get(tensor.untyped_storage().data_ptr()) if is_plain(tensor) else None
     if (
         made is not None
         and made.version == tensor._version
@@ -141,23 +137,12 @@ def _pack(tensor: Tensor) -> _Kept | _Recomputed:
         and made.storage() is tensor.untyped_storage()
     ):
         return _Recomputed(made, tensor.shape, tensor.stride())
-    return _Kept(tensor, tensor._version)
+    return Versioned(tensor)
 
 
-def _unpack(saved: _Kept | _Recomputed) -> Tensor:
-    if isinstance(saved, _Kept):
-        _unchanged(saved.tensor, saved.version)
-        return saved.tensor
-    for tensor, version in saved.made.inputs:
-        _unchanged(tensor, version)
+def _unpack(saved: Versioned | _Recomputed) -> Tensor:
+    if isinstance(saved, Versioned):
+        return saved.get()
+    for tensor in saved.made.inputs:
+        tensor.get()  # raises where the input has changed
     return saved.made.call().as_strided(saved.size, saved.stride, 0)
-
-
-def _unchanged(tensor: Tensor, version: int) -> None:
-    # Autograd checks this itself, but for tensors that pass hooks.
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}. "
-            "Change a copy of it, or call backward first."
-        )

@@ -1,13 +1,14 @@
 """`backward()` and `autograd.grad` of a run: the loss is noted, and in fp16 scaled without the script's knowing.
 
 fp16 loses gradients under 2^-24, so a backward pass starts from S instead of 1. Every gradient that leaves the graph is
-divided by S in FP32 on its way out: a hook that lives for one backward pass sits on *every* leaf that the graph
-reaches, before the script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what
-hooks on leaves see are true gradients. What hooks on tensors inside the graph see is scaled.
+divided by S in FP32: a hook that lives for one backward pass is on *every* leaf that the graph reaches, before the
+script's own hooks. So `.grad` of parameters and of inputs, what `autograd.grad` returns and what hooks on leaves see
+are true gradients. What hooks on tensors inside the graph see is scaled.
 
-Each hook also notes, on the device, whether its gradient was finite; `Overflows` asks before a step. A gradient that no
-optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped. A graph with such a leaf
-is run again at S/2 until its gradients are finite or S is 1, and only then are they added to `.grad`.
+Each hook also records, on the device, whether its gradient was finite (`found_inf`); `Overflows` reads this before a
+step. A gradient that no optimizer owns (a hand-written update, an adversarial input) has no step that could be skipped.
+A graph with such a leaf is run again at S/2 until its gradients are finite or S is 1, and only then are they added to
+`.grad`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mezzo.core.errors import UsageError
 from mezzo.pytorch.kernels.unseen import unseen
 from mezzo.pytorch.step import numbers_of
 from mezzo.pytorch.training import backward as walks
@@ -31,9 +34,7 @@ if TYPE_CHECKING:
     from mezzo.pytorch.run.session import Session
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
-_Key = torch._C._TorchDispatchModeKey
-_modes = torch._C._len_torch_dispatch_stack
-_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
+_TRACERS = {"FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode"}
 _CHECKED = (torch.float32, torch.float64)
 
 Backward = Callable[..., Any]
@@ -41,15 +42,15 @@ _Hook = Callable[[Tensor | None], Tensor | None]
 leaves_of = unseen(walks.leaves_of)
 
 
-class Found:
-    """One number for each leaf of one backward pass, on the leaf's own device: was its gradient not finite?
+class FoundInf:
+    """One number for each leaf of one backward pass, on the leaf's device: whether its gradient was not finite.
 
     Args:
         devices: of each leaf, in order.
 
     Attributes:
-        slots: where each leaf notes what it saw: 0-dim FP32, a view of its device's flags.
-        spent: ids of the optimizers that have asked for it at a step.
+        slots: for each leaf the number that its hook writes: 0-dim FP32, a view of its device's numbers.
+        spent: ids of the optimizers that have read it at a step.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -63,7 +64,7 @@ class Found:
             self.slots.update(zip(indices, self._flags[device].unbind()))
 
     def read(self) -> list[bool]:
-        """What each leaf saw; waits for the devices. Ask anew after more of the backward pass has run."""
+        """The number of each leaf at present; waits for the devices."""
         result = [False] * len(self.slots)
         for device, indices in self.devices.items():
             for index, flag in zip(indices, self._flags[device].tolist()):
@@ -71,28 +72,28 @@ class Found:
         return result
 
 
-Flags = list[tuple[Found, int]]
-"""Of one leaf's gradient: of each backward pass that added to it, the leaf's place in what it found."""
+Flags = list[tuple[FoundInf, int]]
+"""Of one leaf's gradient: each backward pass that added to it, and the leaf's place in that pass."""
 
 
 class Attempts:
-    """One backward that is run until its gradients are finite: what each attempt starts from, and what it found.
+    """One backward that is run until its gradients are finite.
 
     Args:
-        overflows: knows the flags of the leaves.
+        overflows: has the flags of the leaves.
         scale: of the first attempt.
 
     Attributes:
-        scale: of the attempt that runs.
+        scale: of the current attempt.
         before: for each leaf reached its gradient and flags from before the first attempt, by the leaf's id.
-        found: of the attempt that runs, by each graph in it: a backward inside the backward has one of its own.
+        found: of the current attempt, for each graph in it: a backward inside the backward has its own.
     """
 
     def __init__(self, overflows: Overflows, scale: float) -> None:
         self._overflows = overflows
         self.scale = scale
         self.before: dict[int, tuple[Tensor, Tensor | None, Flags]] = {}
-        self.found: list[Found] = []
+        self.found: list[FoundInf] = []
 
     def reach(self, leaves: Iterable[Tensor]) -> None:
         """These leaves are about to receive gradients."""
@@ -101,8 +102,9 @@ class Attempts:
                 self.before[id(leaf)] = (leaf, leaf.grad, list(self._overflows.flags(leaf)))
                 self._reset(leaf)
 
-    def begin(self) -> None:
-        """An attempt begins: no leaf has received anything."""
+    def begin(self, scale: float) -> None:
+        """An attempt begins: restore every leaf."""
+        self.scale = scale
         self.found.clear()
         for leaf, _, _ in self.before.values():
             self._reset(leaf)
@@ -118,20 +120,19 @@ class Attempts:
         self._overflows.flags(leaf)[:] = flags
 
     @torch.no_grad()
-    def into_the_old(self) -> None:
-        """`.grad` is accumulated in place: whoever holds the old tensor finds the sum in it."""
+    def write_back(self) -> None:
+        """`.grad` is accumulated in place: write the sums into the tensors that were `.grad` before."""
         for leaf, old, _ in self.before.values():
             if old is not None and leaf.grad is not None and leaf.grad.layout is old.layout:
                 leaf.grad = old.copy_(leaf.grad)
 
 
 def make_backward(session: Session, overflows: Overflows, original: Backward) -> Backward:
-    """The `torch.autograd.backward` of a run, through which `Tensor.backward` goes as well."""
+    """The `torch.autograd.backward` of a run, which `Tensor.backward` calls as well."""
 
     observers = session.observers
 
-    def telling(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
-        """A backward, of which those who look at the steps are told, and of its failure."""
+    def observed(roots: Sequence[Any], scale: float, *args: Any, **kwargs: Any) -> Any:
         if observers.listening:
             observers.backward_begins(roots, scale)
         try:
@@ -153,26 +154,25 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> Any:
-        rest = (retain_graph, create_graph, grad_variables)
+        def unscaled() -> Any:
+            return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs=inputs)
+
         if session.left_alone is not None or observers.busy or _tracing():
-            return original(tensors, grad_tensors, *rest, inputs=inputs)
+            return unscaled()
         roots = _as_tuple(tensors)
         if _graph_task() != -1:
-            if not session.scaling:
-                return original(tensors, grad_tensors, *rest, inputs=inputs)
-            return _inside(
-                session, overflows, roots, lambda: original(tensors, grad_tensors, *rest, inputs=inputs)
-            )
+            return _inside(session, overflows, roots, unscaled) if session.scaling else unscaled()
         seeds = _as_tuple(grad_variables if grad_tensors is None else grad_tensors, len(roots))
         note_loss(roots, seeds)
         if not session.scaling or len(seeds) != len(roots):
             if not observers.listening:
-                return original(tensors, grad_tensors, *rest, inputs=inputs)
-            return telling(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
+                return unscaled()
+            rest = (retain_graph, create_graph, grad_variables)
+            return observed(roots, 1.0, tensors, grad_tensors, *rest, inputs=inputs)
 
         def run(scale: float, retain: bool | None) -> None:
             scaled = _scaled(roots, seeds, scale)
-            telling(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
+            observed(roots, scale, roots, scaled, retain, create_graph, inputs=inputs)
 
         leaves = leaves_of(roots)
         session.networks.backward(leaves)
@@ -183,7 +183,7 @@ def make_backward(session: Session, overflows: Overflows, original: Backward) ->
                 overflows.remember(leaves, found)
                 run(scale, retain_graph)
         else:
-            _carefully(session, overflows, leaves, run, create_graph, retain_graph)
+            _run_until_finite(session, overflows, leaves, run, create_graph, retain_graph)
         return None
 
     return _unseen_by_dynamo(backward)
@@ -196,51 +196,62 @@ def make_grad(session: Session, original: Backward) -> Backward:
     inside = threading.local()
 
     @functools.wraps(original)
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        looks_away = observers.busy or getattr(inside, "now", False)
-        if not session.scaling or looks_away or _graph_task() != -1 or _tracing():
-            return original(outputs, inputs, grad_outputs, *args, **kwargs)
+    def grad(
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        is_ours = observers.busy or getattr(inside, "now", False)
+        if not session.scaling or is_ours or _graph_task() != -1 or _tracing():
+            return original(outputs, inputs, grad_outputs, retain_graph, *args, **kwargs)
         roots = _as_tuple(outputs)
         seeds = _as_tuple(grad_outputs, len(roots))
         wanted = tuple(inputs.values()) if isinstance(inputs, dict) else _as_tuple(inputs)
         hooked = [t for t in wanted if isinstance(t, Tensor) and t.is_leaf and t._backward_hooks]
         by_hook = {id(leaf) for leaf in hooked}
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # values can't be read
+        results: tuple[Any, ...] = ()
 
-        def run(scale: float, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def attempt(scale: float, retain: bool | None) -> bool:
+            nonlocal results
             inside.now = True  # PyTorch shows this function to a function mode, and calls it once more
             try:
                 with unscaling(hooked, scale):
-                    found = original(roots, wanted, _scaled(roots, seeds, scale), *args, **kwargs)
+                    found = original(roots, wanted, _scaled(roots, seeds, scale), retain, *args, **kwargs)
             finally:
                 inside.now = False
-            return tuple(
+            results = tuple(
                 g if g is None or id(t) in by_hook else g * (1.0 / scale) for t, g in zip(wanted, found)
             )
+            return in_transform or not any(g is not None and bool(_not_finite(g.detach())) for g in results)
 
-        results = _until_finite(session, run, args, kwargs)
+        # What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so.
+        _until_finite(session, attempt, retain_graph, keeps_graph=not in_transform)
         return dict(zip(inputs, results)) if isinstance(inputs, dict) else results
 
     return _unseen_by_dynamo(grad)
 
 
-def _until_finite(session: Session, run: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What `autograd.grad` returns can't be skipped: so it is finite, if any scale makes it so."""
-    if _in_functorch():  # values can't be looked at
-        return tuple(run(session.scale.scale, *args, **kwargs))
-    retain = args[0] if args else kwargs.get("retain_graph")
-    rest, kwargs = args[1:], {key: value for key, value in kwargs.items() if key != "retain_graph"}
+def _until_finite(
+    session: Session,
+    attempt: Callable[[float, bool | None], bool],
+    retain: bool | None,
+    *,
+    keeps_graph: bool = True,
+) -> None:
+    """Call `attempt(scale, retain_graph)` at smaller and smaller scales until it returns True, or the scale is 1."""
     before, scale = session.scale, session.scale.scale
-    while True:
-        results: tuple[Any, ...] = run(scale, True if scale > 1.0 else retain, *rest, **kwargs)
-        if not any(g is not None and bool(_not_finite(g.detach())) for g in results):
-            return results
+    while not attempt(scale, True if keeps_graph and scale > 1.0 else retain):
         if scale <= 1.0:
-            session.scale = before  # no scale helps: the skipped step with these gradients tells it
-            return results
+            session.scale = before  # no scale helps: the skipped step is the one observation
+            return
         scale = session.overflowed(scale)
 
 
-def _carefully(
+def _run_until_finite(
     session: Session,
     overflows: Overflows,
     leaves: list[Tensor],
@@ -249,33 +260,30 @@ def _carefully(
     retain_graph: bool | None,
 ) -> None:
     """Backward whose gradients reach `.grad` only once they are finite, or were computed unscaled."""
-    before = session.scale
-    attempts = overflows.attempts = Attempts(overflows, before.scale)
+    attempts = overflows.attempts = Attempts(overflows, session.scale.scale)
     attempts.reach(leaves)
-    try:
-        while True:
-            scale = attempts.scale
-            attempts.begin()
-            with unscaling(leaves, scale) as found:
-                attempts.found.append(found)
-                overflows.remember(leaves, found)
-                run(scale, True if scale > 1.0 else retain_graph)
-            if not attempts.overflowed:
-                break
-            if scale <= 1.0:
-                session.scale = before  # no scale helps
-                break
-            attempts.scale = session.overflowed(scale)
+
+    def attempt(scale: float, retain: bool | None) -> bool:
+        if attempts.found:
             session.observers.backward_again()
+        attempts.begin(scale)
+        with unscaling(leaves, scale) as found:
+            attempts.found.append(found)
+            overflows.remember(leaves, found)
+            run(scale, retain)
+        return not attempts.overflowed
+
+    try:
+        _until_finite(session, attempt, retain_graph)
     finally:
         overflows.attempts = None
         if not create_graph:
-            attempts.into_the_old()
+            attempts.write_back()
     if not session.optimizers:
         session.observe(found_inf=attempts.overflowed)
 
 
-def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], None]) -> None:
+def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run: Callable[[], Any]) -> None:
     """A backward inside a backward (reentrant checkpointing, reversible networks): its seeds are scaled already.
 
     Parameters that only this inner graph reaches must be unscaled here. Its other leaves are copies of
@@ -294,17 +302,17 @@ def _inside(session: Session, overflows: Overflows, roots: tuple[Any, ...], run:
 
 
 class unscaling:  # noqa: N801, a context manager is named like a function
-    """While this lasts, gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
+    """Meanwhile gradients that arrive at these leaves are multiplied by 1/scale, before any other hook.
 
-    Entering it gives the `Found` of the leaves. (A class: Dynamo would look into `contextlib`'s generators.)
+    Entering it gives the `FoundInf` of the leaves. (A class: Dynamo would trace `contextlib`'s generators.)
     """
 
     def __init__(self, leaves: Sequence[Tensor], scale: float) -> None:
         self._leaves, self._scale = leaves, scale
 
     @unseen
-    def __enter__(self) -> Found:
-        found, inverse = Found([leaf.device for leaf in self._leaves]), 1.0 / self._scale
+    def __enter__(self) -> FoundInf:
+        found, inverse = FoundInf([leaf.device for leaf in self._leaves]), 1.0 / self._scale
         on = {device: torch.full((), inverse, dtype=torch.float32, device=device) for device in found.devices}
         for index, leaf in enumerate(self._leaves):
             _register_first(leaf, self, _unscale_hook(inverse, on[leaf.device], found.slots[index]))
@@ -351,7 +359,11 @@ def _register_first(leaf: Tensor, key: object, hook: _Hook) -> None:
 
 
 def _scaled(roots: tuple[Any, ...], seeds: tuple[Any, ...], scale: float) -> tuple[Any, ...]:
-    """The gradients to start from, times S; where there is none to start from, None, and PyTorch says so."""
+    """The gradients to start from, times S; None where there is none to start from, and PyTorch raises its error.
+
+    Raises:
+        UsageError: a `GradientEdge` without a gradient, whose shape is not known.
+    """
     return tuple(_scaled_seed(root, seed, scale) for root, seed in zip(roots, seeds))
 
 
@@ -359,10 +371,10 @@ def _scaled_seed(root: Any, seed: Any, scale: float) -> Any:
     if isinstance(seed, Tensor):
         return seed * scale
     if isinstance(root, GradientEdge):
-        meta = root.node._input_metadata[root.output_nr]
-        if all(size == 1 for size in meta.shape):
-            return torch.full(torch.Size(meta.shape), scale, dtype=meta.dtype, device=meta.device)
-        return None
+        raise UsageError(
+            "mezzo run: backward from a GradientEdge needs its gradient under a loss scale. Pass "
+            "grad_tensors=torch.ones(...), or use a policy without a loss scale, such as bf16."
+        )
     if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
         return seed
     if not root.is_floating_point():
@@ -395,14 +407,10 @@ def _as_tuple(value: Any, length: int = 1) -> tuple[Any, ...]:
 
 def _tracing() -> bool:
     """Whether tensors have no values here: AOTAutograd derives a compiled graph's backward by `autograd.grad`."""
-    return bool(_modes()) and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
-
-
-def _in_functorch() -> bool:
-    return bool(torch._C._are_functorch_transforms_active())
+    return any(type(mode).__name__ in _TRACERS for mode in _get_current_dispatch_mode_stack())
 
 
 def _unseen_by_dynamo(function: Backward) -> Backward:
-    """Dynamo breaks its graph at `backward()` anyway, and must not trace into what we put in its place."""
+    """Dynamo breaks its graph at `backward()` anyway, and must not trace into its replacement."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

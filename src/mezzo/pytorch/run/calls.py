@@ -1,37 +1,51 @@
 """The outermost calls of a run: each call of a module with parameters computes by the policy, and returns FP32.
 
-A module is called outermost if autocast is off around it. In a backward pass that is a checkpoint's recomputation:
-the same context again, and no call of its own. A criterion, a metric or an activation has no parameters: it is the
-script's own arithmetic on FP32 values, and stays in FP32. Calls inside meet one question, whether any autocast is on.
+A module is called outermost if autocast is off around it. In a backward pass that is a checkpoint's recomputation: it
+enters the same context again and does not count as a call. A criterion, a metric or an activation has no parameters: it
+is the script's own arithmetic on FP32 values, and stays in FP32. Inner calls cost one query: is any autocast on?
 
-Inside `torch.compile` the patched `__call__` is traced like any other function (a compiled step), so this file holds
-what Dynamo may see. What must happen once a module (`Preparation.prepare`) happens while Dynamo traces, not in the
-graph: a graph break there would cut a step in two for good.
+Before its first outermost call a module is prepared (`Preparation`): its device resolves `auto`; the policy's module
+patterns are applied; a paired run nudges its weights; and they are stored in 16 bits where the policy says so.
+
+Inside `torch.compile` the patched `__call__` is traced like any other function (a compiled step), so this file must
+stay traceable. Preparation happens while Dynamo traces, not in the graph: a graph break there would cut a step in two.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import gc
 import sys
 import threading
-import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.core.policy_text import matches
 from mezzo.pytorch.autocast import active_policy
 from mezzo.pytorch.autocast.context import autocast
+from mezzo.pytorch.autocast.modules import (
+    apply_module_overrides,
+    described,
+    fitting,
+    no_such_module,
+    to_fp32,
+    with_heads,
+)
+from mezzo.pytorch.hardware import leaves_autocast_off, switch_off_tf32
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.run.prepare import FOLLOWS
+from mezzo.pytorch.monitor.module_paths import unwrapped
+from mezzo.pytorch.run.weights import Storage, nudge
 
 if TYPE_CHECKING:
     from mezzo.core.policy import Policy
     from mezzo.pytorch.autocast.context import Context
-    from mezzo.pytorch.run.prepare import Preparation
+    from mezzo.pytorch.run.optimizers import Steps
     from mezzo.pytorch.run.session import Session
     from mezzo.runner.patches import ImportWatch, Patches
 
@@ -39,21 +53,157 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _label_on = torch.is_autocast_enabled
 _LABEL = active_policy.LABEL_DEVICE
 _graph_task = torch._C._current_graph_task_id  # -1 outside a backward pass
-_tracing_state = torch._C._get_tracing_state
+_is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 _is_compiling, _dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _float32 = torch.float32
-_LOWERED = (torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)
+_AUTOCAST_OFF = ("fp32", "tf32")
+
+IN_FP32 = "_mezzo_in_fp32"
+"""Mark in the `__dict__` of modules inside an overridden one in FP32: autocast is off, yet no call is outermost."""
+
+
+class Preparation:
+    """Prepares each module that is called outermost, once.
+
+    Args:
+        session: the run.
+        steps: receives the modules whose calls are part of a compiled function.
+    """
+
+    def __init__(self, session: Session, steps: Steps) -> None:
+        self._session = session
+        self._steps = steps
+        self._storage = Storage(session)
+        self._nudged: MutableMapping[Tensor, None] = (
+            WeakIdKeyDictionary()
+        )  # a compiled step shows inner modules, too
+        # By id, for it is asked at each call and a WeakKeyDictionary is slow.
+        self._known: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
+        self._paths: dict[str, None] = {}  # of the modules of all models that were called
+        self._unmatched: list[str] = []  # patterns that match none of them so far
+
+    def prepare(self, module: nn.Module, *, traced: bool = False) -> bool:
+        """Whether this module's call computes by the policy.
+
+        It does if the module has floating parameters, all of FP32 or wider except those that Mezzo lowered.
+
+        Args:
+            module: the module that is called outermost.
+            traced: whether a compiler traces the call: its weights must stay what they are.
+        """
+        known = self.knows(module)
+        if known is None:
+            known = self._first_call(module)
+            key = id(module)
+            self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None)), known
+        if known and self._storage.wanted:
+            self._storage.settle(module, traced=traced)
+        if known and traced and self._session.scaling:
+            self._steps.traced.add(module)
+            self._session.networks.call(module)
+        return known
+
+    def knows(self, module: nn.Module) -> bool | None:
+        """Whether an earlier call of this module computed by the policy; None if it was never called."""
+        found = self._known.get(id(module))
+        return found[1] if found is not None and found[0]() is module else None
+
+    @unseen
+    def _first_call(self, module: nn.Module) -> bool:
+        session = self._session
+        params = [p for p in module.parameters() if p.is_floating_point()]
+        if not params:
+            return False
+        model, name = unwrapped(module), type(unwrapped(module)).__name__
+        half = next((p.dtype for p in params if p.dtype in _HALVES), None)
+        if half is not None and not session.lowered_weights:  # else Mezzo lowered it, or it is a copy
+            session.stand_back(
+                f"{name} holds {str(half).removeprefix('torch.')} parameters: the script chooses its formats itself",
+                "to have Mezzo do it, keep the model in FP32: take out the line that makes it 16 bits",
+            )
+            return False
+        first = not session.device_type
+        session.resolve(params[0].device.type)
+        for part in module.modules():
+            if isinstance(part, nn.parallel.DistributedDataParallel):
+                session.wrappers.update(dict.fromkeys(map(id, part.parameters()), weakref.ref(part)))
+        emulated = not leaves_autocast_off(session.policy, session.device_type)
+        exact = session.policy.compute == "fp32" or (session.policy.compute == "tf32" and emulated)
+        if first and exact and switch_off_tf32():
+            session.journal.note(
+                f"the script had switched TF32 on; under the policy {session.policy.compute} products are FP32's"
+            )
+        if session.lowers or not session.compiled:  # a compiled step in FP32 shows inner modules, too
+            session.modules.setdefault(name)
+        policy = with_heads(session.policy, model)
+        for note in described(policy, model)[:1]:
+            session.journal.note(note)
+        if policy.modules and not policy.is_fp32:
+            self._override(model, policy, first)
+        if session.request.nudge and not session.journal.updates:
+            fresh = [p for p in params if not is_lazy(p) and p not in self._nudged]
+            self._nudged.update(dict.fromkeys(fresh))
+            nudge(fresh)
+        return True
+
+    def finish(self, status: int) -> None:
+        """The script is over: note how its weights were stored; a pattern that never matched is an error."""
+        session = self._session
+        self._storage.finish()
+        if self._unmatched and status == 0 and session.request.stop_after is None:
+            models = ", ".join(session.modules)
+            session.fatal = no_such_module(self._unmatched[0], self._paths, f"what was called ({models})")
+
+    def _override(self, model: nn.Module, policy: Policy, first: bool) -> None:
+        self._paths.update(dict.fromkeys(path for path, _ in model.named_modules()))
+        patterns = [pattern for pattern, _ in policy.modules] if first else self._unmatched
+        self._unmatched = [p for p in patterns if not any(matches(p, path) for path in self._paths)]
+        for pattern in self._unmatched if first else ():
+            self._wait_for(pattern, model)
+        fits = fitting(policy, model)
+        if not fits.modules:
+            return
+        formats = apply_module_overrides(model, fits, self._session.device_type).formats
+        for path, fmt in formats.items():
+            if fmt in _AUTOCAST_OFF:
+                for name, inner in model.get_submodule(path).named_modules(prefix=path):
+                    if name and formats.get(name, fmt) in _AUTOCAST_OFF:
+                        inner.__dict__[IN_FP32] = True
+
+    def _wait_for(self, pattern: str, model: nn.Module) -> None:
+        """A pattern may be for another model than the first that is called, if the script has made it by then.
+
+        Raises:
+            UnknownNameError: no module alive matches the pattern.
+        """
+        if not any(matches(pattern, path) for other in _others(model) for path, _ in other.named_modules()):
+            self._session.fatal = error = no_such_module(pattern, self._paths)
+            raise error
+        print(
+            f"mezzo: module pattern {pattern!r} matches nothing in {type(model).__name__}, the first model that is "
+            "called; it waits for another one",
+            file=sys.stderr,
+        )
+
+
+def _others(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules alive that are not part of this one."""
+    inside = {id(part) for part in model.modules()}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and id(thing) not in inside and "_modules" in thing.__dict__:
+            yield thing
 
 
 class _Thread(threading.local):
-    """Whether this thread is inside an outermost call in FP32, where autocast's state can't tell."""
+    """Whether this thread is inside an outermost call in FP32, which autocast's state can't tell."""
 
     in_fp32 = False
-    policy: Policy | None = None  # of the last call, whose context is `region`
-    region: Context | None = None
+    policy: Policy | None = None  # of the last call, with its context
+    context: Context | None = None
 
 
-# Of a call that runs: its context, whether the observers are told of its end.
+# Of a call that runs: its context, and whether the observers are to see its end.
 _Entered = tuple["Context | None", bool]
 
 
@@ -70,8 +220,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             session.compiled = True
 
     def traced(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        # Dynamo may trace this twice and must take the same way both times: nothing that `prepare` changes
-        # is read before it.
+        # Dynamo may trace this twice and must take the same branches both times: nothing that `prepare` changes is read
+        # before it.
         from torch._dynamo.comptime import comptime
 
         comptime(prepare_at_trace_time)
@@ -83,8 +233,8 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
 
     @unseen
     def enter(module: nn.Module, args: Any, kwargs: Any) -> _Entered | None:
-        """Begin an outermost call of this module; None if the call is none of ours."""
-        if session.left_alone is not None or _tracing_state() is not None or observers.busy:
+        """Begin an outermost call of this module; None if it does not compute by the policy."""
+        if session.left_alone is not None or _is_jit_tracing() or observers.busy:
             return None
         if _graph_task() != -1:  # `checkpoint(model, x)` of the script's calls it again
             if not (session.lowers and preparation.knows(module)):
@@ -99,44 +249,44 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         observers.watch_begins(module)
         if thread.policy is not policy:
             thread.policy = policy
-            thread.region = None if policy.is_fp32 else autocast(policy, session.device_type)
-        region = thread.region
-        if region is None:
+            thread.context = None if policy.is_fp32 else autocast(policy, session.device_type)
+        context = thread.context
+        if context is None:
             thread.in_fp32 = True
         else:
-            region.__enter__()
+            context.__enter__()
         try:
-            return region, observers.listening and observers.call_begins(module, args, kwargs)
+            return context, observers.listening and observers.call_begins(module, args, kwargs)
         except BaseException:
-            end(region)
+            end(context)
             raise
 
     @unseen
     def leave(module: nn.Module, entered: _Entered, out: Any) -> Any:
-        region, told = entered
+        context, is_observed = entered
         try:
-            if told:
+            if is_observed:
                 observers.call_ended(module, out)
         finally:
-            end(region)
-        if region is None or (type(out) is Tensor and out.dtype is _float32):
+            end(context)
+        if context is None or (type(out) is Tensor and out.dtype is _float32):
             return out
         return to_fp32(out)
 
     @unseen
     def fail(entered: _Entered) -> None:
-        region, told = entered
+        context, is_observed = entered
         try:
-            if told:
+            if is_observed:
                 observers.step_dropped()
         finally:
-            end(region)
+            end(context)
 
-    def end(region: Context | None) -> None:
-        if region is None:
+    def end(context: Context | None) -> None:
+        if context is None:
             thread.in_fp32 = False
         else:
-            region.__exit__(None, None, None)
+            context.__exit__(None, None, None)
 
     def outermost(self: nn.Module, args: Any, kwargs: Any) -> Any:
         entered = enter(self, args, kwargs)
@@ -150,7 +300,7 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
         return leave(self, entered, out)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _any_autocast() or _label_on(_LABEL) or FOLLOWS in self.__dict__:
+        if _any_autocast() or _label_on(_LABEL) or IN_FP32 in self.__dict__:
             if is_wrapped_call and self._compiled_call_impl is None:
                 return self._call_impl(*args, **kwargs)  # what `original` does, without a frame of its own
             return original(self, *args, **kwargs)
@@ -160,80 +310,20 @@ def make_call(session: Session, preparation: Preparation, original: Callable[...
             return traced(self, args, kwargs)
         return outermost(self, args, kwargs)
 
-    # Met as a frame of its own (the module inside a compiled model), this is passed over, as PyTorch's own
-    # `__call__` is: what is compiled then is the module's `forward`. It is still traced inside a compiled step.
+    # As a frame of its own (the module inside a compiled model), this is skipped, as PyTorch's own `__call__` is: the
+    # module's `forward` is compiled. It is still traced inside a compiled step.
     pieces: Any = eval_frame
-    pass_over = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)
+    skip = pieces._FrameExecStrategy(pieces._FrameAction.SKIP, pieces._FrameAction.DEFAULT)
     for function in (call, outermost):
-        pieces.set_code_exec_strategy(function.__code__, pass_over)
+        pieces.set_code_exec_strategy(function.__code__, skip)
     return call
 
-
-# -------------------------------------------------------------------------------------------------- what is returned
-
-
-def to_fp32(value: Any) -> Any:
-    """`value` with each bf16 or fp16 tensor in it replaced by `tensor.float()`; the value itself where there is none.
-
-    Looks into dicts (and their subclasses, such as a library's `ModelOutput`), lists, tuples, named tuples,
-    dataclasses, `types.SimpleNamespace` and `torch.distributions`. A container is copied, shallowly, only
-    if a tensor in it changes. FP32, FP64, integer and complex tensors pass as they are, and so does every
-    other object.
-    """
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _LOWERED else value
-    if isinstance(value, dict):
-        new = {key: to_fp32(item) for key, item in value.items()}
-        if not _any_changed(value.values(), new.values()):
-            return value
-        if type(value) is dict:
-            return new
-        result = copy.copy(value)
-        for key, item in new.items():
-            if item is not value[key]:
-                result[key] = item  # a ModelOutput sets the attribute of the same name as well
-        return result
-    if isinstance(value, (tuple, list)):
-        parts = [to_fp32(item) for item in value]
-        if not _any_changed(value, parts):
-            return value
-        if type(value) is list:
-            return parts
-        if isinstance(value, tuple):
-            return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
-        listed = copy.copy(value)
-        listed[:] = parts
-        return listed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_attributes(value, [f.name for f in dataclasses.fields(value)])
-    if isinstance(value, (types.SimpleNamespace, torch.distributions.Distribution)):
-        return _with_attributes(value, list(vars(value)))
-    return value
-
-
-def _with_attributes(value: Any, names: list[str]) -> Any:
-    before = {name: getattr(value, name, None) for name in names}
-    after = {name: to_fp32(old) for name, old in before.items()}
-    if not _any_changed(before.values(), after.values()):
-        return value
-    result = copy.copy(value)
-    for name, new in after.items():
-        if new is not before[name]:
-            object.__setattr__(result, name, new)  # a frozen dataclass, too
-    return result
-
-
-def _any_changed(before: Any, after: Any) -> bool:
-    return any(a is not b for a, b in zip(before, after))
-
-
-# -------------------------------------------------------------------------------------------------- torch.compile
 
 # Files that Dynamo must run, not trace. This one is traced on purpose, and so are hooks that are put on modules, which
 # a compiled function then passes over; those that run in backward are not.
 _MARK = "_mezzo_files_are_skipped"
 _NOT_TRACED = (
-    *(f"run.{name}" for name in ("backward", "observers", "optimizers", "prepare", "session")),
+    *(f"run.{name}" for name in ("backward", "observers", "optimizers", "session", "weights")),
     *(f"monitor.{name}" for name in ("backward_trace", "operations", "overflow_tracer", "replay")),
 )
 
@@ -241,8 +331,8 @@ _NOT_TRACED = (
 def hide_from_dynamo(imports: ImportWatch, patches: Patches, original_call: Any) -> None:
     """Once the script has imported Dynamo, have it skip our files, and trace our `__call__`.
 
-    Dynamo takes a short cut past `nn.Module.__call__` where it finds the one that it found at its own import. Ours was
-    in place by then, so it would go past ours, and a compiled step would not run by the policy.
+    Dynamo takes a short cut past the `nn.Module.__call__` that it found at its own import. Ours was in place by then,
+    so it would be passed over, and a compiled step would not run by the policy.
     """
 
     def utils_imported(utils: Any) -> None:

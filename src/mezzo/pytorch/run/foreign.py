@@ -1,12 +1,11 @@
-"""A script that brings its own mixed precision is left alone, whoever's it is. What counts is that it is used, not that
-it is imported.
+"""A script that uses mixed precision itself is left alone. Importing it is not using it.
 
-Told by their first use, by code that is neither PyTorch's nor ours: `torch.autocast` entered (through which Accelerate
-and Lightning's `bf16-mixed` go as well), `GradScaler.scale`, `deepspeed.initialize`, `apex.amp.initialize`; and Mezzo's
-own: an autocast that computes in fewer than 32 bits, a `MixedPrecision`, a loss that its `GradScaler` scales, a search
-that trains the model. Models whose parameters are 16-bit already are told by `Preparation`.
-
-An autocast that is only switched off (`enabled=False`, as many libraries do around a sensitive op) is no use of it.
+Noticed at the first use by code that is neither PyTorch's nor Mezzo's: `torch.autocast` entered (through which
+Accelerate and Lightning's `bf16-mixed` go as well), `GradScaler.scale`, `deepspeed.initialize`, `apex.amp.initialize`;
+and Mezzo's own: an autocast that computes in fewer than 32 bits, a `MixedPrecision`, a loss that its `GradScaler`
+scales, a function that trains the model in formats of its own. Models whose parameters are 16-bit are noticed by
+`Preparation`. An autocast that is only switched off (`enabled=False`, as many libraries do around a sensitive op) is
+ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ SWITCH_OFF = (
 SEARCHES = {"calibrate": "mezzo.pytorch.calibrate", "find_batch_size": "mezzo.pytorch.batch_size"}
 """Public functions that call the model in formats of their own, and where each is."""
 
-# Functions of PyTorch's that do for their caller what he asked for: `@autocast`, `ExitStack`-like helpers.
+# Functions of PyTorch's that act for their caller: `@autocast`, `ExitStack`-like helpers.
 _TRANSPARENT = frozenset({"decorate_autocast", "watched", "scale", "<genexpr>", "apply_scale"})
 
 
@@ -40,54 +39,49 @@ def watch(session: Session, patches: Patches, imports: ImportWatch) -> None:
 
     import mezzo
 
-    def before(owner: Any, name: str, enabled: Callable[[Any], bool], told: Callable[[str], None]) -> None:
-        """Tell of the first call of `owner.name` by the script, where its first argument is enabled."""
-        original = getattr(owner, name)
+    def watch_method(owner: Any, method: str, is_used: Callable[[Any], bool], name: str) -> None:
+        """Leave the script alone at its first call of `owner.method` with an object that `is_used`."""
+        original = getattr(owner, method)
 
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if session.left_alone is None and enabled(args[0]):
-                asking = _caller(sys._getframe(1))
-                if asking is not None:
-                    told(_place(asking))
+            if session.left_alone is None and is_used(args[0]):
+                _notice(session, name)
             return original(*args, **kwargs)
 
         watched._torchdynamo_disable = True  # type: ignore[attr-defined]
-        patches.set(owner, name, watched)
-
-    def by_torch(name: str) -> Callable[[str], None]:
-        return lambda where: session.stand_back(f"it uses {name} itself ({where})", SWITCH_OFF)
-
-    def scaler_imported(module: ModuleType | Any) -> None:
-        before(module.GradScaler, "scale", is_enabled, functools.partial(_told, session, "GradScaler"))
-
-    def training_imported(module: ModuleType | Any) -> None:
-        told = functools.partial(_told, session, "MixedPrecision")
-        before(module.MixedPrecision, "__init__", lambda this: True, told)
+        patches.set(owner, method, watched)
 
     is_enabled = torch.amp.GradScaler.is_enabled
-    autocast = torch.amp.autocast_mode.autocast
-    before(autocast, "__enter__", lambda this: bool(this._enabled), by_torch("torch.autocast"))
-    before(torch.amp.GradScaler, "scale", is_enabled, by_torch("GradScaler"))
-    imports.when("mezzo.pytorch.grad_scaler", scaler_imported)
-    imports.when("mezzo.pytorch.training.mixed_precision", training_imported)
+    watch_method(torch.amp.autocast, "__enter__", lambda this: bool(this._enabled), "torch.autocast")
+    watch_method(torch.amp.GradScaler, "scale", is_enabled, "GradScaler")
+    imports.when(
+        "mezzo.pytorch.grad_scaler",
+        lambda module: watch_method(module.GradScaler, "scale", is_enabled, "mezzo.GradScaler"),
+    )
+    imports.when(
+        "mezzo.pytorch.training.mixed_precision",
+        lambda module: watch_method(
+            module.MixedPrecision, "__init__", lambda this: True, "mezzo.MixedPrecision"
+        ),
+    )
     patches.set(mezzo, "autocast", _autocast(session))
     for name, home in SEARCHES.items():
         patches.set(mezzo, name, _search(session, name, home))
 
 
-def watch_initialize(session: Session, patches: Patches, what: str) -> Callable[[ModuleType], None]:
+def watch_initialize(session: Session, patches: Patches, library: str) -> Callable[[Any], None]:
     """A callback for a library whose `initialize` takes over precision."""
 
-    def imported(module: ModuleType) -> None:
+    def imported(module: Any) -> None:
         original = getattr(module, "initialize", None)
         if original is None:
             return
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            fix = f"to have Mezzo do it, switch 16 bits off in what {what} is given, or take its initialize() out"
-            session.stand_back(f"it uses {what}", fix)
+            fix = f"to have Mezzo do it, switch 16 bits off in the arguments of {library}, or remove its initialize()"
+            session.stand_back(f"it uses {library}", fix)
             return original(*args, **kwargs)
 
         patches.set(module, "initialize", initialize)
@@ -104,11 +98,11 @@ def _autocast(session: Session) -> Any:
 
     def traced(context: Any) -> None:
         if session.left_alone is None:
-            _told(session, "autocast", "in a compiled function")
+            _stand_back(session, "mezzo.autocast", "in a compiled function")
 
     @unseen
     @functools.wraps(autocast)
-    def region(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             if args[:1] != ("fp32",) and kwargs.get("enabled", True):
                 from torch._dynamo.comptime import comptime
@@ -117,50 +111,41 @@ def _autocast(session: Session) -> Any:
             return autocast(*args, **kwargs)
         made = autocast(*args, **kwargs)
         if session.left_alone is None and made.policy is not None:
-            asking = _caller(sys._getframe(1))
-            if asking is not None:
-                _told(session, "autocast", _place(asking))
+            _notice(session, "mezzo.autocast")
         return made
 
-    return region
+    return watched
 
 
 def _search(session: Session, name: str, home: str) -> Any:
     def search(*args: Any, **kwargs: Any) -> Any:
-        asking = _caller(sys._getframe(1))
-        if session.left_alone is None and asking is not None:
-            _told(session, name, _place(asking))
+        if session.left_alone is None:
+            _notice(session, f"mezzo.{name}")
         return getattr(importlib.import_module(home), name)(*args, **kwargs)
 
     return search
 
 
-def _told(session: Session, name: str, where: str) -> None:
-    looks = "; its watch= and records= do what --watch and --records do" if name == "MixedPrecision" else ""
-    session.stand_back(
-        f"it uses mezzo.{name} itself ({where})",
-        f"choose its precision there{looks}. Or take mezzo.{name} out, and mezzo run does it",
-    )
-
-
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """The frame that asked for mixed precision, or None if it was PyTorch's own doing, or Mezzo's."""
+def _notice(session: Session, name: str) -> None:
+    """Leave the script alone if the caller of the patched function is the script's or a library's code."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package == "mezzo":
-            return None
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if package == "mezzo" or (package == "torch" and frame.f_code.co_name not in _TRANSPARENT):
+            return
         if package != "torch":
-            return frame
-        if frame.f_code.co_name not in _TRANSPARENT:
-            return None
+            by = f"{package}, " if module != "__main__" and package not in ("", "__mp_main__") else ""
+            _stand_back(
+                session, name, f"{by}{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
+            )
+            return
         frame = frame.f_back
-    return None
 
 
-def _place(frame: FrameType) -> str:
-    """Where a frame's code stands, for a reader: whose it is, its file and line."""
-    name = str(frame.f_globals.get("__name__", ""))
-    package = name.partition(".")[0]
-    file = os.path.basename(frame.f_code.co_filename)
-    by = f"{package}, " if name != "__main__" and package not in ("", "__mp_main__") else ""
-    return f"{by}{file} line {frame.f_lineno}"
+def _stand_back(session: Session, name: str, where: str) -> None:
+    fix = SWITCH_OFF
+    if name.startswith("mezzo."):
+        options = "; its watch= and records= do what --watch and --records do" if "Mixed" in name else ""
+        fix = f"choose its precision there{options}. Or take {name} out, and mezzo run does it"
+    session.stand_back(f"it uses {name} itself ({where})", fix)

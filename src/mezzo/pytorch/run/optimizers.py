@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from mezzo.core.errors import LossScaleCollapseError
 from mezzo.pytorch.distributed import agreed_largest
 from mezzo.pytorch.kernels.unseen import unseen
-from mezzo.pytorch.run.backward import Attempts, Flags, Found
+from mezzo.pytorch.run.backward import Attempts, Flags, FoundInf
 from mezzo.pytorch.step import AbandonedStepError, ClosureStep, check_finite, parameters
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Overflows:
         return {id(p) for optimizer in self._session.optimizers for p in parameters(optimizer)}
 
     @unseen
-    def remember(self, leaves: Iterable[Tensor], found: Found) -> None:
+    def remember(self, leaves: Iterable[Tensor], found: FoundInf) -> None:
         """These leaves are about to receive gradients, of which `found` will tell."""
         for index, leaf in enumerate(leaves):
             key = id(leaf)

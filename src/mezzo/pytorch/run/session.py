@@ -2,16 +2,15 @@
 
 | patched                                   | for                                                     |
 |-------------------------------------------|---------------------------------------------------------|
-| `nn.Module.__call__`                      | autocast, outputs as FP32, the nudge (`calls`)          |
+| `nn.Module.__call__`                      | autocast, outputs as FP32, preparation (`calls`)        |
 | `torch.autograd.backward`, `grad` (1)     | the loss; scaling (`backward`)                          |
 | `Optimizer._patch_step_function`          | each optimizer class's `step`: records, skips           |
-| `Optimizer.zero_grad` (1)                 | what was not finite and is cleared (`optimizers`)       |
-| `torch.autocast`, `GradScaler`, Mezzo ... | to notice a script that does all this itself            |
+| `Optimizer.zero_grad` (1)                 | forgetting overflows of cleared gradients (`optimizers`)|
+| `torch.autocast`, `GradScaler`, Mezzo ... | noticing a script's own mixed precision (`foreign`)     |
 
 (1) only where the policy has a loss scale, or is `auto`, which is decided at the first model call.
 
-This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`,
-and were torch imported for it beforehand, those lines would come too late.
+This file imports no torch: a script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`.
 """
 
 from __future__ import annotations
@@ -85,44 +84,43 @@ def checked(request: RunRequest) -> tuple[Policy, script.Target]:
 
 
 def check(policy: Policy) -> None:
-    """Whether an unmodified script can be run with weights stored as this policy says.
+    """Check that an unmodified script can be run with weights stored as this policy says.
 
     Raises:
-        UsageError: it can't; what can.
+        UsageError: it can't; the message says what can.
     """
     if policy.params == "fp16":
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged unscales each gradient where it is stored, and in "
-            "fp16 that would flush the small ones to zero. Leave params and masters out (weights stay FP32, "
-            "computed in fp16), use bf16, or write mezzo.MixedPrecision(..., masters='fp32') into the script."
+            f"policy '{policy}': `mezzo run` unscales each gradient where it is stored, and in fp16 that would flush "
+            "small ones to zero. Leave params and masters out (weights stay FP32, computed in fp16), use bf16, or "
+            "write mezzo.MixedPrecision(..., masters='fp32') into the script."
         )
     if policy.params not in ("fp32", policy.activations):
         raise UsageError(
-            f"policy '{policy}': a script that is run unchanged can store weights in {policy.params} where "
-            f"compute is {policy.params}, too. Use {policy.params},params={policy.params}."
+            f"policy '{policy}': `mezzo run` can store weights in {policy.params} where compute is {policy.params}, "
+            f"too. Use {policy.params},params={policy.params}."
         )
 
 
 @dataclass
 class Session:
-    """The state of a run. Every patched function holds the same one.
+    """The state of a run. All patched functions share one.
 
     Attributes:
         policy: the policy as asked for; `auto` until the first model call shows the device.
         scale: the loss scale. `NoLossScale` switches all scaling off.
         lowers: whether anything runs in fewer than 32 bits. A plain attribute, for Dynamo guards on it.
-        left_alone: why Mezzo stands back for the rest of the run; None while it does its work.
+        left_alone: why Mezzo changes nothing for the rest of the run; None while it does.
         fatal: the user's mistake that only a model call could show (a module pattern that matches nothing).
         model_calls, lowered_calls: outermost calls of modules with parameters, and those of them in 16 bits.
         modules: class names of the modules called outermost, in order of their first call.
         compiled: whether a module's call was traced into a compiled function of the script's.
-        reruns: backward passes that overflowed and were run again before anyone saw their gradients.
+        reruns: backward passes that overflowed and were run again before the script saw their gradients.
         optimizers, optimizers_made: those alive (weak), and how many have been made so far.
         lowered_weights: weights stored in 16 bits; with any, the script can't be left alone any more.
-        stand_ins: Mezzo's optimizers (weak) that took over the work of one of the script's, and whose.
+        stand_ins: Mezzo's optimizers (weak) that do the work of one of the script's, with that one.
         wrappers: id of a parameter -> (weakly) the data parallelism that adds its gradients over a process group.
-        observers: who looks at the training steps; from `import torch` on, as `networks`.
-        networks: the running statistics of the models called, and what a skipped step puts back.
+        observers, networks: observers of the steps, and the running statistics of the models; after `import torch`.
     """
 
     request: RunRequest
@@ -149,10 +147,10 @@ class Session:
     observers: Observers = field(init=False)
     networks: Networks = field(init=False)
     _patches: Patches = field(default_factory=Patches)
-    _undo: list[Any] = field(default_factory=list)  # what else is called at the end, the latest first
+    _undo: list[Any] = field(default_factory=list)  # also called at the end, the latest first
     _endings: list[Any] = field(default_factory=list)  # called with the exit status when the script is over
-    _whose: int | None = None  # the optimizer whose steps the scale counts "in a row" now
-    _in_a_row: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
+    _counting: int | None = None  # the optimizer whose steps the scale counts in a row now
+    _counted: dict[int, dict[str, int]] = field(default_factory=dict)  # what it has counted of the others
 
     def __post_init__(self) -> None:
         if self.policy.compute != "auto":
@@ -162,10 +160,8 @@ class Session:
         self.lowers = not self.policy.is_fp32
         self.scale = self.policy.make_loss_scale()
 
-    # ------------------------------------------------------------------------------------------ a part of the run
-
     def install(self) -> None:
-        """Wait for the imports that matter."""
+        """Wait for the imports that need patches."""
         from mezzo.pytorch.run.foreign import watch_initialize
 
         self.imports.when("torch", self._torch_imported)
@@ -180,19 +176,18 @@ class Session:
 
     def _torch_imported(self, torch: ModuleType | Any) -> None:
         from mezzo.pytorch.autocast import fallback
-        from mezzo.pytorch.autocast import patches as region_patches
+        from mezzo.pytorch.autocast import patches as autocast_patches
         from mezzo.pytorch.hardware import switch_off_tf32
         from mezzo.pytorch.run import backward, calls, foreign
         from mezzo.pytorch.run.observers import Observers, observed_step
         from mezzo.pytorch.run.optimizers import Steps
-        from mezzo.pytorch.run.prepare import Preparation
         from mezzo.pytorch.training.networks import Networks
 
         patches = self._patches
         self.observers, self.networks = Observers(self), Networks()
         watch = lifecycle.StepWatch(self.request.observe, lambda: observed_step(self))
         steps = Steps(self, watch)
-        preparation = Preparation(self, steps)
+        preparation = calls.Preparation(self, steps)
         self._endings += [
             lambda status: watch.finish(self.journal, told=self.left_alone is None),
             preparation.finish,
@@ -211,19 +206,17 @@ class Session:
         foreign.watch(self, patches, self.imports)
         if self.policy.compute != "fp32":
             self._undo.append(fallback.lend_kernels())
-            region_patches.hold()  # once, not at each call of a model
-            self._undo.append(region_patches.release)
-        if self.policy.compute in ("fp32", "tf32"):  # a region of native TF32 switches it on again
+            autocast_patches.hold()  # once, not at each call of a model
+            self._undo.append(autocast_patches.release)
+        if self.policy.compute in ("fp32", "tf32"):  # a context of native TF32 switches it on again
             switch_off_tf32()
 
     def finish(self, status: int) -> None:
-        """What is left to measure, to finish and to note when the script is over."""
+        """The script is over: finish measurements and notes."""
         for ending in self._endings:
             ending(status)
         if not self.journal.losses and self.left_alone is None:
             self.journal.note("the script never called backward()")
-
-    # ------------------------------------------------------------------------------------------ while it runs
 
     @property
     def scaling(self) -> bool:
@@ -234,14 +227,10 @@ class Session:
         """Leave the script alone from here on; the first reason is noted, with what the user may do about it.
 
         Once weights are in 16 bits, a call outside autocast would fail for its FP32 inputs. So calls stay under the
-        policy then, and the script's own autocast rules only inside itself.
+        policy then, and the script's own autocast applies only inside itself.
         """
-        if self.device_type:
-            from mezzo.pytorch.autocast import dispatch
-
-            dispatch.end_rule(self.device_type)
         if self.lowered_weights:
-            self.journal.note(f"not left alone, though {why}: inside that its own choice rules")
+            self.journal.note(f"not left alone, though {why}: inside that its own choice applies")
         elif self.left_alone is None:
             self.left_alone = why
             self.observers.step_dropped()
@@ -262,7 +251,7 @@ class Session:
                 self.trial = TimedTrial(self.policy.compute, device_type)
 
     def enter(self) -> Policy:
-        """An outermost call begins: its policy, which is FP32 by turns while the trial of `auto` runs."""
+        """An outermost call begins: its policy, which alternates with FP32 while the trial of `auto` runs."""
         self.model_calls += 1
         policy = self.policy
         if self.trial is not None:
@@ -280,28 +269,28 @@ class Session:
         """One step is over: the scale for the next.
 
         All optimizers share one scale. What it counts "in a row" (its hysteresis, its patience) is counted for each:
-        else a good step of one would hide for ever that another never moves.
+        else good steps of one would hide that another never moves.
 
         Args:
             found_inf: whether a gradient was not finite.
-            optimizer: the number of the one whose step it was; None: of whoever stepped last.
+            optimizer: the number of the one whose step it was; None: the one that stepped last.
 
         Raises:
             LossScaleCollapseError: the scale is at its floor and the patience with this optimizer ran out.
         """
-        if optimizer is not None and optimizer != self._whose:
-            if self._whose is not None:
-                counted = {name: getattr(self.scale, name) for name in _COUNTED if hasattr(self.scale, name)}
-                self._in_a_row[self._whose] = counted
-                its_own = self._in_a_row.get(optimizer, dict.fromkeys(counted, 0))
-                self.scale = replace(self.scale, **its_own)  # type: ignore[arg-type]
-            self._whose = optimizer
+        if optimizer is not None and optimizer != self._counting:
+            if self._counting is not None:
+                counted = {name: getattr(self.scale, name) for name in _COUNTS if hasattr(self.scale, name)}
+                self._counted[self._counting] = counted
+                restored = self._counted.get(optimizer, dict.fromkeys(counted, 0))
+                self.scale = replace(self.scale, **restored)  # type: ignore[arg-type]
+            self._counting = optimizer
         self.scale = self.scale.next(Observation(found_inf))
 
     def overflowed(self, scale: float) -> float:
-        """A backward at `scale`, whose gradients nobody has seen yet, overflowed: the scale at which to run it again.
+        """A backward at `scale` overflowed before the script saw its gradients: the scale at which to run it again.
 
-        It halves until 1, whatever the scale's own factor; a dynamic scale learns of it.
+        It is halved until 1, whatever the scale's own factor; a dynamic scale observes the overflow.
         """
         self.reruns += 1
         if not isinstance(self.scale, (NoLossScale, StaticLossScale)) and self.scale.scale > 1.0:
@@ -318,11 +307,11 @@ class Session:
 
 
 _FP32 = Policy("fp32")
-_COUNTED = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
+_COUNTS = ("overflows", "stuck", "skips")  # of a loss scale's state: what a good step sets to 0
 
 
 def _events(folder: Path | None) -> Widen | None:
-    """What writes the records as TensorBoard's events too; nothing where the script never imported PyTorch."""
+    """Writes the records as TensorBoard events too, unless the script never imported PyTorch."""
     if folder is None:
         return None
 
@@ -338,7 +327,7 @@ def _events(folder: Path | None) -> Widen | None:
 
 def _started(session: Session) -> RunStarted:
     machine: dict[str, Any] = {}
-    # Beside TensorFlow, what describes PyTorch's machine would load Triton, whose LLVM aborts where another is loaded.
+    # With TensorFlow imported, `describe` would load Triton, whose LLVM aborts where another one is loaded.
     idle = "keras" in sys.modules and not session.journal.losses and not session.model_calls
     if "torch" in sys.modules and not idle:
         import torch
@@ -348,10 +337,9 @@ def _started(session: Session) -> RunStarted:
 
         machine = describe()
         if device := session.device_type:
-            native = set(native_formats(device))
-            native |= {"tf32"} if has_tf32(device) else set()
-            native |= {"fp8"} if is_native(torch.device(device)) else set()
+            others = {"tf32": has_tf32(device), "fp8": is_native(torch.device(device))}
+            native = native_formats(device) | {name for name, has in others.items() if has}
             machine |= {"device_type": device, "native_formats": sorted(native)}
-    if "keras" in sys.modules:  # who reads the records can tell that it was Keras that trained
+    if "keras" in sys.modules:  # readers of the records can tell that Keras trained
         machine["keras"] = getattr(sys.modules["keras"], "__version__", "")
     return lifecycle.started(session.request, str(session.policy), machine)
