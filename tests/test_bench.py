@@ -120,15 +120,6 @@ def test_a_contender_that_raises_is_recorded_and_the_others_are_measured(
     assert "split-bf16: RuntimeError: no such thing" in out.getvalue()
 
 
-def test_the_fused_loss_trains_the_same_model(load: Load) -> None:
-    models = load("models")
-    sizes = {"layers": 1, "width": 16, "heads": 2, "batch": 2, "context": 8, "vocabulary": 32}
-    plain, fused = models.gpt(**sizes), models.with_fused_loss(models.gpt(**sizes))
-    assert fused.loss().item() == pytest.approx(plain.loss().item(), rel=1e-6)
-    shapes = [sorted(tuple(p.shape) for p in work.model.parameters()) for work in (plain, fused)]
-    assert shapes[0] == shapes[1]
-
-
 def _arguments(load: Load, *words: str) -> argparse.Namespace:
     options = load("training_step").parser("")
     options.add_argument("--out", type=Path)
@@ -166,20 +157,3 @@ def test_each_part_is_written_and_one_that_fails_is_recorded(
     assert {line["verdict"] for line in results["bars"]} >= {"open", "met", "not measured"}
     slow = bench.Part("gpt", "eager", ("-c", "import time; time.sleep(60)"))
     assert bench.run(slow, {}, minutes=0.005) == {"error": "not done after 0.005 minutes"}
-
-
-def test_gpt2s_rates_follow_from_its_size(load: Load) -> None:
-    gpt2 = load("gpt2")
-    model = gpt2.SIZES["tiny"].work().model
-    assert model.head.weight is model.token.weight
-    size = gpt2.SIZES["124M"]
-    products = (
-        124.5e6 - 1024 * 768 + 0.04e6
-    )  # parameters but the positions; the vocabulary is a little longer
-    attention = 6 * 12 * 768 * 1024
-    assert size.flops() / size.tokens == pytest.approx(6 * products + attention, rel=0.002)
-    found = gpt2.rates({"median_seconds": {"amp-bf16": 2.0}}, size, 1e15)["amp-bf16"]
-    assert found["tokens_per_second"] == size.tokens / 2
-    assert found["utilisation"] == pytest.approx(size.flops() / 2e15)
-    assert gpt2.peak("NVIDIA H100 80GB HBM3") == 989e12
-    assert gpt2.peak("a toaster") is None

@@ -34,17 +34,6 @@ def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
     return [batch(seed) for seed in range(count)]
 
 
-def test_a_model_that_fp16_holds() -> None:
-    found = mezzo.calibrate(network(), loss_of, batches(), format="fp16")
-    assert (found.format, found.steps, found.kept) == ("fp16", 6, [])
-    net = network()
-    mp = mezzo.MixedPrecision(net, torch.optim.SGD(net.parameters(), lr=0.1), found.policy)
-    for one in batches(20):
-        with mp.autocast():
-            loss = loss_of(net, one)
-        assert mp.step(loss).stepped
-
-
 def test_the_largest_gradient_is_exact() -> None:
     net = network()
     truth = 0.0

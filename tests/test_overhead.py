@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
@@ -181,26 +180,3 @@ def test_a_region_is_left_by_an_exception_and_by_each_thread_for_itself() -> Non
     leave.set()
     thread.join()
     assert states == [first, first]
-
-
-def test_under_a_function_mode_genuine_objects_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    original = torch.autocast.__enter__
-
-    def enter(self: torch.autocast) -> Any:
-        made.append(self.device)
-        return original(self)
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    with mezzo.autocast("bf16", "cpu"):
-        pass
-    monkeypatch.setattr(torch.autocast, "__enter__", enter)
-    with mezzo.autocast("bf16", "cpu"):
-        pass
-    assert made == []
-    with Mode(), mezzo.autocast("bf16", "cpu"):
-        pass
-    assert made == ["cpu"]
