@@ -440,7 +440,6 @@ def constant(size: int) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"step": 3}, "step is a int: give a function of the batch size"),
     ({"rounds": -1}, "rounds=-1"),
     ({"limit": "4 giga"}, "is no number of bytes"),
     ({"limit": 0}, "give 1 or more"),
@@ -449,8 +448,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *[({"factor": factor}, "a number above 1") for factor in (1.0, math.inf, math.nan)],
     ({"max_size": 7, "multiple_of": 8}, "raise max_size"),
     ({"device": "meta"}, "memory is measured on cpu and cuda devices only"),
-    ({"model": 3}, "model is a int"),
-    ({"model": [3]}, "model is a int: give an nn.Module"),
     ({"restore": [3]}, "a int can't be restored"),
     (
         {"rounds": 0, "factor": 100.0},

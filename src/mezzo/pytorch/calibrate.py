@@ -83,7 +83,7 @@ def calibrate(
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
     check_headroom(headroom_bits)
-    device = _checked(model, parameters, loss_fn, steps)
+    device = _checked(model, parameters, steps)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
@@ -118,12 +118,8 @@ def calibrate(
     return found if found.format != "fp16" else replace(found, notes=[*found.notes, _NOT_TRIED])
 
 
-def _checked(model: nn.Module, parameters: list[nn.Parameter], loss_fn: Any, steps: int) -> torch.device:
+def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> torch.device:
     """The device that the model is on."""
-    if not callable(loss_fn):
-        raise UsageError(
-            f"loss_fn is a {type(loss_fn).__name__}: give a function of the model and a batch that returns the loss"
-        )
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"steps={steps!r}: give how many steps are watched, 1 or more")
     if not parameters:
