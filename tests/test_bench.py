@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
-import json
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -118,42 +116,3 @@ def test_a_contender_that_raises_is_recorded_and_the_others_are_measured(
     out = StringIO()
     training_step.show("cnn", "eager", found, Console(file=out, width=80))
     assert "split-bf16: RuntimeError: no such thing" in out.getvalue()
-
-
-def _arguments(load: Load, *words: str) -> argparse.Namespace:
-    options = load("training_step").parser("")
-    options.add_argument("--out", type=Path)
-    found: argparse.Namespace = options.parse_args(words)
-    return found
-
-
-def test_a_whole_run_has_every_row_in_both_modes_the_loss_and_fp16_apart(load: Load) -> None:
-    bench, models = load("bench"), load("models")
-    chosen = [(part.row, part.mode) for part in bench.parts(_arguments(load))]
-    assert chosen[: 2 * len(models.WORKLOADS)] == [
-        (row, mode) for row in models.WORKLOADS for mode in ("eager", "compiled")
-    ]
-    assert chosen[2 * len(models.WORKLOADS) :] == [("", ""), *((row, "fp16") for row in bench.FP16_ROWS)]
-    part = list(bench.parts(_arguments(load, "--only", "gpt", "--mode", "eager", "--keep-memory")))
-    assert [(each.row, each.mode) for each in part] == [("gpt", "eager")]
-    assert "--keep-memory" in part[0].command
-
-
-def test_each_part_is_written_and_one_that_fails_is_recorded(
-    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bench = load("bench")
-    found = {"workloads": {"gpt": {"eager": _results()["rows"]["gpt"]["eager"]}}}
-    writes = f"import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text({json.dumps(found)!r})"
-    fails = "import sys; sys.exit('first\\nlast words')"
-    commands = {"eager": ("-c", writes), "compiled": ("-c", fails)}
-    chosen = [bench.Part("gpt", mode, command) for mode, command in commands.items()]
-    monkeypatch.setattr(bench, "parts", lambda arguments: iter(chosen))
-    out = tmp_path / "deep" / "bench.json"
-    results = bench.collect(_arguments(load, "--out", str(out)), Console(file=StringIO()))
-    assert json.loads(out.read_text()) == results
-    assert results["rows"]["gpt"]["eager"]["summary"] == "a GPT"
-    assert results["rows"]["gpt"]["compiled"] == {"error": "exit status 1: last words"}
-    assert {line["verdict"] for line in results["bars"]} >= {"open", "met", "not measured"}
-    slow = bench.Part("gpt", "eager", ("-c", "import time; time.sleep(60)"))
-    assert bench.run(slow, {}, minutes=0.005) == {"error": "not done after 0.005 minutes"}
