@@ -242,7 +242,7 @@ MISUSED = [
     ("--precision auto", "Name one, such as bf16"),
     ("--limit 4giga", "is no number of bytes"),
     ("--steps 3", "give 4 or more"),
-    ("--max 4 --multiple-of 8", "max_size=4 is below multiple_of=8"),
+    ("--max 4 --multiple-of 8", "max_size=4 (--max) is below multiple_of=8 (--multiple-of)"),
     ("--out train.py", "--out train.py: is a file"),
     ("--out .", "holds other files (train.py)"),
 ]

@@ -199,8 +199,8 @@ class Search:
             raise UsageError(f"factor={self.factor}: sizes grow by it, so give a number above 1, such as 2")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
-                f"max_size={self.max_size} is below multiple_of={self.multiple_of}, so there is no size to try: "
-                "raise max_size or lower multiple_of"
+                f"max_size={self.max_size} (--max) is below multiple_of={self.multiple_of} (--multiple-of), so there "
+                "is no size to try: raise max_size or lower multiple_of"
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:

@@ -14,21 +14,13 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from mezzo.core.records import MemoryRecord
-
-
-class _Counter(Protocol):
-    how: str
-
-    def start(self) -> None: ...
-
-    def stop(self) -> int: ...
 
 
 class PeakTensorBytes:
@@ -57,7 +49,7 @@ class PeakTensorBytes:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self._device_type = device_type
-        self._counter: _Counter | None = None
+        self._counter: _CudaCounter | _StorageCounter | _AllocatorCounter | None = None
 
     @property
     def running(self) -> bool:
@@ -71,14 +63,13 @@ class PeakTensorBytes:
         if self._device_type not in ("cpu", "cuda"):
             raise RuntimeError(f"peak memory is measured on cpu and cuda, not on {self._device_type!r}.")
         if self._device_type == "cpu" and _something_is_compiled():
-            allocator = _AllocatorCounter()
             with contextlib.suppress(RuntimeError):  # the script uses the profiler itself
+                allocator = _AllocatorCounter()
                 allocator.start()
                 self._counter = allocator
                 return
-        counter: _Counter = _CudaCounter() if self._device_type == "cuda" else _StorageCounter()
-        counter.start()
-        self._counter = counter
+        self._counter = _CudaCounter() if self._device_type == "cuda" else _StorageCounter()
+        self._counter.start()
 
     def stop(self) -> MemoryRecord:
         """Stop counting; the peak in bytes, and how it was measured."""
