@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
-import json
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -118,68 +116,3 @@ def test_a_contender_that_raises_is_recorded_and_the_others_are_measured(
     out = StringIO()
     training_step.show("cnn", "eager", found, Console(file=out, width=80))
     assert "split-bf16: RuntimeError: no such thing" in out.getvalue()
-
-
-def test_the_fused_loss_trains_the_same_model(load: Load) -> None:
-    models = load("models")
-    sizes = {"layers": 1, "width": 16, "heads": 2, "batch": 2, "context": 8, "vocabulary": 32}
-    plain, fused = models.gpt(**sizes), models.with_fused_loss(models.gpt(**sizes))
-    assert fused.loss().item() == pytest.approx(plain.loss().item(), rel=1e-6)
-    shapes = [sorted(tuple(p.shape) for p in work.model.parameters()) for work in (plain, fused)]
-    assert shapes[0] == shapes[1]
-
-
-def _arguments(load: Load, *words: str) -> argparse.Namespace:
-    options = load("training_step").parser("")
-    options.add_argument("--out", type=Path)
-    found: argparse.Namespace = options.parse_args(words)
-    return found
-
-
-def test_a_whole_run_has_every_row_in_both_modes_the_loss_and_fp16_apart(load: Load) -> None:
-    bench, models = load("bench"), load("models")
-    chosen = [(part.row, part.mode) for part in bench.parts(_arguments(load))]
-    assert chosen[: 2 * len(models.WORKLOADS)] == [
-        (row, mode) for row in models.WORKLOADS for mode in ("eager", "compiled")
-    ]
-    assert chosen[2 * len(models.WORKLOADS) :] == [("", ""), *((row, "fp16") for row in bench.FP16_ROWS)]
-    part = list(bench.parts(_arguments(load, "--only", "gpt", "--mode", "eager", "--keep-memory")))
-    assert [(each.row, each.mode) for each in part] == [("gpt", "eager")]
-    assert "--keep-memory" in part[0].command
-
-
-def test_each_part_is_written_and_one_that_fails_is_recorded(
-    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bench = load("bench")
-    found = {"workloads": {"gpt": {"eager": _results()["rows"]["gpt"]["eager"]}}}
-    writes = f"import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text({json.dumps(found)!r})"
-    fails = "import sys; sys.exit('first\\nlast words')"
-    commands = {"eager": ("-c", writes), "compiled": ("-c", fails)}
-    chosen = [bench.Part("gpt", mode, command) for mode, command in commands.items()]
-    monkeypatch.setattr(bench, "parts", lambda arguments: iter(chosen))
-    out = tmp_path / "deep" / "bench.json"
-    results = bench.collect(_arguments(load, "--out", str(out)), Console(file=StringIO()))
-    assert json.loads(out.read_text()) == results
-    assert results["rows"]["gpt"]["eager"]["summary"] == "a GPT"
-    assert results["rows"]["gpt"]["compiled"] == {"error": "exit status 1: last words"}
-    assert {line["verdict"] for line in results["bars"]} >= {"open", "met", "not measured"}
-    slow = bench.Part("gpt", "eager", ("-c", "import time; time.sleep(60)"))
-    assert bench.run(slow, {}, minutes=0.005) == {"error": "not done after 0.005 minutes"}
-
-
-def test_gpt2s_rates_follow_from_its_size(load: Load) -> None:
-    gpt2 = load("gpt2")
-    model = gpt2.SIZES["tiny"].work().model
-    assert model.head.weight is model.token.weight
-    size = gpt2.SIZES["124M"]
-    products = (
-        124.5e6 - 1024 * 768 + 0.04e6
-    )  # parameters but the positions; the vocabulary is a little longer
-    attention = 6 * 12 * 768 * 1024
-    assert size.flops() / size.tokens == pytest.approx(6 * products + attention, rel=0.002)
-    found = gpt2.rates({"median_seconds": {"amp-bf16": 2.0}}, size, 1e15)["amp-bf16"]
-    assert found["tokens_per_second"] == size.tokens / 2
-    assert found["utilisation"] == pytest.approx(size.flops() / 2e15)
-    assert gpt2.peak("NVIDIA H100 80GB HBM3") == 989e12
-    assert gpt2.peak("a toaster") is None

@@ -103,7 +103,7 @@ TRAINS_NOT = {
         [],
         "ended without a call of backward(), so it has no loss to compare. Compare a script that trains",
     ),
-    "calibrate": ([], "give a script, and arguments of its own after --, with which it trains"),
+    "calibrate": ([], "Give a script that trains with a torch optimizer"),
     "batch-size": (["--vary={}", "--", "{}"], "Let it train for longer"),
 }
 

@@ -265,21 +265,6 @@ def test_this_machine(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert "something else is using this machine" not in printed
 
 
-def test_quick_is_smaller_and_a_busy_machine_is_told(
-    cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def noisy(device: str, **given: Any) -> list[Rate]:
-        assert given["sizes"] == measure.QUICK_CPU_SIZES
-        assert given["budget"] < 1
-        return [*made_up(device, **given)[:-1], Rate("copy", "fp32", 54.0, (1.0, 2.0, 3.0))]
-
-    cpu.setattr(measure, "measure", noisy)
-    assert main(["doctor", "--quick"]) == 0
-    assert "something else is using this machine" in " ".join(capsys.readouterr().out.split())
-    assert main(["doctor", "--quick", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unsteady"] is True
-
-
 def test_this_machine_as_json(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     captured = capsys.readouterr()
@@ -291,18 +276,10 @@ def test_this_machine_as_json(cpu: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert shown["native"] == ["bf16"]
     assert shown["unsteady"] is False
     assert shown["machine"] == hardware.describe()
-    assert shown["measured"][1] == {
-        "what": "matmul",
-        "format": "bf16",
-        "unit": "GFLOP/s",
-        "median": 441.0,
-        "low": 441.0,
-        "high": 441.0,
-        "repeats": 3,
-        "seconds": 1.0,
-        "work": 441.0,
-        "reason": "",
-    }
+    assert (
+        shown["measured"][1].items()
+        >= {"what": "matmul", "format": "bf16", "median": 441.0, "repeats": 3}.items()
+    )
     assert shown["measured"][3]["median"] is None
     assert shown["measured"][3]["reason"] == "PyTorch has no fast tf32 path on cpu"
     assert shown["recommendation"]["precision"] == "bf16"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.core import compute
-from mezzo.core.compute import GRANULARITIES, scaling_of
-from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
 from mezzo.pytorch.autocast.plan import plan
@@ -141,36 +136,3 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
         return grad.clone()
 
     assert torch.equal(gradient(True), gradient(False))
-
-
-# The word that says how factors are scaled.
-
-
-def test_it_reads_what_it_knows() -> None:
-    for word in GRANULARITIES:
-        assert scaling_of(f" {word} ") == word
-    assert doctest.testmod(compute).failed == 0
-
-
-# Text, error, what the message must have.
-WRONG = [
-    ("colwise", UnknownNameError, "Use one of rowwise, tensorwise."),
-    ("tensorwize", UnknownNameError, "Did you mean 'tensorwise'?"),
-    ("", UnknownNameError, "Use one of rowwise, tensorwise."),
-    ("tensorwise(history=16)", UsageError, "write tensorwise"),
-    ("tensorwise(margin=1)", UsageError, "leave it out"),
-    ("rowwise(pays_from=360)", UsageError, "module.NAME=bf16"),
-    ("tensorwise(depth=2)", UsageError, "takes no settings"),
-]
-
-
-@pytest.mark.parametrize(("text", "error", "message"), WRONG)
-def test_what_cannot_be_is_refused_and_says_what_to_write(
-    text: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error) as caught:
-        scaling_of(text, "here: ")
-    assert type(caught.value) is error
-    assert str(caught.value).startswith("here: ")
-    assert text in str(caught.value)
-    assert message in str(caught.value)

@@ -191,16 +191,6 @@ def test_a_bad_line_inside_a_file_is_named_by_its_number(tmp_path: Path) -> None
         next(reading)
 
 
-def test_each_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    writer = RecordWriter(path)
-    writer.write(MemoryRecord(5, "tensor bytes"))
-    assert list(read(path)) == [MemoryRecord(5, "tensor bytes")]
-    writer.close()
-    writer.write(MemoryRecord(6, "tensor bytes"))
-    assert len(list(read(path))) == 1
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"

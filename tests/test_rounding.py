@@ -181,16 +181,6 @@ def test_float64_to_fp32_is_numpys_cast(x: float) -> None:
     assert same_bits(formats.round(torch.tensor([x], dtype=torch.float64), "fp32").numpy(), wide)
 
 
-@given(st.fractions(), st.integers(-1200, 1200))
-def test_fractions_to_fp64_are_pythons_own_division(x: Fraction, shift: int) -> None:
-    exact = x * Fraction(2) ** shift
-    try:
-        expected = float(exact)
-    except OverflowError:
-        expected = math.inf if x > 0 else -math.inf
-    assert formats.round(exact, "fp64") == expected
-
-
 @given(st.sampled_from(list(FORMATS)), st.fractions(min_value=1, max_value=2), st.integers(-1100, 1100))
 @settings(max_examples=60, deadline=None)
 def test_rounding_is_to_the_nearest_in_any_width(name: str, x: Fraction, shift: int) -> None:

@@ -58,51 +58,13 @@ class Branch(nn.Module):
         return out
 
 
-class Overwrites(nn.Module):
-    """Writes to what it gave to another module, which keeps nothing of it for backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = Offset()
-
-    def forward(self, x: Tensor) -> Tensor:
-        scratch = x * 1.0
-        out: Tensor = self.offset(scratch)
-        scratch.detach().zero_()
-        return out + x
-
-
-class Table(nn.Module):
-    """Adds rows of a table, whose gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(4, 16, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.rows((x[:, 0] > 0).long())
-        return out
-
-
-class Wide(nn.Module):
-    """Computes in FP64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(16, 16).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inside(x.double() + 1.0).float()
-        return out
-
-
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inside, self.reentrant = nn.Linear(16, 16), reentrant
+        self.inside = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inside, x, use_reentrant=self.reentrant)
+        out: Tensor = checkpoint(self.inside, x, use_reentrant=False)
         return out
 
 
@@ -174,11 +136,7 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "statistics": lambda: [nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3)],
     "branch": lambda: [Branch(), Branch()],
     "attention": lambda: [nn.Unflatten(1, (2, 8)), nn.TransformerEncoderLayer(8, 2, 16), nn.Flatten()],
-    "checkpoint": lambda: [Checkpointed(False)],
-    "reentrant checkpoint": lambda: [Checkpointed(True)],
-    "overwrites": lambda: [Overwrites()],
-    "sparse": lambda: [Table()],
-    "FP64": lambda: [Wide()],
+    "checkpoint": lambda: [Checkpointed()],
     "recurrent": lambda: [nn.Unflatten(1, (4, 4)), Last()],
 }
 
@@ -200,11 +158,11 @@ def test_every_module_that_computes_is_measured_and_nothing_changes(name: str) -
     assert [record.notes for record in records] == [[], [], []]
     assert all(0.0 <= row.squares < 1.0 for record in records for row in record.rows)
     assert all(row.squares > 0.0 for record in records for row in record.rows if row.module in ("0", "2"))
-    inside = {"checkpoint": "1.inside", "reentrant checkpoint": "1.inside", "attention": "2.self_attn"}
+    inside = {"checkpoint": "1.inside", "attention": "2.self_attn"}
     assert {"0", inside.get(name, "0")} <= {row.module for row in records[-1].rows}
 
 
-@pytest.mark.parametrize("training", ["gradient_penalty", "two_optimizers", "shared_parameters"])
+@pytest.mark.parametrize("training", ["gradient_penalty", "shared_parameters"])
 def test_a_launched_script_computes_what_it_computes_unwatched(
     training: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,21 +260,9 @@ def numbers_of(size: float) -> Callable[[Tensor], Tensor]:
     return lambda x: (x.tanh() * 0.0 + 1.0) * size * (x - x.detach() + 1.0) / size * x
 
 
-def in_place(x: Tensor) -> Tensor:
-    return (x * 1.0).mul_(0.0).add_(1.0).mul_(40000.0).div_(40000.0) * x
-
-
 def masked(x: Tensor) -> Tensor:
     away = torch.zeros_like(x).index_fill_(-1, torch.tensor([3]), -40000.0)
     return (x + away).softmax(-1) * x
-
-
-def infinite_mask(x: Tensor) -> Tensor:
-    return x + (x * 2.0).masked_fill(x > 0.5, -math.inf).softmax(-1)
-
-
-def mapped(x: Tensor) -> Tensor:
-    return torch.vmap(lambda row: (row * 0.0 + 1.0) * 40000.0 / 40000.0)(x) * x
 
 
 def exponential(x: Tensor) -> Tensor:
@@ -328,10 +274,7 @@ def exponential(x: Tensor) -> Tensor:
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "close to the largest": (numbers_of(40000.0), "mul"),
     "at half of it": (numbers_of(32000.0), ""),
-    "in place": (in_place, "mul_"),
     "hidden by a mask": (masked, ""),
-    "infinite in FP32, and hidden": (infinite_mask, ""),
-    "under a vmap": (mapped, "mul"),
     "what a product takes": (exponential, "mm"),
 }
 
@@ -377,12 +320,6 @@ def test_a_parent_is_charged_for_what_it_does_with_a_modules_numbers(inner: type
     assert changes(around(Residual(inner())), "bf16")["1"] < 3e-3
 
 
-def test_an_input_that_is_written_to_is_copied_from_the_next_step_on() -> None:
-    records = measured(around(Overwrites()), steps=3)
-    assert [sum(row.module == "1.offset" for row in record.rows) for record in records] == [0, 1, 1]
-    assert [sum(row.module == "1" for row in record.rows) for record in records] == [1, 1, 1]
-
-
 def test_calls_of_one_step_add_up_and_those_that_are_not_kept_are_taken_to_be_alike() -> None:
     """A window of n losses, each over n: the loss is their sum, and n times 1/n^2 is the variance."""
     found = {
@@ -391,46 +328,6 @@ def test_calls_of_one_step_add_up_and_those_that_are_not_kept_are_taken_to_be_al
     assert found[4].loss == pytest.approx(1.4, abs=0.4)
     for few, many in ((2, 4), (CALLS, 2 * CALLS)):
         assert found[many].rows[0].squares / found[few].rows[0].squares == pytest.approx(0.5, rel=0.3)
-
-
-def test_gradients_of_several_losses_over_one_call_add_up() -> None:
-    """Two backward passes before the update are one of the losses' sum."""
-
-    def once(apart: bool) -> float:
-        model, probe = around(), Sensitivities(["bf16"])
-        observing, still = Observers(model, [probe]), torch.optim.SGD(model.parameters(), lr=0.0)
-        torch.manual_seed(1)
-        out = model(torch.randn(32, 8))
-        losses = [out.square().mean(), out.exp().mean()]
-        for loss in losses if apart else [losses[0] + losses[1]]:
-            observing.backward_begins(loss, 1.0)
-            loss.backward(retain_graph=True)
-        observing.update_begins(still, 1.0)
-        (record,) = probe.drain()
-        assert isinstance(record, SensitivityRecord)
-        return record.rows[0].squares
-
-    assert once(True) == pytest.approx(once(False), rel=1e-4)
-
-
-def test_a_frozen_part_is_measured_and_one_without_gradients_is_said() -> None:
-    class Cut(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = nn.Linear(16, 16)
-
-        @torch.no_grad()
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inside(x)
-            return out
-
-    model = around(Residual(Cut()))
-    model[0].requires_grad_(False)
-    record = measured(model)[0]
-    assert {row.module for row in record.rows} == {"0", "1", "1.mix", "2"}
-    assert record.notes == [
-        "1.inner.inside: no gradient reaches what it returns, so its errors have no weight"
-    ]
 
 
 def test_what_cannot_be_run_again_is_said() -> None:
@@ -462,21 +359,3 @@ def test_a_call_that_raises_leaves_nothing_behind() -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     inner = [module for module in model.modules() if module is not model]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
-
-
-def test_a_module_that_calls_one_from_elsewhere_is_measured() -> None:
-    """Its path does not lie inside that of the module that calls it."""
-
-    class Borrows(nn.Module):
-        def __init__(self, other: nn.Module) -> None:
-            super().__init__()
-            self.others = [other]  # hidden from `named_modules`
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.others[0](x) * 1.7
-            return out
-
-    layer = nn.Linear(16, 16)
-    model = around(layer, Borrows(layer))
-    found = changes(model, "bf16", rate=0.0)
-    assert 0.0 < found["2"] < found["1"]

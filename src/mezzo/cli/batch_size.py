@@ -152,12 +152,7 @@ def show(console: Console, request: BatchSizeRequest, found: Mapping[str, BatchS
 class BatchSizeRequest(ScriptRequest):
     """What to search, checked before anything runs.
 
-    Args:
-        vary: how the script receives its batch size: ``--batch-size``, ``--batch-size=``, ``data.batch=`` or ``{}``.
-        precisions: presets, policy strings or `.toml` files.
-        steps: a run is ended after this many optimizer steps.
-        sizes: where the search starts, and its bounds.
-        limit: the bytes that a step may take. None: on a CPU what the machine has left; on a GPU none.
+    `vary` is ``--batch-size``, ``--batch-size=``, ``data.batch=`` or ``{}``, `limit` the bytes that a step may take.
 
     Raises:
         UsageError: a script that doesn't exist, an unknown spelling or precision, arguments without ``{}``.
@@ -258,9 +253,7 @@ def search_script(
     *,
     command: Sequence[str] = LAUNCH,
 ) -> dict[str, BatchSizeResult]:
-    """Find the largest batch size under each of the request's precisions.
-
-    Each run's records and output are kept in the folder, if there is one. `command` runs a request's file.
+    """The result for each precision. The folder, if given, keeps each run's records and output.
 
     Raises:
         ScriptError: the script fails at the first size.
@@ -360,12 +353,7 @@ def _search(
 
 
 def _trial(precision: str, size: int, finished: FinishedRun, status: int, limit: int | None) -> Trial:
-    """The trial that a run's records and exit status make.
-
-    Raises:
-        _FailedError: the script fails, or takes fewer than three steps.
-        UnsupportedPrecisionError: this machine can't run this precision.
-    """
+    """The trial that a run's records and exit status make; _FailedError if the script fails or takes too few steps."""
     if status:
         output = finished.failure()
         last = output.splitlines()[-1]

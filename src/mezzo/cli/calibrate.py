@@ -113,13 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class CalibrationRequest(ScriptRequest):
-    """What is calibrated.
-
-    Args:
-        steps: updates of the first optimizer that are watched, and that are run under the recommendation.
-        format: one of `FORMATS` to recommend it; None: the native one.
-        headroom_bits: see `mezzo.core.calibration.recommend`.
-        check: whether the recommendation is tried.
+    """What is calibrated: `steps` are watched, and run again under the recommendation if `check`.
 
     Raises:
         UsageError: a headroom out of range, or no such script.
@@ -144,8 +138,6 @@ class Check:
 
     Args:
         steps: updates that were made or skipped.
-        skipped: those that were skipped.
-        loss_finite: whether every loss was.
         scale: the loss scale after it.
         alarms: whether a step was skipped for another reason than the loss scale.
         findings: a line for each place that made a step be skipped.

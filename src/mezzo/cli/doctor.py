@@ -152,10 +152,10 @@ def _cell(rate: Rate | None) -> str:
 
 
 def _gpu_lines(model: GpuModel) -> Iterable[Text]:
-    text = "{}.{}".format(*model.capability)
+    of = _capability_json(model.capability)
     yield Text.assemble(
         (model.name, "bold"),
-        f": {architecture(model.capability)}, compute capability {text}, {model.memory_gb} GB at "
+        f": {of['architecture']}, compute capability {of['capability']}, {model.memory_gb} GB at "
         f"{model.bandwidth} GB/s",
     )
     for form, peak in model.peaks.items():
@@ -164,8 +164,8 @@ def _gpu_lines(model: GpuModel) -> Iterable[Text]:
 
 
 def _capability_lines(capability: Capability) -> Iterable[Text]:
-    text = "{}.{}".format(*capability)
-    yield Text.assemble((f"Compute capability {text}", "bold"), f" ({architecture(capability)})")
+    of = _capability_json(capability)
+    yield Text.assemble((f"Compute capability {of['capability']}", "bold"), f" ({of['architecture']})")
     for form, first in TENSOR_CORES_FROM.items():
         has = "tensor cores" if capability >= first else "no tensor cores"
         yield Text(f"  {form:<6}{has}, which have it from {'{}.{}'.format(*first)}")
@@ -191,16 +191,16 @@ def _capability_json(capability: Capability) -> dict[str, Any]:
 
 
 def _rate_json(rate: Rate) -> dict[str, Any]:
-    ran = bool(rate.seconds)
-    return {
+    data = {
         "what": rate.what,
         "format": rate.format,
         "unit": rate.unit,
-        "median": rate.value if ran else None,
-        "low": rate.spread[0] if ran else None,
-        "high": rate.spread[1] if ran else None,
+        "median": rate.value,
+        "low": rate.spread[0],
+        "high": rate.spread[1],
         "repeats": len(rate.seconds),
-        "seconds": statistics.median(rate.seconds) if ran else None,
+        "seconds": statistics.median(rate.seconds or [math.nan]),
         "work": rate.work,
         "reason": rate.reason,
     }
+    return {key: None if value != value else value for key, value in data.items()}

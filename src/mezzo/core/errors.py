@@ -1,8 +1,4 @@
-"""The errors Mezzo raises for a user's mistake or a run's fate, and the sentence that goes with a wrong name.
-
-Every message says what, what was received, what is allowed, and how to mend it. A class here exists only where a
-caller would catch it apart from the others.
-"""
+"""The errors that Mezzo raises on purpose. Messages say what was received, what is allowed, and how to fix it."""
 
 from __future__ import annotations
 
@@ -45,10 +41,8 @@ class CallOrderError(UsageError, RuntimeError):
 class LossScaleCollapseError(MezzoError, RuntimeError):
     """The loss scale fell to its floor and steps are still skipped after the patience ran out.
 
-    Args:
-        what: what happened.
-        always: what to look at, unless it is known what makes the steps fail and what mends it.
-        unknown: what to try while nobody knows what makes them fail.
+    The message has `what` happened, what to look at (`always`, unless a remedy is known), and what to try while the
+    cause is `unknown`.
     """
 
     def __init__(self, what: str, always: str = "", unknown: str = "") -> None:
@@ -73,13 +67,9 @@ class ScriptError(MezzoError, RuntimeError):
 
 
 def unknown_name(kind: str, received: str, allowed: Iterable[str], *, where: str = "") -> UnknownNameError:
-    """Build the error for a wrong name: what was received, all that is allowed, and the nearest right one.
+    """The error for a wrong name: what was received, all that is allowed, and the nearest right one.
 
-    Args:
-        kind: the noun, for instance ``"format"``.
-        received: what the user wrote.
-        allowed: the right names, taken from the table that decides.
-        where: the surrounding text of the user's own, for instance ``"policy 'compute=f15': "``.
+    `kind` is a noun such as ``"format"``, `where` the beginning of the message.
 
     >>> print(unknown_name("format", "f15", ["bf16", "fp16", "fp32"], where="policy 'compute=f15': "))
     policy 'compute=f15': unknown format 'f15'. Use one of bf16, fp16, fp32. Did you mean 'fp16'?

@@ -315,13 +315,7 @@ def _exponent(x: Fraction) -> int:
 
 @dataclass(frozen=True)
 class Bits:
-    """One code point of a format: its three fields, and the number they stand for.
-
-    Args:
-        sign: 0 or 1.
-        exponent: the field as stored, with its bias.
-        mantissa: the field as stored, without the leading 1.
-        format: the format they are the fields of.
+    """One code point of a format: its fields as stored, and the number they stand for.
 
     Raises:
         UsageError: a field that is out of range.

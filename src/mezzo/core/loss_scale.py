@@ -19,7 +19,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -43,44 +43,66 @@ STATISTICAL_REMOVED = (
 )
 
 
+_Kind = TypeVar("_Kind", bound="_Scale")
+
+
 @dataclass(frozen=True)
 class Observation:
-    """What one step saw.
-
-    Args:
-        found_inf: whether any gradient was NaN or infinite, after unscaling.
-    """
+    """What one step saw: whether any gradient was NaN or infinite, after unscaling."""
 
     found_inf: bool
 
 
-def _next(scale: Any, observation: Observation) -> Any:
-    after = advance(scale, start(scale), observation.found_inf, Numbers)
-    if after.stuck >= scale.patience:
-        raise collapsed(scale, after.stuck)
-    return scale._with(after)
+class _Scale:
+    """What the three kinds have in common."""
+
+    kind: ClassVar[str]
+    patience: float = math.inf
+
+    def next(self: _Kind, observation: Observation) -> _Kind:
+        """The state after one step.
+
+        Raises:
+            LossScaleCollapseError: this was the `patience`-th skip in a row (of a dynamic scale: at its floor).
+        """
+        pure: Any = self
+        after = advance(pure, start(pure), observation.found_inf, Numbers)
+        check(pure, after)
+        return self._with(after)
+
+    def _with(self: _Kind, state: ScaleArrays) -> _Kind:
+        return self
+
+    @property
+    def has_collapsed(self) -> bool:
+        """Whether the patience ran out."""
+        pure: Any = self
+        return bool(start(pure).stuck >= self.patience)
+
+    def begun_anew(self: _Kind) -> _Kind:
+        """The first state, as if no step had been taken."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and state as plain values, for `from_state_dict`."""
+        pure: Any = self
+        return {"kind": self.kind, **asdict(pure)}
 
 
 @dataclass(frozen=True)
-class NoLossScale:
+class NoLossScale(_Scale):
     """S = 1 always: for bf16 and FP32, whose range is wide enough. It never raises."""
+
+    kind: ClassVar[str] = "none"
 
     @property
     def scale(self) -> float:
         """Always 1."""
         return 1.0
 
-    def next(self, observation: Observation) -> NoLossScale:
-        """Itself."""
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, for `from_state_dict`."""
-        return {"kind": "none"}
-
 
 @dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_Scale):
     """A constant S. A step whose gradients are not finite is skipped.
 
     Args:
@@ -92,6 +114,7 @@ class StaticLossScale:
         UsageError: an argument out of range.
     """
 
+    kind: ClassVar[str] = "static"
     scale: float = 1024.0
     patience: int = 50
     skips: int = 0
@@ -133,34 +156,16 @@ class StaticLossScale:
             exponent -= 1
         return cls(2.0 ** max(-_LARGEST_CONSTANT, min(exponent - headroom_bits, _LARGEST_CONSTANT)))
 
-    def next(self, observation: Observation) -> StaticLossScale:
-        """The same S, with the skips in a row counted.
-
-        Raises:
-            LossScaleCollapseError: this was the `patience`-th skip in a row.
-        """
-        after: StaticLossScale = _next(self, observation)
-        return after
-
     def _with(self, state: ScaleArrays) -> StaticLossScale:
         return replace(self, skips=state.stuck)
-
-    @property
-    def has_collapsed(self) -> bool:
-        """Whether the patience ran out."""
-        return self.skips >= self.patience
 
     def begun_anew(self) -> StaticLossScale:
         """The same scale, as if no step had been skipped."""
         return replace(self, skips=0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain values, for `from_state_dict`."""
-        return {"kind": "static", **asdict(self)}
-
 
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Scale):
     """S found by trial: it grows after a number of good steps, backs off on overflow, and stays in bounds.
 
     One step, with `bad` = found_inf as 0 or 1 and `fl32` = rounding to FP32, ties to even::
@@ -194,6 +199,7 @@ class DynamicLossScale:
         UsageError: an argument out of range, or bounds that are not in order.
     """
 
+    kind: ClassVar[str] = "dynamic"
     init: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -230,15 +236,6 @@ class DynamicLossScale:
                     f"ceiling {power_text(self.ceiling)}"
                 )
 
-    def next(self, observation: Observation) -> DynamicLossScale:
-        """The state after one step.
-
-        Raises:
-            LossScaleCollapseError: this was the `patience`-th skip in a row at the floor.
-        """
-        after: DynamicLossScale = _next(self, observation)
-        return after
-
     def _with(self, state: ScaleArrays) -> DynamicLossScale:
         # `replace` would repeat the checks, which cost a small model more than its optimizer's arithmetic.
         moved = object.__new__(type(self))
@@ -246,18 +243,9 @@ class DynamicLossScale:
         moved.__dict__.update(state.__dict__, scale=fl32(state.scale))
         return moved
 
-    @property
-    def has_collapsed(self) -> bool:
-        """Whether the patience ran out."""
-        return self.stuck >= self.patience
-
     def begun_anew(self) -> DynamicLossScale:
         """The first state."""
         return replace(self, scale=self.init, good_steps=0, overflows=0, stuck=0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, settings and state, as plain values for `from_state_dict`."""
-        return {"kind": "dynamic", **asdict(self)}
 
 
 LossScale = NoLossScale | StaticLossScale | DynamicLossScale
@@ -265,13 +253,9 @@ LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 
 @dataclass(frozen=True)
 class ScaleArrays:
-    """The state of a loss scale: arrays of shape (), or Python's numbers.
+    """The state of a loss scale, as FP32 and int32 arrays of shape (), or Python's numbers.
 
-    Args:
-        scale: FP32, S for the next step.
-        good_steps: int32, good steps since the last growth or overflow.
-        overflows: int32, overflows in a row.
-        stuck: int32, overflows in a row at the floor; of a constant scale, overflows in a row.
+    Its fields are those of `DynamicLossScale`; for a constant scale `stuck` is `overflows`.
     """
 
     scale: Any
@@ -366,7 +350,7 @@ def collapsed(pure: StaticLossScale | DynamicLossScale, stuck: int) -> LossScale
     )
 
 
-_KINDS: dict[str, type[Any]] = {"none": NoLossScale, "static": StaticLossScale, "dynamic": DynamicLossScale}
+_KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in (NoLossScale, StaticLossScale, DynamicLossScale)}
 
 
 def from_state_dict(state: dict[str, Any]) -> LossScale:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-from mezzo.core.compute import COMPUTE, activations_of, scaling_of
+from mezzo.core.compute import COMPUTE, GRANULARITIES, activations_of
 from mezzo.core.errors import UnknownNameError, UsageError, unknown_name
 from mezzo.core.formats import dtype_name
 from mezzo.core.loss_scale import LossScale, NoLossScale, StaticLossScale
@@ -44,6 +44,7 @@ _ALLOWED = {
     "output": ("format", STORED_FORMATS),
     "masters": ("kind of masters", (*MASTERS, "auto")),
     "state": ("state format", STATE_FORMATS),
+    "scaling": ("fp8 scaling", GRANULARITIES),
     "hidden": ("kind of hidden state", HIDDEN),
     "module": ("format", tuple(COMPUTE)),
 }
@@ -357,8 +358,6 @@ def _checked(entry: Entry) -> Entry:
             if op not in RECOMPUTABLE and ops != ["none"]:
                 raise unknown_name("op to recompute", op, ("none", *RECOMPUTABLE), where=where)
         return entry._replace(value="+".join(ops))
-    if key == "scaling":
-        return entry._replace(value=scaling_of(value, where))
     if key == "module" and not is_pattern(name):
         raise UsageError(
             f"{where}{name!r} is not a module pattern. Write a dotted path such as head, blocks.0.norm or "

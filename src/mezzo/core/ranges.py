@@ -1,7 +1,6 @@
-"""Where a tensor's numbers lie: how often each binary exponent occurs, and what each format would make of them.
+"""Histograms of binary exponents, and what each format would make of a tensor's numbers.
 
-A histogram is gathered once, in FP32's exponents, and answers for every format, those that the run does not use
-included: would it overflow in fp16, in e4m3fn? Multiplying by a loss scale of 2^k moves it by k bins.
+A histogram is counted once, in FP32's exponents, and serves every format. A loss scale of 2^k moves it by k bins.
 
 An exponent is known to the binade, so of the values in a format's top binade, those above its largest number are not
 counted as overflowed (at most 1/2048 of that binade in fp16, an eighth in e4m3fn). `largest` is exact.
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mezzo.core import formats
-from mezzo.core.errors import UsageError
 from mezzo.core.formats import Format, named
 
 BINS = 258
@@ -30,14 +28,7 @@ _BIAS = 127
 
 @dataclass(frozen=True)
 class Shares:
-    """What becomes of numbers in a format, as shares of those that are finite and not zero; together they are 1.
-
-    Args:
-        underflow: rounded to zero.
-        subnormal: kept with fewer bits than the format's precision.
-        normal: kept.
-        overflow: beyond the format's largest number.
-    """
+    """What becomes of the finite nonzero numbers in a format: rounded to zero, kept with fewer bits, kept, infinite."""
 
     underflow: float
     subnormal: float
@@ -50,11 +41,11 @@ class Histogram:
     """How often each exponent occurs among the magnitudes of a tensor's elements.
 
     Args:
-        lowest: exponent of the first of `counts`: a value x counts there if ``2**lowest <= |x| < 2**(lowest+1)``.
-            FP32's subnormals count at -127, together.
+        lowest: exponent of the first of `counts`, with values ``2**lowest <= |x| < 2**(lowest+1)``. All of FP32's
+            subnormals count at -127.
         counts: a count for each exponent from `lowest` on; neither the first nor the last is 0.
         zeros, infinities, nans: elements without an exponent.
-        largest: the largest finite magnitude; 0 where there is none.
+        largest: the largest finite magnitude; 0 if there is none.
     """
 
     lowest: int = 0
@@ -66,13 +57,7 @@ class Histogram:
 
     @classmethod
     def from_bins(cls, bins: Sequence[int], largest: float = 0.0) -> Histogram:
-        """From the vector that a kernel counted.
-
-        Raises:
-            UsageError: not `BINS` numbers.
-        """
-        if len(bins) != BINS:
-            raise UsageError(f"an exponent histogram has {BINS} bins, not {len(bins)}")
+        """From a vector of `BINS` counts."""
         used = [index for index in range(INFINITE) if bins[index]]
         first, last = (used[0], used[-1] + 1) if used else (_BIAS, _BIAS)
         return cls(
@@ -90,14 +75,11 @@ class Histogram:
         return sum(self.counts) + self.zeros + self.infinities + self.nans
 
     def shares(self, format: str | Format, shift: int = 0) -> Shares | None:
-        """What a format would make of the numbers after multiplying them by ``2**shift``; None if there are none.
+        """The shares after multiplying the numbers by ``2**shift``; None if no number is finite and not 0.
 
         >>> seen = Histogram(lowest=-30, counts=[1, 0, 0, 0, 0, 2, 0, 1])  # 2^-30, 2^-25 twice, 2^-23
         >>> seen.shares("fp16").underflow, seen.shares("fp16", shift=10).underflow
         (0.25, 0.0)
-
-        Raises:
-            UnknownNameError: no such format.
         """
         form = named(format)
         total = sum(self.counts)
@@ -118,11 +100,7 @@ class Histogram:
         return Shares(under / total, sub / total, (total - under - sub - over) / total, over / total)
 
     def overflows(self, format: str | Format, shift: int = 0) -> bool:
-        """Whether the largest number, times ``2**shift``, rounds to beyond the format's largest: exact.
-
-        Raises:
-            UnknownNameError: no such format.
-        """
+        """Whether the largest number, times ``2**shift``, rounds to beyond the format's largest: exact."""
         form = named(format)
         try:
             value = math.ldexp(self.largest, shift)
@@ -140,9 +118,6 @@ class Histogram:
 
         >>> Histogram(lowest=-10, counts=[1, 2, 1]).lost("bf16")  # one under 2^-9, two up to 2^-8, one above
         0.5
-
-        Raises:
-            UnknownNameError: no such format.
         """
         total = sum(self.counts)
         if not total:
@@ -196,14 +171,10 @@ def shift_of(scale: float) -> int:
 
 @dataclass(frozen=True)
 class RangeRow:
-    """One tensor's histogram in one step.
+    """One tensor's histogram in one step, and the format that it has in the run.
 
-    Args:
-        module: path of the module in the model, ``""`` for the model itself.
-        what: a key of `WHAT`.
-        format: the format that the tensor has in the run.
-        histogram: of its numbers; gradients are divided by the loss scale, by whole exponents.
-        name: the parameter's own name in the module (``weight``); ``""`` for activations.
+    `module` is a path in the model (``""``: the model itself), `what` a key of `WHAT`, `name` a parameter's name in the
+    module (``""`` for activations). Gradients are divided by the loss scale, by whole exponents.
     """
 
     module: str
@@ -223,9 +194,6 @@ def exponent_strip(histogram: Histogram, format: str, shift: int = 0) -> str:
 
     >>> exponent_strip(Histogram(-2, [3, 1, 1]), "fp16")
     '2^-2 |█▃▃| 2^0, in fp16: all kept'
-
-    Raises:
-        UnknownNameError: no such format.
     """
     shares = histogram.shares(format, shift)
     if shares is None:

@@ -1,11 +1,9 @@
-"""Typed run records: what one training run did, as JSON lines that a person can read and a report can be
-made from.
+"""Run records: what one training run did, as JSON lines.
 
 One line is one record; its ``kind`` names the type. A run writes, in this order: one ``run``, then ``loss``
-and ``update`` records as training goes on, ``ranges``, ``sensitivity`` and ``overflow`` records where it is
-watched, at most one ``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``. A run
-that was killed has no ``end``: a reader can tell a finished run from a broken one. Times are seconds since the
-first line, on one monotonic clock, so differences are durations.
+and ``update`` records as training goes on, ``ranges``, ``sensitivity`` and ``overflow`` records if it is
+watched, at most one ``memory`` and one ``ops`` (gathered in steps that are not timed), and one ``end``, which a
+run that was killed lacks. Times are seconds since the first line, on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ SCHEMA = 1
 
 
 def file_name(precision: str) -> str:
-    """A precision as it stands in the names of a run's files, none of them hidden: writers and readers ask here.
+    """A precision as it stands in the names of a run's files.
 
     >>> file_name("bf16,op.softmax=fp32"), file_name("mezzo-calibrate-train/policy.toml")
     ('bf16-op.softmax-fp32', 'mezzo-calibrate-train-policy.toml')
@@ -37,7 +35,7 @@ def file_name(precision: str) -> str:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """What is being run, under which policy, with which seed, on which machine."""
+    """The script, its policy, its seed, and the hardware."""
 
     kind: ClassVar[str] = "run"
     script: str
@@ -52,7 +50,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class LossRecord:
-    """One outermost ``backward()``: the unscaled loss it was called on."""
+    """One outermost ``backward()``, with its unscaled loss."""
 
     kind: ClassVar[str] = "loss"
     index: int
@@ -62,11 +60,9 @@ class LossRecord:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One call of an optimizer's step, whether it moved the parameters or was vetoed.
+    """One call of an optimizer's step. Optimizers are numbered in the order in which they first stepped.
 
-    ``optimizer`` numbers the optimizers in the order in which they first stepped. ``observed`` is True for
-    the steps in which memory and formats were watched: those are slower than the others, and no timing may
-    use them.
+    ``observed`` steps, in which memory and formats were measured, are slower and must not be timed.
     """
 
     kind: ClassVar[str] = "update"
@@ -82,8 +78,7 @@ class UpdateRecord:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """Peak memory of a training step, in bytes, and how it was measured (``tensor bytes`` or ``cuda
-    allocator``)."""
+    """Peak memory of a training step in bytes; ``how`` is ``tensor bytes`` or ``cuda allocator``."""
 
     kind: ClassVar[str] = "memory"
     peak_bytes: int
@@ -92,12 +87,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True)
 class OpFormats:
-    """How one op ran: the rule that the policy gives it, the formats planned and seen, and the casts around
-    it.
-
-    ``planned`` and ``observed`` are format names joined as ``"bf16 -> bf16"`` (floating inputs -> floating
-    outputs).
-    """
+    """How one op ran: its rule, the casts around it, and formats as ``"bf16 -> bf16"`` (float inputs -> outputs)."""
 
     op: str
     rule: str
@@ -110,7 +100,7 @@ class OpFormats:
 
     @property
     def as_planned(self) -> bool:
-        """Whether the formats seen are the formats planned; an op without a plan cannot depart from it."""
+        """Whether the observed formats are the planned ones; True for an op without a plan."""
         return not self.planned or self.planned == self.observed
 
 
@@ -124,10 +114,7 @@ class OpsRecord:
 
 @dataclass(frozen=True)
 class RangesRecord:
-    """Exponent histograms of one step, a row for each tensor looked at.
-
-    ``update`` is the index of the `UpdateRecord` of the same step, and ``loss_scale`` what it used.
-    """
+    """Exponent histograms of one step; ``update`` is the index of its `UpdateRecord`."""
 
     kind: ClassVar[str] = "ranges"
     update: int
@@ -139,11 +126,10 @@ class RangesRecord:
 
 @dataclass(frozen=True)
 class ModuleRounding:
-    """To first order, what rounding one module's own arithmetic to a format does to the loss of one step.
+    """To first order, how rounding one module's own arithmetic to a format changes the loss of one step.
 
     ``signed`` and ``squares`` are the sums of e and of e * e over the elements of the module's outputs, where e is the
-    gradient times the rounding error. ``cause`` names the operation that made the first number too large for the
-    format.
+    gradient times the rounding error. ``cause`` names the operation with the first number too large for the format.
     """
 
     module: str
@@ -156,7 +142,7 @@ class ModuleRounding:
 
 @dataclass(frozen=True)
 class SensitivityRecord:
-    """The sensitivity of a model's modules in one step: a row for each module and format; and the step's loss."""
+    """The sensitivity of a model's modules in one step, by module and format; and the step's loss."""
 
     kind: ClassVar[str] = "sensitivity"
     update: int
@@ -167,7 +153,7 @@ class SensitivityRecord:
 
 @dataclass(frozen=True)
 class OverflowRecord:
-    """Why a step's gradients were not finite: one record for each skipped update that was looked into."""
+    """Why the gradients of a skipped update were not finite."""
 
     kind: ClassVar[str] = "overflow"
     update: int
@@ -179,7 +165,7 @@ class OverflowRecord:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run's end: its exit status, its length in seconds, and notes that the user should read."""
+    """The run's exit status, its length in seconds, and notes that the user should read."""
 
     kind: ClassVar[str] = "end"
     status: int
@@ -199,37 +185,25 @@ Record = (
     | RunEnded
 )
 _KINDS: dict[str, type[Any]] = {cls.kind: cls for cls in Record.__args__}
-
-_CLASSES = (
-    *_KINDS.values(),
-    OpFormats,
-    RangeRow,
-    Histogram,
-    ModuleRounding,
-    OverflowReport,
-    TensorFacts,
-    Maker,
-)
-_NESTED: dict[str, type[Any]] = {cls.__name__: cls for cls in _CLASSES}
+_NESTED = (OpFormats, RangeRow, Histogram, ModuleRounding, OverflowReport, TensorFacts, Maker)
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (*_KINDS.values(), *_NESTED)}
 
 # Annotation -> the type that JSON gives it. An int field holds no bool, and a bool field no int.
 _PLAIN: dict[str, type[Any]] = {"int": int, "bool": bool, "str": str, "dict[str, Any]": dict}
-
 # Class -> its fields and their annotations (read once: a run has a hundred thousand lines).
-_FIELDS = {cls: {f.name: str(f.type) for f in fields(cls)} for cls in _CLASSES}
+_FIELDS = {cls: {f.name: str(f.type) for f in fields(cls)} for cls in _CLASSES.values()}
 
 
 def to_line(record: Record) -> str:
-    """One record as one line of strict JSON: NaN and infinities are written as the strings ``"nan"``,
-    ``"inf"``."""
+    """One record as one line of strict JSON: NaN and infinities are the strings ``"nan"``, ``"inf"``."""
     return json.dumps({"kind": record.kind, **_strict(record)}, allow_nan=False)
 
 
 def from_line(line: str) -> Record:
-    """The record that `to_line` wrote. Unknown fields (a newer writer's) are passed over.
+    """The record that `to_line` wrote. Unknown fields (a newer writer's) are ignored.
 
     Raises:
-        UsageError: the line is no record.
+        UsageError: the line is not a record.
     """
     try:
         data = json.loads(line)
@@ -246,11 +220,7 @@ def _made(cls: type[Any], value: dict[str, Any]) -> Any:
 
 
 def _field(kind: str, value: Any) -> Any:
-    """A field's value from plain JSON.
-
-    Raises:
-        TypeError: it is not of the kind that the field's annotation names.
-    """
+    """A field's value from plain JSON; TypeError if it does not fit the field's annotation."""
     if kind == "float":
         return float(value)
     plain = _PLAIN.get(kind)
@@ -267,11 +237,11 @@ def _field(kind: str, value: Any) -> Any:
         )
     if value is None and kind.endswith(" | None"):
         return None
-    return _made(_NESTED[kind.removesuffix(" | None")], value)
+    return _made(_CLASSES[kind.removesuffix(" | None")], value)
 
 
 def _strict(value: Any) -> Any:
-    """A value in JSON's own terms. (`dataclasses.asdict` copies besides, which a thousand histograms would notice.)"""
+    """A value for strict JSON. (`dataclasses.asdict` also copies, which is slow for a thousand histograms.)"""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     names = _FIELDS.get(type(value))
@@ -285,11 +255,7 @@ def _strict(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records to a file, a line each; every line is complete on disk before the next step begins.
-
-    A child made by ``fork`` (a DataLoader worker) writes nothing: the run belongs to the process that
-    opened it.
-    """
+    """Appends records to a file, flushing each line. A forked child (a DataLoader worker) writes nothing."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
@@ -306,11 +272,10 @@ class RecordWriter:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """The records of a file, in order. A last line cut short by a kill is passed over; any other bad line
-    raises.
+    """The records of a file, in order. A last line cut short by a kill is ignored.
 
     Raises:
-        UsageError: a line that is no record, with its number.
+        UsageError: another line that is not a record, with its number.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):

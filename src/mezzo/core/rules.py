@@ -1,13 +1,13 @@
 """The table of operations: for each op its rule, the reason, and what computes it on each kind of device, in one row.
 
-Nothing here imports a framework. Ops are named as in ATen without the overload (`softmax` stands for
-`aten::softmax.int`). An op that has no row runs as the framework finds it, in the format of its inputs.
+Ops are named as in ATen without the overload (`softmax` stands for `aten::softmax.int`). An op without a row runs in
+the format of its inputs.
 
 >>> RULES["layer_norm"].rule.value, RULES["layer_norm"].kernel.path, sorted(RULES["layer_norm"].kernel.devices)
 ('internal_fp32', 'norms:layer_norm', ['cpu'])
 
-The rows cover every op on PyTorch 2.13's autocast lists (ATen/autocast_mode.h and .cpp: CUDA, CPU, XPU, MPS)
-and keep what those lower, so that nothing that is fast there is slow here. They depart in three places:
+The rows cover every op on PyTorch 2.13's autocast lists (ATen/autocast_mode.h and .cpp: CUDA, CPU, XPU, MPS) and lower
+what those lower. They differ in three places:
 
 - What ends a model (`sigmoid`, `softmax`, ...) gives FP32 computed in FP32. PyTorch leaves `sigmoid` in bf16,
   which rounds probabilities to exactly 1; its CPU list leaves `softmax` there as well.
@@ -40,9 +40,8 @@ class Rule(str, Enum):
                                          16-bit input
     ============= ====================== ============================== ====================================
 
-    `internal_fp32` is 16 bits in, 16 bits out, and FP32 in, FP32 out: it never lowers, so the `mean` of FP32
-    losses keeps its 24 bits. To lower a normalisation's FP32 input too (a residual stream saved in half the
-    bytes), give that op the rule `lower`.
+    `internal_fp32` never lowers: FP32 in, FP32 out. To lower a normalisation's FP32 input too (a residual stream saved
+    in half the bytes), give that op the rule `lower`.
     """
 
     LOWER = "lower"
@@ -61,17 +60,12 @@ READ = "by its source the 16-bit kernel accumulates in FP32; PyTorch leaves it i
 
 @dataclass(frozen=True)
 class Kernel:
-    """What Mezzo runs in the place of PyTorch's kernel.
+    """Mezzo's own kernel of an op: ``module:function`` in `mezzo.pytorch.kernels`, on these devices (empty: all).
 
-    Args:
-        kind: ``inside`` (16 bits in and out, FP32 arithmetic: forward rounded once, gradients summed in FP32;
-            tests/test_internal_fp32.py), ``result`` (the same with an FP32 result), ``gradient`` (a gradient summed
-            in FP32), ``indices`` (shorter indices kept for backward), ``number`` (a number written, which may be
-            beyond a 16-bit range), ``layer`` and ``cell`` (an FP32 state between the steps of a recurrent op, where
-            the policy says ``hidden=fp32``).
-        why: what it does, for `explain`.
-        path: ``module:function`` in `mezzo.pytorch.kernels`.
-        devices: the types of device that have it; empty for all.
+    Kinds: ``inside`` (16 bits in and out, FP32 arithmetic; tests/test_internal_fp32.py), ``result`` (the same with an
+    FP32 result), ``gradient`` (a gradient summed in FP32), ``indices`` (shorter indices kept for backward), ``number``
+    (a number written, which may be beyond a 16-bit range), ``layer`` and ``cell`` (an FP32 state between the steps of a
+    recurrent op under ``hidden=fp32``).
     """
 
     kind: str
@@ -95,13 +89,9 @@ class OpRule:
 
     Args:
         op: ATen's name without overload.
-        rule: the rule in every compute format that `by_format` does not name.
-        reason: why, in terms of range, rounding, accumulation or cost.
-        family: the heading under which the documentation lists it.
-        remedy: for a banned op, what to use in its place.
-        by_format: exceptions, as (compute format, rule, reason).
-        native: why the device's own 16-bit kernels count as accumulating in FP32, as (device type, evidence).
-        kernel: Mezzo's own, if it has one.
+        rule: the rule in every compute format that `by_format` does not name, as (format, rule, reason).
+        native: evidence that a device's own 16-bit kernels accumulate in FP32, as (device type, evidence).
+        remedy: for a banned op, what to use instead.
     """
 
     op: str
@@ -114,7 +104,7 @@ class OpRule:
     kernel: Kernel | None = None
 
     def evidence(self, device_type: str) -> str:
-        """Why the device's 16-bit kernel counts as accumulating in FP32; empty where nothing says so."""
+        """The evidence that the device's 16-bit kernel accumulates in FP32; empty if there is none."""
         return dict(self.native).get(device_type, "")
 
     def kernel_on(self, device_type: str) -> Kernel | None:
@@ -146,10 +136,10 @@ def _family(
     """The rows of ops that share a rule and a reason.
 
     Args:
-        tested: those whose 16-bit kernels on a CPU, fed FP32 parameters, give FP32 arithmetic rounded once, and whose
-            gradients don't lose digits as the reduction grows: tests/test_rules.py shows it (torch 2.13).
-        read: those that PyTorch's own CUDA table leaves in sixteen bits, and whose CUDA source computes in FP32
-            (`opmath_t` and `acc_type` under ATen/native/cuda). Their test waits for a GPU.
+        tested: ops whose 16-bit CPU kernels, with FP32 parameters, give FP32 arithmetic rounded once, and whose
+            gradients don't lose digits as the reduction grows (tests/test_rules.py, torch 2.13).
+        read: ops whose CUDA source computes in FP32 (`opmath_t` and `acc_type` under ATen/native/cuda), and which
+            PyTorch's CUDA table leaves in 16 bits. Their test needs a GPU.
         kernels: op -> Mezzo's own kernel.
     """
     known = {"cpu": (tested.split(), TESTED), "cuda": (read.split(), READ)}

@@ -1,8 +1,8 @@
 """Sensitivity: by how much a format would change the loss, module by module; and which formats a module can bear.
 
-`mezzo.pytorch.sensitivity` measures the records. For each module, format and step they hold two sums over the elements
-of the module's outputs, of e = gradient * (output in the format - output in FP32): the signed sum, which is the change
-of the loss to first order, and the sum of squares, which is the variance of that change if each error's sign is random.
+The records of `mezzo.pytorch.sensitivity` hold, for each module, format and step, two sums over the elements of the
+module's outputs, of e = gradient * (output in the format - output in FP32): the signed sum is the change of the loss to
+first order, the sum of squares the variance of that change if each error's sign is random.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ class ModuleSensitivity:
     Args:
         module: its path; ``""`` is the model itself.
         kind: its class.
-        changes: format -> expected change of the loss, in the loss's own unit, if the module alone runs in that format.
-            Infinite where a result is not finite. A format of fewer than 16 bits is missing where the module computes
-            no product.
-        causes: format -> the operation that made the first number too large for the format, where one did.
-        bears: the formats whose change is within the ranking's `limit`. The one with the fewest bits is first; among
-            equals, the one that changes the loss least.
+        changes: format -> expected change of the loss if the module alone runs in that format; infinite if a result is
+            not finite. Only modules with a product have formats of fewer than 16 bits.
+        causes: format -> the operation that made the first number too large for the format.
+        bears: the formats whose change is within the ranking's `limit`, the one with the fewest bits first.
     """
 
     module: str
@@ -61,19 +59,16 @@ class ModuleSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A ranking of modules, the most sensitive first.
+    """A ranking of the modules that compute something of their own, the most sensitive first.
 
     A module that can't bear a 16-bit format comes before one that only can't bear 8 bits. Among equals, the one that
     changes the loss most in the first format comes first.
 
     Args:
-        formats: names of the formats, in the order of the columns.
-        modules: those that compute something of their own.
         loss: mean magnitude of the losses of the measured steps.
         margin: share of the loss that all modules together may change it by.
         limit: change that one module may make: ``margin * loss / sqrt(number of modules)``, since random changes add in
             squares.
-        steps: how many were measured.
         notes: what could not be measured, and why.
     """
 
@@ -98,7 +93,7 @@ class Sensitivity:
         )
 
     def lines(self) -> list[str]:
-        """A line per module, for the `SHOWN` most sensitive ones; what is not among them; the notes."""
+        """A line for each of the `SHOWN` most sensitive modules, and the notes."""
         found = []
         for one in self.modules[:SHOWN]:
             cells = ", ".join(f"{name} {one.cell(name)}" for name in self.formats)

@@ -24,15 +24,7 @@ PREFERENCE = ("bf16", "fp16")
 
 
 def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
-    """Replace `auto` by a format that this device trains in natively: bf16, else fp16, else fp32.
-
-    Args:
-        policy: any policy; it is returned unchanged if its compute is not `auto`.
-        device_type: `"cpu"`, `"cuda"`, ...
-
-    Returns:
-        The policy without `auto`, and the reason as a sentence.
-    """
+    """The policy with `auto` replaced by a native format of this device (bf16, fp16 or fp32), and the reason."""
     if policy.compute != "auto":
         return policy, f"{policy.compute}: as asked"
     native = hardware.native_formats(device_type)
@@ -48,13 +40,7 @@ def resolve(policy: Policy, device_type: str) -> tuple[Policy, str]:
 
 @dataclass(frozen=True)
 class TrialDecision:
-    """What the trial found.
-
-    Args:
-        precision: the format to go on with: `fp32` or the candidate.
-        speedup: median FP32 step time over median candidate step time; inf if the candidate's clock read zero.
-        reason: one sentence with the figures.
-    """
+    """The format to go on with, its speedup (median FP32 step time over the candidate's), and a sentence why."""
 
     precision: str
     speedup: float

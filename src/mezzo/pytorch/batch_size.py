@@ -58,14 +58,8 @@ class NothingFitsError(MezzoError, RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """The measurement of one batch size.
-
-    Attributes:
-        size: samples per step.
-        fits: whether a step ran within the memory limit.
-        peak_bytes: the peak in a step; None if the step did not finish.
-        seconds: median time of a step; None if it was not timed.
-        why: the reason why it does not fit.
+    """The measurement of one batch size: its peak (None if the step did not finish), the median seconds of a step (None
+    if it was not timed), and why it does not fit.
     """
 
     size: int
@@ -122,11 +116,7 @@ class BatchSizeResult:
 
     @property
     def fastest(self) -> int:
-        """The batch size that trains the most samples per second; the largest if none was timed.
-
-        Raises:
-            NothingFitsError: none fits.
-        """
+        """The batch size that trains the most samples per second; `largest` if none was timed."""
         timed = [trial for trial in self.counted if trial.seconds]
         return max(timed, key=lambda trial: trial.samples_per_second or 0.0).size if timed else self.largest
 
@@ -209,8 +199,8 @@ class Search:
             raise UsageError(f"factor={self.factor}: sizes grow by it, so give a number above 1, such as 2")
         if self.max_size is not None and self.max_size < self.multiple_of:
             raise UsageError(
-                f"max_size={self.max_size} is below multiple_of={self.multiple_of}, so there is no size to try: "
-                "raise max_size or lower multiple_of"
+                f"max_size={self.max_size} (--max) is below multiple_of={self.multiple_of} (--multiple-of), so there "
+                "is no size to try: raise max_size or lower multiple_of"
             )
 
     def next_size(self, trials: Sequence[Trial], limit: int | None) -> int | None:
@@ -377,15 +367,8 @@ def find_batch_size(
     >>> found.largest % 64
     0
     """
-    models = [model] if isinstance(model, nn.Module) or not isinstance(model, Sequence) else list(model)
+    models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for one in models:
-        if not isinstance(one, nn.Module):
-            raise UsageError(f"model is a {type(one).__name__}: give an nn.Module, or a list of them")
-    if not callable(step):
-        raise UsageError(
-            f"step is a {type(step).__name__}: give a function of the batch size that runs one step"
-        )
     place = _device_of(device, models)
     if rounds < 0:
         raise UsageError(f"rounds={rounds}: give how many steps are timed for each size, 0 or more")
@@ -396,11 +379,15 @@ def find_batch_size(
             "Call it before init_process_group, or in a separate process."
         )
     snapshot = Snapshot(models, [*optimizers, *restore])
-    most: int | None = None
-    if limit is not None:
-        most = parse_bytes(limit)
-    elif place.type == "cpu":
-        most = _limit_of_machine(place)
+    most = parse_bytes(limit) if limit is not None else None
+    if limit is None and place.type == "cpu":
+        spendable = spendable_bytes()
+        if spendable is None:
+            raise UsageError(
+                "this system does not say how much memory is available. Give the bytes that a step may take, such as "
+                "limit='8 GiB'."
+            )
+        most = max(1, spendable + _peak_bytes(place))
     tried: list[Trial] = []
     try:
         while (size := search.next_size(tried, most)) is not None:
@@ -476,25 +463,11 @@ def _peak_bytes(device: torch.device, run: Callable[[], object] = lambda: None) 
 
 def _device_of(device: torch.device | str | None, models: Sequence[nn.Module]) -> torch.device:
     first = next(chain.from_iterable(model.parameters() for model in models), None)
-    if device is not None:
-        place = torch.device(device)
-    elif first is not None:
-        place = first.device
-    else:
-        place = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    default = "cuda" if torch.cuda.is_initialized() else "cpu"
+    place = torch.device(device if device is not None else default if first is None else first.device)
     if place.type not in ("cpu", "cuda"):
         raise UsageError(f"device {str(place)!r}: memory is measured on cpu and cuda devices only")
     return place
-
-
-def _limit_of_machine(place: torch.device) -> int:
-    spendable = spendable_bytes()
-    if spendable is None:
-        raise UsageError(
-            "this system does not say how much memory is available. Give the bytes that a step may take, such as "
-            "limit='8 GiB'."
-        )
-    return max(1, spendable + _peak_bytes(place))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -512,10 +485,9 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that a process could allocate now without swapping; None where the system doesn't say.
+    """Bytes that a process could allocate now without swapping; None if the system doesn't say.
 
-    Linux says it in `/proc/meminfo`. In a container the limit of the process's control group counts, or that of any
-    group above it. Pages of files that can be dropped count as free.
+    From Linux's `/proc/meminfo` and the limits of the process's control groups. Droppable file pages count as free.
     """
     try:
         text = (root / "proc/meminfo").read_text()
@@ -526,7 +498,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def spendable_bytes(root: Path = Path("/")) -> int | None:
-    """What is available, less a margin of 10 % or 512 MiB (the larger) for all that are no tensors."""
+    """The available bytes less 10 % or 512 MiB (the larger), which are left for everything but tensors."""
     available = available_bytes(root)
     return None if available is None else max(0, available - max(int(MARGIN * available), LEAST_MARGIN))
 

@@ -1,4 +1,4 @@
-"""calibrate: a few steps of a model in FP32, watched, and put back; what to train it in."""
+"""mezzo.calibrate: measure a few FP32 steps of a model, restore it, and recommend a precision."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mezzo.pytorch.snapshot import Snapshot
 from mezzo.pytorch.training.observers import Observers
 
 _NOT_TRIED = (
-    "the policy has not been tried, and what a module computes on the way to what it returns was not seen: "
-    "`mezzo calibrate SCRIPT` tries it, MixedPrecision(..., trace=True) says of each skipped step where it came from"
+    "the policy has not been tried, and operations inside a module were not measured: `mezzo calibrate SCRIPT` tries "
+    "it, MixedPrecision(..., trace=True) names the operation behind each skipped step"
 )
 
 
@@ -42,32 +42,31 @@ def calibrate(
     headroom_bits: int = 1,
     rank_formats: Sequence[str | Format] = RANKED,
 ) -> Recommendation:
-    """Which format, which loss scale and which modules in FP32, from a few watched steps in FP32; and a ranking of the
-    modules by how much rounding each would change the loss.
+    """Recommend a format, a loss scale and the modules to keep in FP32, from a few FP32 steps; and rank the modules by
+    how much rounding each would change the loss.
 
-    Naive code, for one step::
+    Equals, for one step::
 
         loss_fn(model, batch).backward()
         scale = 2.0 ** floor(log2(65504 / largest_gradient_of_activations_and_weights) - headroom_bits)
 
-    Model, optimizer and random state are put back to the bit afterwards, whatever happens: weights, gradients, buffers,
-    training mode, moments. What `loss_fn` and `batches` change elsewhere stays changed (an iterator has been read).
+    Model, optimizer and random state are restored to the bit afterwards, also after an error.
 
     Args:
         model: in FP32; put into training mode for the steps.
         loss_fn: the loss of one batch: ``lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])``.
-        batches: what it is called with; a DataLoader. The first `steps` are used.
-        steps: how many; fewer where there are fewer batches.
-        optimizer: takes a step after each, so that the later ones see weights that have moved; None: they don't move.
-        format: ``bf16``, ``fp16`` or ``fp32`` to have it recommended whatever this machine has.
+        batches: its second arguments, for instance a DataLoader. The first `steps` are used.
+        steps: how many, if there are as many batches.
+        optimizer: takes a step after each batch; None: the weights don't change.
+        format: ``bf16``, ``fp16`` or ``fp32`` to recommend it on any hardware.
         headroom_bits: how many doublings the largest numbers may still make in the rest of the run, 0 to 15.
         rank_formats: formats of the ranking, names or `mezzo.formats.Format` values; none: no ranking.
 
     Returns:
         A `Recommendation`: print it; `policy` goes to `MixedPrecision`, `to_toml()` into a file. Its `sensitivity` is
-        the ranking from up to 4 of the steps (`mezzo.core.sensitivity.Sensitivity`; docs/monitoring.md), or None where
-        nothing could be measured. Each of its `modules`, the most sensitive first, has `changes`: format -> expected
-        change of the loss, in the loss's own unit, if the module alone runs in that format.
+        the ranking from up to 4 of the steps (docs/monitoring.md), or None if nothing could be measured. Each of its
+        `modules`, the most sensitive first, has `changes`: format -> expected change of the loss if the module alone
+        runs in that format.
 
     Raises:
         UsageError: steps below 1, a headroom out of range, parameters that aren't FP32, a call within autocast, a
@@ -84,7 +83,7 @@ def calibrate(
     """
     parameters = [param for param in model.parameters() if param.requires_grad]
     check_headroom(headroom_bits)
-    device = _checked(model, parameters, loss_fn, steps)
+    device = _checked(model, parameters, steps)
     snapshot = Snapshot([model], [] if optimizer is None else [optimizer])
     updated = torch.optim.SGD(parameters, lr=0.0) if optimizer is None else optimizer
     kinds = [kind for kind in WHAT if optimizer is not None or kind != "update ratio"]
@@ -119,12 +118,8 @@ def calibrate(
     return found if found.format != "fp16" else replace(found, notes=[*found.notes, _NOT_TRIED])
 
 
-def _checked(model: nn.Module, parameters: list[nn.Parameter], loss_fn: Any, steps: int) -> torch.device:
+def _checked(model: nn.Module, parameters: list[nn.Parameter], steps: int) -> torch.device:
     """The device that the model is on."""
-    if not callable(loss_fn):
-        raise UsageError(
-            f"loss_fn is a {type(loss_fn).__name__}: give a function of the model and a batch that returns the loss"
-        )
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"steps={steps!r}: give how many steps are watched, 1 or more")
     if not parameters:

@@ -1,14 +1,14 @@
-"""Emulation: a module's operations in any format, computed on FP32 tensors and rounded as the op table says.
+"""Emulation of a module's operations in any format, on FP32 tensors that are rounded as the op table says.
 
-`Rounding` is a dispatch mode. It follows, from operation to operation, which tensors would be in the format if the
-whole model were (`mezzo.core.rules`), and rounds those of the operations that run outside of inner modules:
+`Rounding` is a dispatch mode. It follows which tensors would be in the format if the whole model were
+(`mezzo.core.rules`), and rounds those of the operations that run outside of inner modules:
 
-- A format of 16 bits or more rounds what products take and all that operations hand on, as autocast does.
-- A narrower one rounds the matrices that products take, each under a power of two that brings its largest number just
-  under the format's; all else is bf16, as in ``mezzo.autocast("fp8")``.
+- In a format of 16 bits or more, the inputs of products and all results, as autocast does.
+- In a narrower one, the matrices that products read, each scaled by a power of two that brings its largest number just
+  under the format's; everything else is bf16, as in ``mezzo.autocast("fp8")``.
 - A number beyond the format's largest, less the headroom, becomes infinite.
 
-Sums inside one operation are FP32 in any format. `.float()` does nothing to an FP32 tensor, so it is not seen.
+Sums inside one operation are FP32. `.float()` does nothing to an FP32 tensor, so it is not seen.
 """
 
 from __future__ import annotations
@@ -43,16 +43,11 @@ _AFTER = ("_legit", "_backend", "_forward", "_for_cpu", "_")
 
 
 class Rounding(TorchDispatchMode):
-    """Follows which tensors would be in a format if the whole model were, and rounds what one module computes.
-
-    Args:
-        form: the format.
-        rounds: round the operations of the outermost call; else only follow.
-        headroom_bits: doublings that must be left below the format's largest number.
+    """Follows which tensors would be in a format, and rounds what one module computes (if `rounds`).
 
     Attributes:
-        inside: the calls of inner modules that are running, the innermost last. What runs in them is not rounded.
-        computed: innermost call -> whether it has a product, of the calls that round anything of their own.
+        inside: the calls of inner modules that are running, the innermost last. Their operations are not rounded.
+        computed: innermost call -> whether it has a product, of the calls with operations of their own.
         cause: the operation that made the first number beyond the format's largest; ``""``.
     """
 
@@ -120,11 +115,8 @@ class Rounding(TorchDispatchMode):
         rounded = tensor if self.low(tensor) else self._limited(name, tensor)
         if self._narrow is None or tensor.dim() < 2:
             return rounded
-        largest = (
-            float(torch.nan_to_num(rounded, nan=0.0, posinf=0.0, neginf=0.0).abs().max())
-            if tensor.numel()
-            else 0.0
-        )
+        finite = torch.nan_to_num(rounded, nan=0.0, posinf=0.0, neginf=0.0)
+        largest = float(finite.abs().max()) if tensor.numel() else 0.0
         if not largest:
             return rounded
         scale = 2.0 ** math.floor(math.log2(float(self._narrow.max) / largest))

@@ -1,8 +1,7 @@
-"""What this machine is, and which 16-bit formats its devices train in at full speed.
+"""This computer's hardware, and the 16-bit formats in which its devices train at full speed.
 
-Nothing is asked of a device at import, and asking must not change the process either: a CUDA context made
-here would break a script that forks afterwards or sets ``CUDA_VISIBLE_DEVICES`` itself. So an NVIDIA GPU is
-read from its driver's own tool while the process has no context yet, and from PyTorch once it has one.
+No import queries a device, and queries make no CUDA context, which would break a script that forks afterwards or sets
+``CUDA_VISIBLE_DEVICES``. So an NVIDIA GPU is read from ``nvidia-smi`` until the process has a context.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,16 @@ from mezzo.core.errors import unknown_name
 from mezzo.core.policy import Policy
 
 ASSUME_NATIVE = "MEZZO_ASSUME_NATIVE"
-"""Environment variable that overrides `native_formats` for every device: ``""`` for none, or
-``"bf16,fp16"``."""
+"""Environment variable that overrides `native_formats` for every device: ``""`` for none, or ``"bf16,fp16"``."""
 
 SIXTEEN_BITS = ("bf16", "fp16")
 
-# First compute capability whose tensor cores take the format: CUDA C++ Programming Guide, table "Feature
-# Support per Compute Capability" and section "Element Types and Matrix Sizes" (fp16: 7.0; bf16 and TF32:
-# 8.0).
+# First compute capability whose tensor cores take the format: CUDA C++ Programming Guide, table "Feature Support per
+# Compute Capability" and section "Element Types and Matrix Sizes".
 CUDA_NATIVE_FROM: Mapping[str, tuple[int, int]] = {"fp16": (7, 0), "bf16": (8, 0)}
 CUDA_TF32_FROM = (8, 0)
 
-# CPU instruction sets, any one of which multiplies bf16 pairs into FP32. Converting is not enough
-# (avx_ne_convert).
+# CPU instruction sets, any one of which multiplies bf16 pairs into FP32 (avx_ne_convert only converts).
 CPU_BF16_BY = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 # Of the many names that cpuinfo knows, those that bear on floating-point speed.
@@ -49,8 +45,7 @@ ISA_SHOWN = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that PyTorch would use first; ``capability`` is CUDA's, and None on a device that has no such
-    number."""
+    """The GPU that PyTorch would use first; ``capability`` is CUDA's, None on other devices."""
 
     name: str
     capability: tuple[int, int] | None
@@ -60,15 +55,13 @@ class Gpu:
 
 
 def describe() -> dict[str, Any]:
-    """Everything about this machine that a record of a run needs, as plain JSON values.
+    """The hardware and software as plain JSON values, for run records and `mezzo doctor`. Makes no CUDA context.
 
-    Keys: ``os``, ``python``, ``torch``, ``mezzo``, ``cpu`` (name), ``isa`` (list of str), ``cores``
-    (physical), ``logical_cores``, ``usable_cores`` (what this process may use), ``threads`` (PyTorch's),
-    ``memory_bytes`` (None where unknown), ``gpu`` (None, or ``name``, ``capability`` such as ``"8.0"`` or
-    None, ``memory_bytes``, ``count``, ``kind``). No CUDA context is made.
+    ``cores`` are physical, ``usable_cores`` those that this process may use, ``threads`` PyTorch's.
     """
     cpu = capabilities()
     device = gpu()
+    capability = None if device is None or device.capability is None else "{}.{}".format(*device.capability)
     logical = os.cpu_count() or 1
     return {
         "os": f"{platform.system()} {platform.release()}",
@@ -82,25 +75,16 @@ def describe() -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical,
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory_bytes(),
-        "gpu": None
-        if device is None
-        else {
-            "name": device.name,
-            "capability": None if device.capability is None else "{}.{}".format(*device.capability),
-            "memory_bytes": device.memory_bytes,
-            "count": device.count,
-            "kind": device.kind,
-        },
+        "gpu": None if device is None else {**asdict(device), "capability": capability},
     }
 
 
 def native_formats(device_type: str) -> frozenset[str]:
     """The 16-bit formats that a device trains in natively and fast: a subset of ``{"bf16", "fp16"}``.
 
-    A CPU has bf16 with AVX512-BF16, AMX-BF16 or Arm's BF16 extension, but for those on which it is slower than FP32
-    (`cpu_trains_in_bf16`), and never fp16 (``docs/log.md``). A CUDA device has fp16 from compute capability 7.0 and
-    bf16 from 8.0. A device that is absent, or of an unknown type, has none. The environment's ``MEZZO_ASSUME_NATIVE``
-    overrides all of this.
+    A CPU has bf16 by `cpu_trains_in_bf16`, and never fp16 (``docs/log.md``). A CUDA device has fp16 from compute
+    capability 7.0 and bf16 from 8.0. An absent or unknown device has none. ``MEZZO_ASSUME_NATIVE`` in the environment
+    overrides this.
 
     Raises:
         UnknownNameError: ``MEZZO_ASSUME_NATIVE`` names something other than bf16 and fp16.
@@ -121,30 +105,22 @@ def native_formats(device_type: str) -> frozenset[str]:
 def has_tf32(device_type: str) -> bool:
     """Whether a device's matrix units read TF32: CUDA devices from compute capability 8.0.
 
-    ``MEZZO_ASSUME_NATIVE`` that names a format and leaves tf32 out says no.
+    False if ``MEZZO_ASSUME_NATIVE`` is set.
     """
     if os.environ.get(ASSUME_NATIVE) is not None or device_type != "cuda":
         return False
     device = gpu()
-    return (
-        device is not None
-        and device.kind == "cuda"
-        and device.capability is not None
-        and device.capability >= CUDA_TF32_FROM
-    )
+    return device is not None and device.capability is not None and device.capability >= CUDA_TF32_FROM
 
 
-# PyTorch's switch for TF32: off under the policy fp32, on under tf32 where the device has it. It is one switch for the
-# whole process, read by each product when it runs, in backward too, which is outside any context. So it stays as it was
-# last put.
+# PyTorch's switch for TF32: off under the policy fp32, on under tf32 if the device has it. It is one switch for the
+# whole process, which each product reads when it runs, in backward too, outside of any context. So it is not restored.
 
 
 def switch_off_tf32() -> bool:
-    """Have matmuls, convolutions and RNNs computed in true FP32, on GPUs and CPUs; whether the script had
-    asked for less.
+    """Compute matmuls, convolutions and RNNs in true FP32, on GPUs and CPUs; whether the script had asked for less.
 
-    A CPU has short cuts of the same kind: `set_float32_matmul_precision("medium")` computes in bf16 there.
-    cuDNN's convolutions use TF32 by default, which is nobody's request.
+    On a CPU, `set_float32_matmul_precision("medium")` computes in bf16. cuDNN's convolutions use TF32 by default.
     """
     asked = torch.get_float32_matmul_precision() != "highest"
     torch.set_float32_matmul_precision("highest")
@@ -153,22 +129,21 @@ def switch_off_tf32() -> bool:
 
 
 def switch_on_tf32() -> None:
-    """Have FP32 matmuls, convolutions and RNNs read TF32 factors, on GPUs that can."""
+    """Let FP32 matmuls, convolutions and RNNs read TF32 factors, on GPUs that can."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
 
 
 def leaves_autocast_off(policy: Policy, device_type: str) -> bool:
-    """Whether a policy's regions need no autocast: FP32, and TF32 by the device's own matrix units."""
+    """Whether a policy needs no autocast: FP32, and TF32 by the device's own matrix units."""
     return policy.compute == "fp32" or (policy.compute == "tf32" and has_tf32(device_type))
 
 
 def cpu_trains_in_bf16(cpu: Mapping[str, Any]) -> bool:
-    """Whether a CPU with these capabilities multiplies bf16 itself, and no slower than FP32.
+    """Whether a CPU with these capabilities multiplies bf16 itself (by oneDNN), and no slower than FP32.
 
-    oneDNN must be there to do it. Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual
-    machines) ran bf16 matmul at about half of FP32's rate (``docs/log.md``). Instructions decide, not a measurement at
-    start-up: a choice that depends on the load of the moment would change a run's last bits.
+    Intel cores that have AVX512-FP16 and whose AMX is hidden (as in many virtual machines) ran bf16 matmul at about
+    half of FP32's rate (``docs/log.md``). Instructions decide, because a measurement would depend on the load.
     """
     onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call,unused-ignore]
     has = {name for name, value in cpu.items() if value is True}
@@ -199,14 +174,14 @@ def _parse(assumed: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def capabilities() -> Mapping[str, Any]:
-    """PyTorch's own table of this CPU's capabilities; empty in a release that does not tell."""
-    ask = getattr(torch.cpu, "get_capabilities", None)
-    return {} if ask is None else dict(ask())
+    """PyTorch's table of this CPU's capabilities; empty in a release that has none."""
+    ask = getattr(torch.cpu, "get_capabilities", dict)
+    return dict(ask())
 
 
 @functools.lru_cache(maxsize=1)
 def cpu_name() -> str:
-    """The CPU's name as its maker gives it, or the architecture where the system does not tell."""
+    """The CPU's name, or the architecture if the system does not say."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -221,8 +196,7 @@ def cpu_name() -> str:
 
 
 def gpu() -> Gpu | None:
-    """The GPU that PyTorch would use first, or None. Makes no CUDA context; asks at each call, since one
-    can appear."""
+    """The GPU that PyTorch would use first, or None. Makes no CUDA context."""
     has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call,unused-ignore]
     if torch.version.cuda is not None and not has_context:
         listing = _nvidia_smi()
@@ -250,8 +224,8 @@ def _nvidia_smi() -> str | None:
 def visible_gpu(listing: str, visible: str | None) -> Gpu | None:
     """The first GPU of an ``nvidia-smi`` listing that ``CUDA_VISIBLE_DEVICES`` lets a process see, or None.
 
-    ``listing`` has one line a GPU: ``index, uuid, compute capability, memory in MiB, name``. ``visible`` is
-    None where the variable is unset; as CUDA does, reading stops at the first entry that names no GPU.
+    Lines are ``index, uuid, compute capability, memory in MiB, name``. As in CUDA, reading ``visible`` (None: unset)
+    stops at the first entry that names no GPU.
     """
     rows = [
         [cell.strip() for cell in line.split(",", 4)] for line in listing.splitlines() if line.count(",") >= 4

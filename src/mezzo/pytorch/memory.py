@@ -1,12 +1,10 @@
-"""Peak memory of training steps: a GPU's allocator says it; on a CPU, the tensor bytes alive at the peak.
+"""Peak memory of training steps: from the allocator on a GPU; on a CPU, the tensor bytes alive at the peak.
 
-On a CPU bytes are counted where tensors are made. A storage is counted once, however many views share it, from the op
-that makes it until C++ lets it go: parameters, gradients, optimizer state and what autograd saved for backward alike. A
-kernel's scratch space inside one op, which never becomes a tensor, is left out.
+On a CPU a dispatch mode counts each storage once, from the op that makes it until C++ frees it: parameters, gradients,
+optimizer state and what autograd saved for backward. A kernel's scratch space inside one op is not seen.
 
-Code made by `torch.compile` allocates behind the dispatcher's back. Once a graph has been compiled, the CPU allocator's
-event stream is read instead, through the profiler's hook; that one sees scratch space too. The record's `how` tells the
-two apart.
+Code made by `torch.compile` does not pass through the dispatcher. Once a graph has been compiled, the CPU allocator's
+events are read through the profiler instead, which sees scratch space too. The record's `how` tells which was used.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -25,30 +23,18 @@ from torch.utils._pytree import tree_leaves
 from mezzo.core.records import MemoryRecord
 
 
-class _Counter(Protocol):
-    how: str
-
-    def start(self) -> None: ...
-
-    def stop(self) -> int: ...
-
-
 class PeakTensorBytes:
-    """The most bytes that tensors of one device occupied at once between `start` and `stop`.
+    """The most bytes that tensors of a ``"cpu"`` or ``"cuda"`` device occupied at once between `start` and `stop`.
 
-    On a CPU this equals, if one could stop the world at every op::
+    On a CPU this equals::
 
         max(sum(s.nbytes() for s in {t.untyped_storage() for t in every tensor alive}) at each op)
 
     On CUDA it is `torch.cuda.max_memory_allocated` after `reset_peak_memory_stats`, on the current device.
 
-    `start` and `stop` may be called from different functions (hooks of an optimizer, say) of one thread.
-    Watching costs a few microseconds an op and a scan of Python's objects at `start`: never time a step
-    that is watched. What is alive before `start` is counted if Python knows it, or as soon as an op reads
-    it; so start before a forward pass.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+    Counting costs a few microseconds per op and a scan of Python's objects at `start`: never time such a step. Tensors
+    that are alive before `start` are counted if Python knows them, or as soon as an op reads them; so start before a
+    forward pass.
 
     Raises:
         RuntimeError: started twice, or stopped without a start.
@@ -63,7 +49,7 @@ class PeakTensorBytes:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self._device_type = device_type
-        self._counter: _Counter | None = None
+        self._counter: _CudaCounter | _StorageCounter | _AllocatorCounter | None = None
 
     @property
     def running(self) -> bool:
@@ -74,20 +60,16 @@ class PeakTensorBytes:
         """Begin to count."""
         if self._counter is not None:
             raise RuntimeError("PeakTensorBytes is already counting. Call stop() first.")
-        if self._device_type == "cuda":
-            counter: _Counter = _CudaCounter()
-        elif self._device_type == "cpu":
-            counter = _StorageCounter()
-            if _something_is_compiled():
-                allocator = _AllocatorCounter()
-                with contextlib.suppress(RuntimeError):  # the script profiles itself: its profiler stays
-                    allocator.start()
-                    self._counter = allocator
-                    return
-        else:
+        if self._device_type not in ("cpu", "cuda"):
             raise RuntimeError(f"peak memory is measured on cpu and cuda, not on {self._device_type!r}.")
-        counter.start()
-        self._counter = counter
+        if self._device_type == "cpu" and _something_is_compiled():
+            with contextlib.suppress(RuntimeError):  # the script uses the profiler itself
+                allocator = _AllocatorCounter()
+                allocator.start()
+                self._counter = allocator
+                return
+        self._counter = _CudaCounter() if self._device_type == "cuda" else _StorageCounter()
+        self._counter.start()
 
     def stop(self) -> MemoryRecord:
         """Stop counting; the peak in bytes, and how it was measured."""
@@ -110,8 +92,7 @@ class _CudaCounter:
 
 
 class _StorageCounter(TorchDispatchMode):
-    """Counts each CPU storage from the op that made it until its Python object dies, which C++'s keeps
-    alive."""
+    """Counts each CPU storage from the op that made it until its Python object dies, which C++ keeps alive."""
 
     how = "tensor bytes"
     supports_higher_order_operators = True  # else torch.cond and its like raise in the user's script
@@ -189,8 +170,8 @@ class _StorageCounter(TorchDispatchMode):
 class _AllocatorCounter:
     """Counts the CPU allocator's events, on top of the tensors that are alive at the start.
 
-    The allocator reports no event when a block made before the profiler was on is freed. So each storage
-    alive at the start leaves a mark in the same stream when it dies.
+    The allocator reports no event when a block made before the profiler was on is freed, so each storage alive at the
+    start leaves a mark in the event stream when it dies.
     """
 
     how = "tensor bytes (allocator events)"

@@ -2,19 +2,17 @@
 
     change = sum over the module's outputs of  gradient * (output in the format - output in FP32)
 
-Before the optimizer moves the weights of an FP32 step, the model's call is run once more, so that the inputs of every
-module and the gradients at its outputs are known. Then each module that computes something runs forward twice on the
-same inputs: once in FP32, once with each of its own operations rounded to the format (`mezzo.pytorch.emulation`, which
-takes any `Format`).
+Before the optimizer changes the weights of an FP32 step, the model's call is run again to record the inputs of every
+module and the gradients at its outputs. Then each module that computes something runs forward twice on these inputs:
+in FP32, and with its own operations rounded to the format (`mezzo.pytorch.emulation`).
 
-- A module's inputs come rounded in both runs, and so do the results of the modules that it calls: their rounding is
-  counted where it happens. The error is exact within a module, and linear in what follows it.
-- A number beyond the format's largest, less the headroom, becomes infinite. Where the loss depends on it, so does the
-  change. What a mask hides has no gradient and does not count.
+- A module's inputs and the results of the modules that it calls are rounded in both runs: their rounding is counted in
+  the module that computes them. The error is exact within a module, and linear in what follows it.
+- A number beyond the format's largest, less the headroom, becomes infinite, and so does the change of the loss unless a
+  mask hides it (its gradient is 0).
 
-Left out is the rounding of gradients: a loss scale is what they need (`mezzo.core.calibration`).
-
-The step itself is not changed: no gradient, no buffer, no random number.
+The rounding of gradients is left out: they need a loss scale (`mezzo.core.calibration`). The training step itself is
+not changed: no gradient, no buffer, no random number.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ from mezzo.pytorch.snapshot import RandomState
 STEPS = 4
 """Steps that are measured."""
 CALLS = 4
-"""Calls of one module in one step that are measured; the others are assumed to be like them."""
-
-# A dropout scales numbers that are drawn anyhow.
+"""Calls of one module in one step that are measured; the others are assumed to be alike."""
+# Not measured: they only scale random numbers.
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -54,8 +51,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 class _Call:
     """One call of a module, to be run again.
 
-    `low`: whether each tensor that it takes would be in the format. `gradients`: of the loss, at each floating output.
-    `random`: the numbers that it draws.
+    `low`: whether each input tensor would be in the format. `gradients`: of the loss, at each floating output.
     """
 
     path: str
@@ -72,11 +68,11 @@ class _Call:
 
     @property
     def intact(self) -> bool:
-        """Whether no tensor that it took was written since."""
+        """Whether no input tensor was written since."""
         return [t._version for t in floats((self.args, self.kwargs))] == self.versions
 
     def returned(self, output: Any) -> None:
-        """From now on gradients at its outputs are kept: the sum, where several arrive."""
+        """Record the gradients that arrive at its outputs; several at one output are summed."""
         tensors = floats(output)
         self.gradients = [None] * len(tensors)
 
@@ -91,16 +87,7 @@ class _Call:
 
 
 class Sensitivities(StepObserver):
-    """A `StepObserver` that measures the sensitivity of a model's modules, and makes a record for each measured step.
-
-    Args:
-        formats: those that are measured; names or `Format` values.
-        every: updates from one measured step to the next; `STEPS` are measured.
-        headroom_bits: doublings that numbers may still make in the rest of the run.
-
-    Raises:
-        UnknownNameError: no such format.
-    """
+    """A `StepObserver` that measures the sensitivity of a model's modules every `every` updates, `STEPS` times."""
 
     def __init__(
         self, formats: Sequence[str | Format] = RANKED, *, every: int = 1, headroom_bits: int = 1
@@ -113,7 +100,7 @@ class Sensitivities(StepObserver):
         self._count = 0
         self._loss = 0.0
         self._updates = self._measured = 0
-        self._written: set[str] = set()  # modules whose inputs are written later: they are copied
+        self._written: set[str] = set()  # modules whose inputs are overwritten later: these are copied
         self._mode: Rounding | None = None
         self._calls: dict[str, list[_Call]] = defaultdict(list)
         self._counts: dict[str, int] = defaultdict(int)
@@ -121,7 +108,7 @@ class Sensitivities(StepObserver):
         self._records: list[SensitivityRecord] = []
 
     def call_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what the call takes, in a step that is measured."""
+        """Record the call's inputs, in a step that is measured."""
         if self._measured >= STEPS or self._updates % self._every:
             return
         module = unwrapped(model)
@@ -140,17 +127,17 @@ class Sensitivities(StepObserver):
             self._kept.append(call)
 
     def call_ended(self, model: nn.Module, output: Any) -> None:
-        """Keep the gradients at what the call returned."""
+        """Record the gradients at the call's outputs."""
         if unwrapped(model) is self._model and self._kept and not self._kept[-1].gradients:
             self._kept[-1].returned(output)
 
     def backward_begins(self, loss: Tensor, scale: Tensor | float) -> None:
-        """The step's loss is the sum of those that backward runs from."""
+        """Add up the step's losses."""
         if self._kept:
             self._loss += float(loss.detach().sum()) * float(scale)
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
-        """Measure, before the weights move."""
+        """Measure, before the weights change."""
         if self._kept and self._is_ours(optimizer):
             self._measure()
 
@@ -160,7 +147,7 @@ class Sensitivities(StepObserver):
             self._updates += 1
 
     def step_dropped(self) -> None:
-        """Nothing of the step counts."""
+        """Forget the step."""
         self._kept, self._count, self._loss = [], 0, 0.0
         self._calls.clear()
         self._counts.clear()
@@ -184,9 +171,10 @@ class Sensitivities(StepObserver):
                 self._notes.setdefault(f"the model could not be run again: {_first_line(error)}")
                 continue
             for path, calls in self._calls.items():
-                for call in calls:
-                    for row in self._rows_of(call, share * self._counts[path] / len(calls)):
-                        rows[path, row.format] = _sum(rows.get((path, row.format)), row)
+                for row in (
+                    r for call in calls for r in self._rows_of(call, share * self._counts[path] / len(calls))
+                ):
+                    rows[path, row.format] = _sum(rows.get((path, row.format)), row)
             self._calls.clear()
             self._counts.clear()
         self.step_dropped()
@@ -219,9 +207,8 @@ class Sensitivities(StepObserver):
                     self._after(model, args, output)
             finally:
                 self._mode = None
-            ends = [
-                (y, g) for y, g in zip(floats(output), outer.gradients) if g is not None and y.requires_grad
-            ]
+            pairs = zip(floats(output), outer.gradients)
+            ends = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
             wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
             if ends and wanted:
                 torch.autograd.grad([y for y, _ in ends], wanted, [g for _, g in ends], allow_unused=True)
@@ -279,7 +266,7 @@ class Sensitivities(StepObserver):
         return rows
 
     def _exact(self, call: _Call, form: Format) -> tuple[bool, list[Tensor]]:
-        """The outputs in FP32; and whether inputs come rounded: not where that alone makes an output infinite."""
+        """The outputs in FP32, and whether inputs are rounded: not if that alone makes an output infinite."""
         for handed_on in (True, False):
             outputs, _ = self._run(call, form, rounds=False, handed_on=handed_on)
             ends = [(y, g) for y, g in zip(outputs, call.gradients) if g is not None]
@@ -308,11 +295,8 @@ class Sensitivities(StepObserver):
     def _run(self, call: _Call, form: Format, *, rounds: bool, handed_on: bool) -> tuple[list[Tensor], str]:
         """The floating outputs of a call, and the operation that first passed the format's range.
 
-        Args:
-            call: what is run.
-            form: the format.
-            rounds: whether the module's own operations are rounded.
-            handed_on: whether inputs, and what inner modules return, come rounded where they would.
+        `rounds`: whether the module's own operations are rounded. `handed_on`: whether its inputs and the results of
+        inner modules are.
         """
         mode = Rounding(form, rounds=rounds, headroom_bits=self._headroom)
         low = iter(call.low)
