@@ -231,10 +231,10 @@ def _any_changed(before: Any, after: Any) -> bool:
 
 # Files that Dynamo must run, not trace. This one is traced on purpose, and so are hooks that are put on modules, which
 # a compiled function then passes over; those that run in backward are not.
-_MARK = "_mezzo_launch_files_are_skipped"
+_MARK = "_mezzo_run_files_are_skipped"
 _NOT_TRACED = (
-    *(f"launch.{name}" for name in ("backward", "observers", "optimizers", "prepare", "runner")),
-    *(f"monitor.{name}" for name in ("loss_graph", "operations", "overflow_tracer", "saved_call")),
+    *(f"run.{name}" for name in ("backward", "observers", "optimizers", "prepare", "session")),
+    *(f"monitor.{name}" for name in ("loss_graph", "operations", "overflow_tracer", "replay")),
 )
 
 
