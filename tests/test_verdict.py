@@ -539,7 +539,7 @@ def draw(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("metric_noise", [None, 2.0])
-@pytest.mark.parametrize("pairs", [1, 2, 3, 6])
+@pytest.mark.parametrize("pairs", [1, 2])  # three and more: the simulation below
 def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_noise: float | None) -> None:
     rng = np.random.default_rng(pairs)
     for noise in (0.003, 0.05, 0.3):  # margin 0.005: from below it to sixty times it
@@ -547,15 +547,6 @@ def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_
         wrong = sum(
             draw(rng, pairs, noise, 0.0, metric_noise).parity is Parity.DIVERGENT for _ in range(draws)
         )
-        assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
-
-
-@pytest.mark.heavy
-def test_harm_at_the_margin_is_called_equivalent_in_at_most_five_percent() -> None:
-    rng = np.random.default_rng(0)
-    for noise in (0.0003, 0.002):
-        draws = 1000
-        wrong = sum(draw(rng, 3, noise, 0.0051, None).parity is Parity.EQUIVALENT for _ in range(draws))
         assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
 
 
