@@ -186,80 +186,41 @@ UNMOVED, EMPTY = {0: RunResult(CLEAN, moved=0, skipped=STEPS)}, {0: RunResult(np
 HARM, UNSURE = "harm is established", "yet not established"
 ULP = "one ulp in the initial weights"
 
+EQ, CON, INC, DIV = Parity
+INSIDE, LARGE = "lies within the margin", "too large to tell"
+
 # Gaps of FP32's runs; gaps of the candidate's, or its runs; gap of the twin; the word; what its sentence must say.
-ROWS: dict[str, tuple[Any, Any, float | None, str, str]] = {
-    "far inside the margin": (THREE, CLOSE, 1e-4, "equivalent", "lies within the margin"),
-    "far beyond margin and noise": (THREE, (0.05, 0.081, 0.029), 1e-4, "divergent", HARM),
-    "as far on the better side": (
-        THREE,
-        (-0.05, -0.021, -0.069),
-        1e-4,
-        "consistent",
-        "the better side of FP32",
-    ),
-    "tight, but one ulp does as much": (
-        THREE,
-        (0.011, 0.041, -0.009),
-        0.02,
-        "inconclusive",
-        f"{ULP} changes FP32",
-    ),
-    "some spread, and one ulp does as much": (
-        THREE,
-        (0.006, 0.042, -0.013),
-        0.02,
-        "consistent",
-        f"what {ULP}",
-    ),
-    "harm within the spread between seeds": (WIDE, (0.01, 0.317, -0.193), 1e-4, "inconclusive", UNSURE),
-    "harm beyond the margin in every pair": (WIDE, (0.012, 0.3122, -0.1881), 1e-4, "divergent", HARM),
-    "two pairs beyond the margin": (
-        (0.0, 0.3),
-        (0.012, 0.3121),
-        1e-4,
-        "inconclusive",
-        "two pairs are too few",
-    ),
-    "one of ten far outside": (
-        TEN,
-        FAR_OUTSIDE,
-        1e-4,
-        "consistent",
-        "one pair's harm of 0.0151 lies far outside",
-    ),
-    "two of ten far outside": (TEN, TWO_OUTSIDE, 1e-4, "consistent", "far outside"),
-    "one of ten far better": (TEN, BETTER, 1e-4, "equivalent", "lies within the margin"),
-    "the worst of ten is one of its kind": (TEN, LARGEST, 1e-4, "equivalent", "lies within the margin"),
-    "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, "consistent", "its interval holds zero"),
-    "not by enough": ((0.0, 0.001, -0.001), (0.006, 0.009, 0.0045), 1e-4, "inconclusive", UNSURE),
-    "noise that swamps everything": (
-        (0.0, 0.5, -0.4),
-        (0.3, 0.2, -0.1),
-        0.3,
-        "inconclusive",
-        "too large to tell",
-    ),
-    "one pair, inside the margin": ((0.0,), (0.001,), 0.001, "consistent", "within the margin"),
-    "one pair, inside the twin's noise": ((0.0,), (0.015,), 0.01, "consistent", "one ulp"),
-    "one pair, six margins": ((0.0,), (0.03,), 0.001, "inconclusive", UNSURE),
-    "one pair, twenty margins": ((0.0,), (0.1,), 0.001, "divergent", HARM),
-    "one pair, but the twin does as much": ((0.0,), (0.1,), 0.06, "inconclusive", "too large to tell"),
-    "one pair without a twin": ((0.0,), (0.03,), None, "inconclusive", "no noise was measured"),
-    "two pairs, twenty margins each": ((0.0, 0.001), (0.1, 0.11), 0.001, "divergent", HARM),
-    "two pairs, harm in one only": ((0.0, 0.001), (0.2, 0.0), 0.001, "inconclusive", UNSURE),
-    "one run of three ruined": (THREE, RUINED, 1e-4, "divergent", "With seed 2 its loss in the last tenth"),
-    "a dive in the last three steps": (
-        THREE,
-        DIVE,
-        1e-4,
-        "divergent",
-        "With seed 2 its loss in the very end",
-    ),
-    "a spike that is over at the end": (THREE, SPIKES, 1e-4, "consistent", "between 60% and 70% of the run"),
-    "NaN from the middle on": (THREE, NAN, None, "divergent", "its loss is nan from step 50"),
-    "an infinite loss, not skipped": ((0.0,), INF, None, "divergent", "its loss is inf from step 50"),
-    "no step moved": ((0.0,), UNMOVED, None, "divergent", "no optimizer step moved"),
-    "no loss at all": ((0.0,), EMPTY, None, "divergent", "recorded no loss"),
+ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
+    "far inside the margin": (THREE, CLOSE, 1e-4, EQ, INSIDE),
+    "far beyond margin and noise": (THREE, (0.05, 0.081, 0.029), 1e-4, DIV, HARM),
+    "as far on the better side": (THREE, (-0.05, -0.021, -0.069), 1e-4, CON, "the better side of FP32"),
+    "tight, but one ulp does as much": (THREE, (0.011, 0.041, -0.009), 0.02, INC, f"{ULP} changes FP32"),
+    "some spread, and one ulp does as much": (THREE, (0.006, 0.042, -0.013), 0.02, CON, f"what {ULP}"),
+    "harm within the spread between seeds": (WIDE, (0.01, 0.317, -0.193), 1e-4, INC, UNSURE),
+    "harm beyond the margin in every pair": (WIDE, (0.012, 0.3122, -0.1881), 1e-4, DIV, HARM),
+    "two pairs beyond the margin": ((0.0, 0.3), (0.012, 0.3121), 1e-4, INC, "two pairs are too few"),
+    "one of ten far outside": (TEN, FAR_OUTSIDE, 1e-4, CON, "one pair's harm of 0.0151 lies far outside"),
+    "two of ten far outside": (TEN, TWO_OUTSIDE, 1e-4, CON, "far outside"),
+    "one of ten far better": (TEN, BETTER, 1e-4, EQ, INSIDE),
+    "the worst of ten is one of its kind": (TEN, LARGEST, 1e-4, EQ, INSIDE),
+    "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, CON, "its interval holds zero"),
+    "not by enough": ((0.0, 0.001, -0.001), (0.006, 0.009, 0.0045), 1e-4, INC, UNSURE),
+    "noise that swamps everything": ((0.0, 0.5, -0.4), (0.3, 0.2, -0.1), 0.3, INC, LARGE),
+    "one pair, inside the margin": ((0.0,), (0.001,), 0.001, CON, "within the margin"),
+    "one pair, inside the twin's noise": ((0.0,), (0.015,), 0.01, CON, "one ulp"),
+    "one pair, six margins": ((0.0,), (0.03,), 0.001, INC, UNSURE),
+    "one pair, twenty margins": ((0.0,), (0.1,), 0.001, DIV, HARM),
+    "one pair, but the twin does as much": ((0.0,), (0.1,), 0.06, INC, LARGE),
+    "one pair without a twin": ((0.0,), (0.03,), None, INC, "no noise was measured"),
+    "two pairs, twenty margins each": ((0.0, 0.001), (0.1, 0.11), 0.001, DIV, HARM),
+    "two pairs, harm in one only": ((0.0, 0.001), (0.2, 0.0), 0.001, INC, UNSURE),
+    "one run of three ruined": (THREE, RUINED, 1e-4, DIV, "With seed 2 its loss in the last tenth"),
+    "a dive in the last three steps": (THREE, DIVE, 1e-4, DIV, "With seed 2 its loss in the very end"),
+    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "between 60% and 70% of the run"),
+    "NaN from the middle on": (THREE, NAN, None, DIV, "its loss is nan from step 50"),
+    "an infinite loss, not skipped": ((0.0,), INF, None, DIV, "its loss is inf from step 50"),
+    "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step moved"),
+    "no loss at all": ((0.0,), EMPTY, None, DIV, "recorded no loss"),
 }
 
 
@@ -268,7 +229,7 @@ def test_each_word_is_earned(row: str) -> None:
     fp32, candidate, twin, word, says = ROWS[row]
     candidate = candidate if isinstance(candidate, dict) else runs(*candidate)
     verdict = judge(runs(*fp32), candidate, {} if twin is None else {0: run(twin)})
-    assert verdict.parity.value == word, verdict.reason
+    assert verdict.parity is word, verdict.reason
     assert says in verdict.reason
 
 
