@@ -1,6 +1,6 @@
-"""A headless Chromium for tests: the page as it is after its scripts ran, a picture of it, or a print of it.
+"""A headless Chromium for tests: a page as it is after its scripts ran, or a print of it.
 
-Each call is a fresh process with a profile of its own, which the test's temporary folder holds.
+Each call starts a process with a profile of its own in a temporary folder.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-FOUND = next(
-    (path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None
-)
+FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -26,14 +24,11 @@ _FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
-    # Whatever a page might ask the network for is answered by nobody.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # no request to the network can succeed
     "--virtual-time-budget=2000",
 )
 
-needs_chromium = pytest.mark.skipif(
-    FOUND is None, reason="no Chromium on this machine (chromium, google-chrome)"
-)
+needs_chromium = pytest.mark.skipif(FOUND is None, reason="no Chromium (chromium, google-chrome) was found")
 
 
 def run(page: Path, *flags: str, width: int = 1200, height: int = 900, dark: bool = False) -> str:
@@ -46,27 +41,10 @@ def run(page: Path, *flags: str, width: int = 1200, height: int = 900, dark: boo
         dark: whether the system asks for a dark theme.
     """
     assert FOUND is not None
+    window = (f"--window-size={width},{height}", f"--blink-settings=preferredColorScheme={int(not dark)}")
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as profile:
-        shade = (
-            ("--blink-settings=preferredColorScheme=0",)
-            if dark
-            else ("--blink-settings=preferredColorScheme=1",)
-        )
-        done = subprocess.run(
-            [
-                FOUND,
-                *_FLAGS,
-                *shade,
-                f"--user-data-dir={profile}",
-                f"--window-size={width},{height}",
-                *flags,
-                page.as_uri(),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
+        words = [FOUND, *_FLAGS, *window, f"--user-data-dir={profile}", *flags, page.as_uri()]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

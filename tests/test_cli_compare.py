@@ -55,36 +55,29 @@ def test_a_comparison_is_printed_and_written(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("precision", "machine", "told"),
+    ("precision", "device", "native", "told"),
     [
-        (
-            "bf16",
-            {"device_type": "cpu", "native_formats": []},
-            "note: bf16 is emulated on this CPU: stored in",
-        ),
-        ("bf16", {"device_type": "cuda", "native_formats": ["fp16"]}, "bf16 is emulated on this cuda device"),
-        ("fp16,module.a=bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, "note: fp16 is emulated"),
-        (
-            "fp8",
-            {"device_type": "cpu", "native_formats": ["bf16"]},
-            "note: fp8 is emulated on this CPU: factors",
-        ),
-        (
-            "tf32",
-            {"device_type": "cpu", "native_formats": ["bf16"]},
-            "note: tf32 is emulated on this CPU: factors",
-        ),
-        ("fp8", {"device_type": "cuda", "native_formats": ["bf16", "fp8"]}, None),
-        ("bf16", {"device_type": "cpu", "native_formats": ["bf16"]}, None),
-        ("fp32,state=int8", {"device_type": "cpu", "native_formats": []}, None),
-        ("bf16", {}, None),  # records of an older version
+        ("bf16", "cpu", [], "note: bf16 is emulated on this CPU: stored in"),
+        ("bf16", "cuda", ["fp16"], "bf16 is emulated on this cuda device"),
+        ("fp16,module.a=bf16", "cpu", ["bf16"], "note: fp16 is emulated"),
+        ("fp8", "cpu", ["bf16"], "note: fp8 is emulated on this CPU: factors"),
+        ("tf32", "cpu", ["bf16"], "note: tf32 is emulated on this CPU: factors"),
+        ("fp8", "cuda", ["bf16", "fp8"], None),
+        ("fp32,state=int8", "cpu", [], None),
+        ("bf16", "", None, None),  # records of an older version
     ],
 )
 def test_a_format_that_the_machine_only_stores_is_told(
-    here: Path, capsys: pytest.CaptureFixture[str], precision: str, machine: dict[str, Any], told: str | None
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    precision: str,
+    device: str,
+    native: list[str] | None,
+    told: str | None,
 ) -> None:
+    machine = {} if native is None else {"device_type": device, "native_formats": native}
     name = script(here, {"*": {"machine": machine}})
-    assert main(["compare", name, "--precision", precision]) == 0
+    assert main(["compare", name, "--precision", precision, "--seeds", "1"]) == 0
     out = capsys.readouterr().out
     report = (here / "mezzo-compare-train" / "report.html").read_text()
     if told is None:
@@ -97,10 +90,12 @@ def test_a_format_that_the_machine_only_stores_is_told(
 
 def test_json_is_all_that_stdout_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = script(here, {"bf16": {"shift": 0.3}})
-    assert main(["compare", name, "--precision", "bf16", "--seeds", "1", "--json", "--out", "there"]) == 1
+    words = ["compare", name, "--precision", "bf16", "--seeds", "1", "--margin", "1%", "--out", "there"]
+    assert main([*words, "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads((here / "there" / "verdict.json").read_text())
     assert json.loads(out)["candidates"]["bf16"]["parity"] == "divergent"
+    assert json.loads(out)["request"]["margin"] == pytest.approx(0.01)
     assert err == ""
 
 
@@ -145,22 +140,14 @@ def test_a_report_that_cannot_be_made_loses_no_verdict(
     [
         ([], "give one of SCRIPT, --demo NAME and -m MODULE; received none"),
         (["train.py", "--demo", "digits"], "received train.py, digits"),
-        (
-            ["--demo", "digit"],
-            "unknown demo 'digit'. Use one of digits, text-gpt, text-lstm, transfer. Did you mean 'digits'?",
-        ),
+        (["--demo", "digit"], "Use one of digits, text-gpt, text-lstm, transfer. Did you mean 'digits'?"),
         (["missing.py"], "no script 'missing.py'"),
         (["train.py", "--precision", "bf61"], "Did you mean 'bf16'?"),
-        (["train.py", "--precision", "bf16,op.sofmax=fp32"], "softmax"),
-        (["train.py", "--precision", "fp32"], "no candidate is left"),
-        (["train.py", "--seeds", "0"], "--seeds 0: give 1 or more"),
         (
             ["train.py", "--seeds", "many"],
             "--seeds: 'many' is not a whole number of pairs: write one such as 3",
         ),
-        (["train.py", "--margin", "0"], "--margin 0: give a share"),
         (["train.py", "--margin", "much"], "'much' is not a number: write 0.005 or 0.5%"),
-        (["train.py", "--metric", "accuracy"], "no group"),
         (["train.py", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
         (["train.py", "--precision", "none.toml"], "none.toml"),
     ],
@@ -174,24 +161,6 @@ def test_wrong_usage_is_one_line_and_status_two(
     assert says in err
     assert "Traceback" not in err
     assert [path.name for path in here.iterdir()] == ["train.py"]
-
-
-def test_a_script_that_fails_in_fp32_shows_its_traceback(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = script(here, {"fp32": {"crash": "KeyError: 'labels'"}})
-    assert main(["compare", name]) == 2
-    err = capsys.readouterr().err
-    assert "KeyError: 'labels'" in err
-    assert 'File "train.py", line 3' in err
-
-
-@pytest.mark.parametrize(("text", "share"), [("0.01", 0.01), ("1%", 0.01), ("0.5%", 0.005)])
-def test_a_margin_may_be_a_percentage(here: Path, text: str, share: float) -> None:
-    name = script(here, {})
-    assert main(["compare", name, "--precision", "bf16", "--seeds", "1", "--margin", text, "--json"]) == 0
-    declared = json.loads((here / "mezzo-compare-train" / "comparison.json").read_text())
-    assert declared["margin"] == pytest.approx(share)
 
 
 def test_the_demos_metric_is_known(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,27 +177,22 @@ def test_the_demos_metric_is_known(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert seen[0].how_metric.higher is False
 
 
-def verdict_of(here: Path, behaviour: dict[str, Any]) -> dict[str, Any]:
-    name = script(here, behaviour)
-    main(["compare", name, "--seeds", "1", "--fresh"])
-    found: dict[str, Any] = json.loads((here / "mezzo-compare-train" / "verdict.json").read_text())
-    return found
+@pytest.fixture
+def found(here: Path) -> dict[str, Any]:
+    """The verdict of a comparison whose bf16 fails with a message that looks like markup."""
+    name = script(here, {"bf16": {"crash": "[bold]ValueError[/]: [red]x"}, "*": {"metric": 0.9}})
+    main(["compare", name, "--seeds", "1"])
+    verdict: dict[str, Any] = json.loads((here / "mezzo-compare-train" / "verdict.json").read_text())
+    return verdict
 
 
-@pytest.mark.parametrize(
-    ("width", "terminal"), [(40, True), (80, True), (110, True), (160, True), (80, False)]
-)
-def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) -> None:
-    found = verdict_of(here, {"bf16": {"crash": "[bold]ValueError[/]: [red]x"}, "*": {"metric": 0.9}})
+@pytest.mark.parametrize(("width", "terminal"), [(40, True), (80, True), (160, True), (80, False)])
+def test_every_width_shows_every_number(found: dict[str, Any], width: int, terminal: bool) -> None:
     note = "a long remark of many words, each of which is worth reading, up to and including the last one"
     next(iter(found["candidates"].values()))["notes"].append(note)
     file = io.StringIO()
-    show(
-        Console(file=file, width=width, force_terminal=terminal, color_system=None),
-        found,
-        Path("r.html"),
-        ["a b"],
-    )
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
+    show(console, found, Path("r.html"), ["a b"])
     text = file.getvalue()
     joined = "".join(text.split())
     assert "".join(note.split()) in joined
@@ -244,9 +208,8 @@ def test_every_width_shows_every_number(here: Path, width: int, terminal: bool) 
 
 @pytest.mark.parametrize("columns", [None, 50])
 def test_a_pipe_of_a_named_width_gets_its_paragraphs_wrapped(
-    here: Path, monkeypatch: pytest.MonkeyPatch, columns: int | None
+    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch, columns: int | None
 ) -> None:
-    found = verdict_of(here, {})
     next(iter(found["candidates"].values()))["notes"].append("a long remark, " * 8)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
@@ -282,7 +245,7 @@ TRAINING = """
 def test_the_real_thing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An ordinary script, real child processes, real bf16: no harm is found, and everything is measured."""
+    """An ordinary script, child processes, bf16: no harm is found, and everything is measured."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
     words = ["compare", "train.py", "--precision", "bf16", "--seeds", "1", "--metric", "accuracy: ([0-9.]+)"]

@@ -52,11 +52,8 @@ def reloaded(state: Any) -> Any:
 def parts(name: str, **arguments: Any) -> tuple[nn.Module, Any, Any]:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    return (
-        model,
-        optimizer,
-        mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=SCALES[name](), **arguments),
-    )
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=SCALES[name](), **arguments)
+    return model, optimizer, mp
 
 
 def step(mp: Any, number: int, factor: float = 1.0) -> Any:
@@ -111,51 +108,37 @@ def test_the_error_names_where_it_comes_from() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x / (x - x)
 
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Fragile(), nn.Linear(4, 2))
-    mp = mezzo.MixedPrecision(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        "fp16",
-        trace=True,
-        loss_scale=mezzo.DynamicLossScale(init=2.0, floor=1.0, patience=2),
-    )
+    scale = mezzo.DynamicLossScale(init=2.0, floor=1.0, patience=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mp = mezzo.MixedPrecision(model, optimizer, "fp16", trace=True, loss_scale=scale)
     with pytest.raises(LossScaleCollapseError, match=r"What makes them fail: .*\b1\b") as raised:
         again_and_again(lambda: step(mp, 0))
-    said = str(raised.value)
-    assert ". Try: " in said
-    assert "add an eps to the denominator" in said
-    assert "PATTERN" not in said
+    assert "add an eps to the denominator" in str(raised.value)
+    assert "PATTERN" not in str(raised.value)
 
 
-def test_a_collapse_tells_what_is_known_to_mend_it() -> None:
-    general = "Else train in bf16, or keep the module that overflows in FP32: fp16,module.PATTERN=fp32."
+def test_a_collapse_offers_remedies_and_else_the_general_one() -> None:
     raised = collapsed(DynamicLossScale(), 50)
-    assert str(raised).endswith(general)
-    found = OverflowReport(
-        "overflow", "b", "mul", remedies=["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
-    )
-    told = "Try: this module in FP32: `fp16,module.b=fp32`; or bf16: `bf16`."
-    assert str(raised.named(found)).endswith(f"What makes them fail: {found}. {told}")
-    bare = str(raised.named(OverflowReport("overflow", "b", "mul")))
-    assert "no scale can help" in bare
-    assert general not in bare
-    for cause in ("unknown", "loss scale"):  # "nothing, the next step has a smaller one" is over
-        unmended = str(
-            raised.named(OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"]))
-        )
-        assert unmended.endswith(general)
-        assert "Try:" not in unmended
+    assert "module.PATTERN=fp32" in str(raised)
+    remedies = ["this module in FP32: `fp16,module.b=fp32`", "bf16: `bf16`"]
+    found = OverflowReport("overflow", "b", "mul", remedies=remedies)
+    said = str(raised.named(found))
+    assert all(words in said for words in (str(found), *remedies))
+    assert "PATTERN" not in said
+    for cause in ("unknown", "loss scale"):  # the remedy of a dynamic scale, the next step, did not help
+        unknown = OverflowReport(cause, remedies=["nothing, if the loss scale is dynamic"])
+        said = str(raised.named(unknown))
+        assert "module.PATTERN=fp32" in said
+        assert "nothing" not in said
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
     def made() -> tuple[nn.Module, Any, mezzo.GradScaler]:
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused), scaler()
-
-    def scaler() -> mezzo.GradScaler:
-        return mezzo.GradScaler(init_scale=2.0**10, floor=1.0, patience=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+        return model, optimizer, mezzo.GradScaler(init_scale=2.0**10, floor=1.0, patience=4)
 
     def train(number: int, factor: float = 1.0) -> torch.Tensor:
         x, y = data(number)
@@ -172,9 +155,7 @@ def test_a_grad_scaler_resumes_from_what_a_collapse_leaves(fused: bool) -> None:
     for number in range(3):
         train(number)
     before = reloaded([model.state_dict(), optimizer.state_dict()])
-    with pytest.raises(
-        LossScaleCollapseError, match=r"the last 4 steps were skipped.*scaler\.update\(1024\)"
-    ):
+    with pytest.raises(LossScaleCollapseError, match=r"scaler\.update\(1024\)"):
         again_and_again(lambda: train(0, NAN))
     saved = reloaded([model.state_dict(), optimizer.state_dict(), gradients.state_dict()])
     assert same(saved[:2], before)
@@ -257,16 +238,10 @@ def test_a_collapsed_scale_begins_anew_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", SCALES)
 def test_a_training_whose_fault_is_mended_goes_on_in_place(name: str, decides: str) -> None:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    mp = mezzo.MixedPrecision(model, optimizer, "fp16", loss_scale=SCALES[name]())
+    _, _, mp = parts(name)
     assert step(mp, 0).stepped
-    with pytest.raises(
-        LossScaleCollapseError, match=r"Once that is mended, mp\.reset_loss_scale\(\)"
-    ) as raised:
+    with pytest.raises(LossScaleCollapseError, match=r"mp\.reset_loss_scale\(\)"):
         again_and_again(lambda: step(mp, 0, NAN))
-    constant = name == "static"
-    assert ("anew, at 2^10: without it training goes on from 2^0" in str(raised.value)) != constant
     mp.reset_loss_scale()
     assert mp.loss_scale == 2.0**10
     assert step(mp, 0, NAN).skipped  # one more bad step is not the end again
@@ -281,14 +256,7 @@ def test_without_a_loss_scale_there_is_none_to_begin_anew() -> None:
 
 
 def test_an_open_window_keeps_the_scale_that_it_began_with() -> None:
-    model = network()
-    mp = mezzo.MixedPrecision(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        "fp16",
-        loss_scale=mezzo.DynamicLossScale(init=2.0**10, floor=1.0),
-        accumulate=2,
-    )
+    _, _, mp = parts("dynamic", accumulate=2)
     for number in (0, 1):
         step(mp, number, NAN)
     assert mp.loss_scale == 2.0**9

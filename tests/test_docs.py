@@ -35,8 +35,6 @@ PAGES = [
     for page in sorted(DOCS.glob("*.md"))
     if page.name not in ELSEWHERE and BLOCK.search(page.read_text(encoding="utf-8"))
 ]
-
-
 SOURCES = DOCS.parent / "src"
 SHOWN = [
     ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")

@@ -41,46 +41,35 @@ def of(value: int, total: int, *failed: str) -> Row:
     return {"value": value, "better": "higher", "unit": "of", "of": total, "failed": list(failed)}
 
 
+FAILED = amount(None, "x", note="failed: boom")
+NOT_MEASURED = amount(None, "x", note="not run: no data")
 COMPARED: dict[str, tuple[Row | None, Row | None, str]] = {
     "slower, intervals apart": (ratio(1.0, 0.9, 1.1), ratio(1.3, 1.2, 1.4), "worse"),
     "slower, intervals overlap": (ratio(1.0, 0.9, 1.1), ratio(1.2, 1.05, 1.4), "within"),
-    "slower, intervals touch": (ratio(1.0, 0.9, 1.1), ratio(1.2, 1.1, 1.4), "within"),
     "faster, intervals apart": (ratio(1.3, 1.2, 1.4), ratio(1.0, 0.9, 1.1), "better"),
-    "faster, intervals overlap": (ratio(1.2, 1.05, 1.4), ratio(1.0, 0.9, 1.1), "within"),
     "the same": (ratio(1.0, 0.9, 1.1), ratio(1.0, 0.9, 1.1), "same"),
     "higher is better, lower": (ratio(0.9, 0.8, 1.0, "higher"), ratio(0.5, 0.4, 0.6, "higher"), "worse"),
-    "higher is better, higher": (ratio(0.5, 0.4, 0.6, "higher"), ratio(0.9, 0.8, 1.0, "higher"), "better"),
     "an interval on one side, outside": (ratio(1.0), ratio(1.3, 1.2, 1.4), "worse"),
     "an interval on one side, inside": (ratio(1.3, 1.2, 1.4), ratio(1.25), "within"),
     "no interval, more": (ratio(1.0), ratio(1.0001), "worse"),
-    "no interval, less": (ratio(1.0), ratio(0.9999), "better"),
     "bytes, 0.1 % more": (amount(10_000, "bytes"), amount(10_010, "bytes"), "within"),
     "bytes, 0.11 % more": (amount(10_000, "bytes"), amount(10_011, "bytes"), "worse"),
-    "bytes, 0.11 % less": (amount(10_000, "bytes"), amount(9_989, "bytes"), "better"),
     "a count, one more": (amount(10_000, "count"), amount(10_001, "count"), "worse"),
-    "all cases pass": (of(9, 9), of(9, 9), "same"),
     "more cases, all pass": (of(9, 9), of(12, 12), "better"),
     "one fails": (of(9, 9), of(8, 9, "a"), "worse"),
     "one fails, and as many pass as before": (of(9, 9), of(9, 10, "a"), "worse"),
     "another one fails": (of(8, 9, "a"), of(8, 9, "b"), "worse"),
-    "the same one fails": (of(8, 9, "a"), of(8, 9, "a"), "same"),
     "the failing one passes": (of(8, 9, "a"), of(9, 9), "better"),
     "the failing one is gone": (of(8, 9, "a"), of(8, 8), "worse"),
     "fewer cases, all pass": (of(9, 9), of(7, 7), "worse"),
     "info, more": (amount(9, "lines", "info"), amount(99, "lines", "info"), "info"),
     "info, new": (None, amount(99, "lines", "info"), "info"),
-    "info, gone": (amount(9, "lines", "info"), None, "info"),
     "new": (None, ratio(9.0), "new"),
     "no longer measured": (ratio(1.0), None, "missing"),
-    "could not run": (ratio(1.0), amount(None, "x", note="not run: no data"), "not run"),
-    "failed": (ratio(1.0), amount(None, "x", note="failed: boom"), "worse"),
-    "failed, and is new": (None, amount(None, "x", note="failed: boom"), "worse"),
-    "failed, as it did": (
-        amount(None, "x", note="failed: boom"),
-        amount(None, "x", note="failed: boom"),
-        "same",
-    ),
-    "no longer fails": (amount(None, "x", note="failed: boom"), ratio(1.0), "new"),
+    "could not run": (ratio(1.0), NOT_MEASURED, "not run"),
+    "failed": (ratio(1.0), FAILED, "worse"),
+    "failed, as it did": (FAILED, FAILED, "same"),
+    "no longer fails": (FAILED, ratio(1.0), "new"),
 }
 
 
@@ -93,16 +82,8 @@ def test_the_verdict_on_a_figure(case: str, ledger: ModuleType) -> None:
 
 LISTED: dict[str, tuple[dict[str, Row], dict[str, Row], dict[str, str]]] = {
     "a figure that is gone": ({"a": ratio(1), "b": ratio(1)}, {"a": ratio(1)}, {"a": "same", "b": "missing"}),
-    "a part that failed lists nothing else": (
-        {"a": ratio(1)},
-        {"p": amount(None, "x", note="failed: boom")},
-        {"p": "worse"},
-    ),
-    "what was not run before": (
-        {"p": amount(None, "x", note="not run: no data")},
-        {"a": ratio(1)},
-        {"a": "new"},
-    ),
+    "a part that failed lists nothing else": ({"a": ratio(1)}, {"p": FAILED}, {"p": "worse"}),
+    "a figure that was not run before": ({"p": NOT_MEASURED}, {"a": ratio(1)}, {"a": "new"}),
     "no figures at all": ({"a": ratio(1)}, {}, {"a": "missing"}),
 }
 
@@ -114,7 +95,7 @@ def test_the_figures_of_a_part_that_are_listed(case: str, ledger: ModuleType) ->
     assert {line.name: line.verdict for line in found} == expected
 
 
-# The command is a script that writes "[value]"; its rows are that value.
+# A part's command is one of these scripts.
 WRITES = "import sys; open(sys.argv[1], 'w').write('{\"value\": %s}')"
 RENAMED = 'import sys; open(sys.argv[1], \'w\').write(\'{"value": 0.5, "name": "other"}\')'
 NOT_RUN = "import sys; open(sys.argv[1], 'w').write('{\"not_run\": \"no data\"}')"
@@ -188,20 +169,9 @@ def test_from_results_reads_and_runs_nothing(run: Callable[..., int], tmp_path: 
     assert parts["b"]["rows"]["b"]["note"].startswith("not run")
 
 
-def test_a_result_file_that_two_parts_read_is_measured_once(ledger: ModuleType, tmp_path: Path) -> None:
-    parts = sys.modules["ledger_parts"]
-    part = parts.Part(("no_such_script.py", "{out}"), "shared.json", lambda path: [])
-    fresh = {"shared.json": tmp_path / "shared.json"}
-    fresh["shared.json"].write_text("{}")
-    arguments = ledger._parser().parse_args(["--results", str(tmp_path / "none")])
-    assert ledger.measure("a", part, arguments, tmp_path, fresh) == []
-    assert ledger.measure("a", part, arguments, tmp_path, {})[0].note.startswith("failed")
-
-
 USAGE = {
     "an unknown part": ("--part", "nonesuch"),
     "another source into the ledger itself": ("--source", ".."),
-    "a source without src": ("--source", "{here}", "--out", "{here}/o.json"),
     "no ledger to compare with": ("--against", "{here}/none.json"),
 }
 

@@ -1,4 +1,4 @@
-"""The report as a browser shows it: what is drawn, inert, fits a phone, light, dark and on paper."""
+"""The report as a browser shows it: drawn, inert, on a phone, light, dark and on paper; what its script computes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import re
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import chromium
 import comparisons
-from mezzo.report import build
+import run_records
+from mezzo.core.ranges import Histogram, RangeRow
+from mezzo.core.records import LossRecord, RangesRecord, Record
+from mezzo.report import build, build_any, build_run
+from mezzo.report.numbers import share_text
+from mezzo.report.ranges import FORMATS, together
+from mezzo.report.run import read_run
 
 pytestmark = [pytest.mark.browser, chromium.needs_chromium]
 
@@ -54,7 +61,7 @@ addEventListener("load", () => {
 """
 
 
-def probe(page: Path, *, play: str = "", width: int = 0, **window: int | bool) -> dict[str, object]:
+def probe(page: Path, *, play: str = "", width: int = 0, **window: int | bool) -> dict[str, Any]:
     """What the browser makes of a page, on a copy without the content policy, which would forbid the probe.
 
     ``width`` puts the page into a frame of so many pixels, since Chromium's own windows end at 500.
@@ -78,18 +85,29 @@ def probe(page: Path, *, play: str = "", width: int = 0, **window: int | bool) -
         dom = chromium.dom(copy, **window)
     found = re.search(r'<pre id="probe">(.+?)</pre>', dom, re.DOTALL)
     assert found, dom[-2000:]
-    values: dict[str, object] = json.loads(unescape(found[1]))
+    values: dict[str, Any] = json.loads(unescape(found[1]))
     return values
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return comparisons.healthy(tmp_path_factory.mktemp("report") / "run")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The page of a comparison, of a watched run, and of hostile text in each."""
+    place = tmp_path_factory.mktemp("report")
+    run_records.write(place / "run" / "runs" / "run.jsonl", run_records.records())
+    run_records.write(place / "hostile run" / "runs" / "run.jsonl", run_records.hostile())
+    comparisons.healthy(place / "comparison")
+    comparisons.hostile(place / "hostile comparison")
+    return {folder.name: build_any(folder) for folder in place.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def page(folder: Path) -> Path:
-    return build(folder)
+def page(pages: dict[str, Path]) -> Path:
+    return pages["comparison"]
+
+
+@pytest.fixture(scope="module")
+def watched(pages: dict[str, Path]) -> Path:
+    return pages["run"]
 
 
 def test_the_page_under_its_own_policy(page: Path) -> None:
@@ -109,14 +127,11 @@ def test_light_and_wide(page: Path) -> None:
     assert seen["scroll"] == seen["width"] == 1200
     assert seen["wide"] == seen["outside"] == []
     assert seen["ground"] == "rgb(246, 247, 248)"
-    curves = seen["curves"]
-    assert isinstance(curves, list)
-    assert len(curves) == 2 * (2 + 1)  # FP32, the candidate and their difference, for each
-    assert all(wide for wide, _ in curves)
-    assert {colour for _, colour in curves} == {"rgb(74, 85, 96)", "rgb(11, 98, 196)", "rgb(177, 72, 10)"}
-    readouts = seen["readouts"]
-    assert isinstance(readouts, list)
-    assert re.fullmatch(r"step 299 · FP32 0\.\d+ · bf16 0\.\d+", readouts[0])
+    assert len(seen["curves"]) == 2 * (2 + 1)  # FP32, the candidate and their difference, for each
+    assert all(wide for wide, _ in seen["curves"])
+    colours = {"rgb(74, 85, 96)", "rgb(11, 98, 196)", "rgb(177, 72, 10)"}
+    assert {colour for _, colour in seen["curves"]} == colours
+    assert re.fullmatch(r"step 299 · FP32 0\.\d+ · bf16 0\.\d+", seen["readouts"][0])
 
 
 def test_dark_and_switched_back(page: Path) -> None:
@@ -136,20 +151,20 @@ def test_dark_and_switched_back(page: Path) -> None:
     assert seen["pressed"] == ["rgb(246, 247, 248)", "rgb(18, 21, 25)"]
 
 
-def test_a_phone(page: Path) -> None:
-    seen = probe(page, width=400)
+@pytest.mark.parametrize("name", ["comparison", "run"])
+def test_a_phone(name: str, pages: dict[str, Path]) -> None:
+    seen = probe(pages[name], width=400)
     assert seen["width"] == seen["scroll"] == 400
     assert seen["wide"] == seen["outside"] == []
     assert seen["overlaps"] == 0
-    charts = seen["charts"]
-    assert isinstance(charts, list)
-    assert min(charts) > 250
-    assert set(seen["labels"]) == {"12px"}  # type: ignore[call-overload]
+    assert min(seen["charts"]) > 250
+    assert set(seen["labels"]) == {"12px"}
 
 
 @pytest.mark.parametrize("width", [0, 400])
-def test_hostile_text_is_inert_even_without_the_policy(width: int, tmp_path: Path) -> None:
-    seen = probe(build(comparisons.hostile(tmp_path / "run")), width=width)
+@pytest.mark.parametrize("name", ["hostile comparison", "hostile run"])
+def test_hostile_text_is_inert_even_without_the_policy(name: str, width: int, pages: dict[str, Path]) -> None:
+    seen = probe(pages[name], width=width)
     assert seen["stolen"] == "no"
     assert seen["images"] == 0
     assert seen["script"] == "on"
@@ -195,17 +210,12 @@ def test_reading_sorting_and_printing(tmp_path: Path) -> None:
     assert str(seen["left"]).startswith("step 48 · ")
     assert seen["cursor"] == "visible"
     assert str(seen["pointed"]).startswith("step 0 · ")
-    rested = seen["rested"]
-    assert isinstance(rested, list)
-    assert rested[0].startswith("step 49 · ")
-    assert rested[1] == "hidden"
+    assert seen["rested"][0].startswith("step 49 · ")
+    assert seen["rested"][1] == "hidden"
     assert (seen["up"], seen["down"], seen["sort"]) == ("op_00", "op_59", "descending")
     # The figures' tables stay folded on paper; the list of ops unfolds and folds again.
-    assert (seen["before"], seen["during"], seen["after"]) == (
-        [False, False, False],
-        [False, False, True],
-        [False, False, False],
-    )
+    assert seen["before"] == seen["after"] == [False, False, False]
+    assert seen["during"] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["failed", "one_step", "bare", "one_seed"])
@@ -215,10 +225,176 @@ def test_what_went_wrong_still_makes_a_page_that_fits(name: str, tmp_path: Path)
     assert seen["wide"] == seen["outside"] == []
 
 
-def test_paper(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["comparison", "run"])
+def test_paper(name: str, pages: dict[str, Path], tmp_path: Path) -> None:
     """Printed from a dark system, the page is on white, and takes a handful of sheets."""
     target = tmp_path / "report.pdf"
-    chromium.run(page, f"--print-to-pdf={target}", "--no-pdf-header-footer", dark=True)
+    chromium.run(pages[name], f"--print-to-pdf={target}", "--no-pdf-header-footer", dark=True)
     data = target.read_bytes()
     assert data.startswith(b"%PDF-")
-    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 9
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", data)) <= 10
+
+
+# Ranges: the script's arithmetic is the library's.
+
+SLIDE = """
+  const kinds = ["Activation gradient", "Weight gradient", "Activation", "Weight"];
+  const figure = (kind) => all("figure.exponents").find((e) => e.querySelector("h4").textContent === kind);
+  const table = (kind) => Object.fromEntries([...figure(kind).querySelector(".shares").tBodies[0].rows].map(
+    (row) => [row.cells[0].textContent, [...row.cells].slice(1).map((cell) => cell.textContent)]));
+  const slider = document.querySelector("input.scale");
+  const slide = (k) => { slider.value = k; slider.dispatchEvent(new Event("input")); };
+"""
+
+
+@pytest.fixture(scope="module")
+def ranges(watched: Path) -> Any:
+    return read_run(watched.parent / "runs" / "run.jsonl").ranges
+
+
+def test_the_slider_computes_what_the_library_does(ranges: Any, watched: Path) -> None:
+    seen = probe(
+        watched,
+        play=SLIDE
+        + """
+          out.start = [slider.value, document.querySelector("output").textContent];
+          out.at = {};
+          for (const k of [0, 7, 11, 24, 32]) {
+            slide(k);
+            out.at[k] = Object.fromEntries(kinds.map((kind) => [kind, table(kind)]));
+          }
+          out.end = document.querySelector("output").textContent;
+          out.caption = figure("Weight gradient").querySelector(".unit").textContent;
+        """,
+    )
+    assert seen["start"] == ["11", "2¹¹"]
+    assert seen["end"] == "2³²"
+    assert str(seen["caption"]).endswith("Drawn at a loss scale of 2³².")
+    for k, kinds in seen["at"].items():
+        for kind, table in kinds.items():
+            total = together(ranges.of(kind.lower()))
+            for name in FORMATS:
+                shares = total.shares(name, int(k) if "gradient" in kind else 0)
+                assert shares is not None
+                want = [shares.underflow, shares.subnormal, shares.normal, shares.overflow]
+                assert table[name] == [share_text(one) for one in want], (k, kind, name)
+
+
+def test_without_a_script_the_page_says_the_same(watched: Path) -> None:
+    """What the script draws first is what the file holds."""
+    text = watched.read_text(encoding="utf-8")
+    dom = chromium.dom(watched).replace("&nbsp;", "\u00a0")
+    for pattern in (r'<path d="([^"]+)" class="fill s1 bins"', r"<td>([^<]*)</td>"):
+        assert re.findall(pattern, dom) == re.findall(pattern, text)
+    shape = r'<path (?:d="([^"]+)" class="h(\w)"|class="h(\w)" d="([^"]+)")'
+    drawn = [sorted(filter(None, found)) for found in re.findall(shape, dom)]
+    assert drawn == [sorted(filter(None, found)) for found in re.findall(shape, text)]
+
+
+def test_one_tensor_in_place_of_all(ranges: Any, watched: Path) -> None:
+    seen = probe(
+        watched,
+        play=SLIDE
+        + """
+          const which = figure("Activation gradient").querySelector("select.which");
+          const names = [...which.options].map((one) => one.textContent);
+          out.count = names.length;
+          which.value = names.indexOf("embedding");
+          which.dispatchEvent(new Event("change"));
+          slide(16);
+          out.embedding = table("Activation gradient")["fp16"];
+          out.told = figure("Activation gradient").querySelector(".told").textContent;
+          out.other = table("Weight gradient")["fp16"];
+        """,
+    )
+    track = next(track for track in ranges.of("activation gradient") if track.label == "embedding")
+    shares = track.total.shares("fp16", 16)
+    both = together(ranges.of("weight gradient")).shares("fp16", 16)
+    assert shares is not None
+    assert both is not None
+    assert seen["count"] == 15
+    assert seen["embedding"][0] == share_text(shares.underflow)
+    assert seen["other"][0] == share_text(both.underflow)
+    assert str(seen["told"]).startswith("122,880 numbers: 0 of them zero")
+
+
+def test_another_format_redraws_the_maps_and_a_cell_is_read(watched: Path) -> None:
+    seen = probe(
+        watched,
+        play="""
+          const heat = all("figure.heat")[0];
+          const map = heat.querySelector(".heatmap");
+          const area = () => Object.fromEntries([...map.querySelectorAll("path")].map((path) =>
+            [path.getAttribute("class"), [...path.getAttribute("d").matchAll(/h(\\d+)v1/g)]
+              .reduce((sum, found) => sum + Number(found[1]), 0)]));
+          const pick = document.querySelector("select.format");
+          out.first = [pick.value, heat.querySelector("h4").textContent];
+          pick.value = "e4m3fn"; pick.dispatchEvent(new Event("change"));
+          out.then = [area(), heat.querySelector("h4").textContent];
+          const data = JSON.parse(heat.dataset.heat);
+          out.want = data.levels.e4m3fn;
+          const box = map.getBoundingClientRect();
+          map.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 1, clientY: box.top + 1 }));
+          out.most = heat.querySelector(".most").textContent;
+          out.cell = heat.querySelector(".readout").textContent;
+          pick.value = "bf16"; pick.dispatchEvent(new Event("change"));
+          out.bf16 = area();
+          out.nothing = heat.querySelector(".most").textContent;
+        """,
+    )
+    assert seen["first"] == ["fp16", "Activation gradient: lost in fp16"]
+    levels = "".join(seen["want"])
+    assert seen["then"][0] == {f"h{one}": levels.count(one) for one in sorted(set(levels))}
+    assert seen["then"][1] == "Activation gradient: lost in e4m3fn"
+    assert seen["cell"] == "embedding · update 232 · over 50 %"
+    assert re.fullmatch(r"The most is [\d.]+\u00a0% of embedding, at update \d+[.]", str(seen["most"]))
+    assert seen["nothing"] == "Nothing is lost in bf16."
+    assert seen["bf16"] == {"h0": 14 * 30}
+
+
+@pytest.mark.parametrize(("width", "stacked"), [(0, False), (1081, False), (1080, True), (400, True)])
+def test_what_made_steps_fail_is_all_in_view(watched: Path, width: int, stacked: bool) -> None:
+    """Cause, inputs and remedies were off-screen to the right on a phone."""
+    seen = probe(
+        watched,
+        width=width,
+        play="""
+          const box = document.querySelector("#findings .scroll");
+          out.fits = box.scrollWidth <= box.clientWidth + 1;
+          out.cells = [...box.querySelector("tbody tr").cells].map((cell) => {
+            const at = cell.getBoundingClientRect();
+            return [getComputedStyle(cell, "::before").content, at.left >= 0 && at.right <= out.width, at.top];
+          });
+        """,
+    )
+    cells = seen["cells"]
+    assert seen["fits"] is True
+    columns = ("Update", "Module and line", "Operation", "Cause", "What went in", "What to try")
+    assert [name for name, _, _ in cells] == [f'"{name}"' if stacked else "none" for name in columns]
+    assert all(inside for _, inside, _ in cells)
+    tops = [top for _, _, top in cells]
+    assert len(set(tops)) == (6 if stacked else 1)
+
+
+def test_the_script_says_what_is_not_finite_as_the_file_does(tmp_path: Path) -> None:
+    kept, bad = Histogram(0, [4], largest=1.0), Histogram(0, [2], infinities=1, largest=1.0)
+    rows = [RangeRow("fine", "activation", "fp16", kept), RangeRow("broken", "activation", "fp16", bad)]
+    records: list[Record] = [LossRecord(0, 1.0, 0.0), RangesRecord(0, 0, 0.0, 1.0, rows)]
+    page = build_run(run_records.write(tmp_path / "r.jsonl", records))
+    seen = probe(
+        page,
+        play="""
+          const bad = document.querySelector(".broken"), which = document.querySelector("select.which");
+          const pick = (k) => {
+            which.value = k; which.dispatchEvent(new Event("change"));
+            return [which.options[k].textContent, bad.hidden, bad.textContent];
+          };
+          out.told = [0, 1, 2].map(pick);
+        """,
+    )
+    file = re.search(r'class="note bad broken">(.*?)</p>', page.read_text(encoding="utf-8"))
+    assert file
+    by_name = {name: (hidden, words) for name, hidden, words in seen["told"]}
+    assert by_name["all together"] == (False, file[1])
+    assert by_name["broken"][1].startswith("1 of 3 numbers (33.3\u00a0%) is infinite or NaN already.")
+    assert by_name["fine"][0] is True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +43,6 @@ def edited(gap: float, where: slice, value: float) -> RunResult:
 
 
 SEEDS = runs(0.0, 0.03, -0.02)  # FP32 under three seeds; the margin is 0.005 x 1.003
-WIDE = runs(0.0, 0.3, -0.2)  # the same, with a wide spread between seeds
-TEN = tuple(0.01 * np.sin(np.arange(10)))
-NORMAL_SCORES = stats.norm.ppf((np.arange(10) + 0.5) / 10)
 
 
 # What the three numbers of a pair are: the curve, declared once.
@@ -171,253 +168,67 @@ def test_pairs_needed_gives_up_aloud() -> None:
     assert pairs_needed(1000.0, 1.0) is None
 
 
-# The words. Each row: FP32, candidate, twins, the word, and what its sentence must say.
+# The words.
 
-ROWS: list[
-    tuple[str, Mapping[int, RunResult], Mapping[int, RunResult], Mapping[int, RunResult], Parity, str]
-] = [
-    (
-        "three pairs, differences far inside the margin",
-        SEEDS,
-        runs(0.0001, 0.0302, -0.0199),
-        {0: run(0.0001)},
-        Parity.EQUIVALENT,
-        "lies within the margin",
-    ),
-    (
-        "three pairs, harm far beyond margin and noise",
-        SEEDS,
-        runs(0.05, 0.081, 0.029),
-        {0: run(0.0001)},
-        Parity.DIVERGENT,
-        "harm is established",
-    ),
-    (
-        "the same size on the better side",
-        SEEDS,
-        runs(-0.05, -0.021, -0.069),
-        {0: run(0.0001)},
-        Parity.CONSISTENT,
-        "on the better side of FP32",
-    ),
-    (
-        "a tight gap that one ulp makes as well",
-        SEEDS,
-        runs(0.011, 0.041, -0.009),
-        {0: run(0.02)},
-        Parity.INCONCLUSIVE,
-        "one ulp in the initial weights changes FP32 by as much",
-    ),
-    (
-        "a gap with some spread that one ulp makes as well",
-        SEEDS,
-        runs(0.006, 0.042, -0.013),
-        {0: run(0.02)},
-        Parity.CONSISTENT,
-        "within what one ulp in the initial weights does to FP32",
-    ),
-    (
-        "harm in every pair, small against FP32's spread between seeds: pairing has removed that",
-        WIDE,
-        runs(0.01, 0.317, -0.193),
-        {0: run(0.0001)},
-        Parity.INCONCLUSIVE,
-        "yet not established",
-    ),
-    (
-        "the same, beyond the margin in every pair",
-        WIDE,
-        runs(0.012, 0.3122, -0.1881),
-        {0: run(0.0001)},
-        Parity.DIVERGENT,
-        "harm is established",
-    ),
-    (
-        "two pairs whose interval lies beyond the margin",
-        runs(0.0, 0.3),
-        runs(0.012, 0.3121),
-        {0: run(0.0001)},
-        Parity.INCONCLUSIVE,
-        "two pairs are too few",
-    ),
-    (
-        "one pair of ten far outside, though the interval lies within the margin",
-        runs(*TEN),
-        {k: run(gap + 0.015 * (k == 4) + 1e-4 * (k % 3)) for k, gap in enumerate(TEN)},
-        {0: run(0.0001)},
-        Parity.CONSISTENT,
-        "one pair's harm of 0.0151 lies far outside",
-    ),
-    (
-        "two pairs of ten far outside",
-        runs(*TEN),
-        {k: run(gap + 0.010 * (k in (4, 7)) + 1e-4 * (k % 3)) for k, gap in enumerate(TEN)},
-        {0: run(0.0001)},
-        Parity.CONSISTENT,
-        "far outside",
-    ),
-    (
-        "one pair of ten far outside on the better side",
-        runs(*TEN),
-        {k: run(gap - 0.015 * (k == 4) + 1e-4 * (k % 3)) for k, gap in enumerate(TEN)},
-        {0: run(0.0001)},
-        Parity.EQUIVALENT,
-        "lies within the margin",
-    ),
-    (
-        "ten pairs of which the worst is just the largest of its kind",
-        runs(*TEN),
-        {k: run(gap + 0.005 * 1.2 * NORMAL_SCORES[k]) for k, gap in enumerate(TEN)},
-        {0: run(0.0001)},
-        Parity.EQUIVALENT,
-        "lies within the margin",
-    ),
-    (
-        "gap beyond the margin, not beyond the pairs' spread",
-        SEEDS,
-        runs(0.04, 0.03, -0.02),
-        {0: run(0.001)},
-        Parity.CONSISTENT,
-        "its interval holds zero",
-    ),
-    (
-        "gap beyond everything but not by enough",
-        runs(0.0, 0.001, -0.001),
-        runs(0.006, 0.009, 0.0045),
-        {0: run(0.0001)},
-        Parity.INCONCLUSIVE,
-        "beyond the margin and beyond the noise, yet not established",
-    ),
-    (
-        "noise that swamps everything",
-        runs(0.0, 0.5, -0.4),
-        runs(0.3, 0.2, -0.1),
-        {0: run(0.3)},
-        Parity.INCONCLUSIVE,
-        "the noise is too large to tell",
-    ),
-    (
-        "one pair, inside the margin",
-        runs(0.0),
-        runs(0.001),
-        {0: run(0.001)},
-        Parity.CONSISTENT,
-        "within the margin",
-    ),
-    (
-        "one pair, inside the twin's noise",
-        runs(0.0),
-        runs(0.015),
-        {0: run(0.01)},
-        Parity.CONSISTENT,
-        "one ulp",
-    ),
-    (
-        "one pair, six margins: too few to say",
-        runs(0.0),
-        runs(0.03),
-        {0: run(0.001)},
-        Parity.INCONCLUSIVE,
-        "yet not established",
-    ),
-    (
-        "one pair, twenty margins",
-        runs(0.0),
-        runs(0.1),
-        {0: run(0.001)},
-        Parity.DIVERGENT,
-        "harm is established",
-    ),
-    (
-        "one pair, twenty margins, but the twin does as much",
-        runs(0.0),
-        runs(0.1),
-        {0: run(0.06)},
-        Parity.INCONCLUSIVE,
-        "too large to tell",
-    ),
-    ("one pair without a twin", runs(0.0), runs(0.03), {}, Parity.INCONCLUSIVE, "no noise was measured"),
-    (
-        "two pairs, twenty margins each",
-        runs(0.0, 0.001),
-        runs(0.1, 0.11),
-        {0: run(0.001)},
-        Parity.DIVERGENT,
-        "harm is established",
-    ),
-    (
-        "two pairs, harm in one only",
-        runs(0.0, 0.001),
-        runs(0.2, 0.0),
-        {0: run(0.001)},
-        Parity.INCONCLUSIVE,
-        "yet not established",
-    ),
-    (
-        "one run of three ruined: a t interval would call it noise",
-        SEEDS,
-        {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(50, None), 2.4)},
-        {0: run(0.0001)},
-        Parity.DIVERGENT,
-        "With seed 2 its loss in the last tenth",
-    ),
-    (
-        "a dive in the last three steps",
-        SEEDS,
-        {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(-3, None), 2.0)},
-        {0: run(0.0001)},
-        Parity.DIVERGENT,
-        "With seed 2 its loss in the very end",
-    ),
-    (
-        "a spike on the way that is over at the end",
-        SEEDS,
-        {k: edited(gap, slice(60, 70), 1.8 + gap) for k, gap in enumerate((0.0001, 0.0301, -0.0199))},
-        {0: run(0.0001)},
-        Parity.CONSISTENT,
-        "between 60% and 70% of the run",
-    ),
-    (
-        "NaN from the middle on",
-        SEEDS,
-        {**runs(0.0, 0.03), 2: edited(0, slice(50, None), math.nan)},
-        {},
-        Parity.DIVERGENT,
-        "its loss is nan from step 50",
-    ),
-    (
-        "one infinite loss whose step was not skipped",
-        runs(0.0),
-        {0: edited(0, slice(50, 51), math.inf)},
-        {},
-        Parity.DIVERGENT,
-        "its loss is inf from step 50",
-    ),
-    (
-        "no step moved",
-        runs(0.0),
-        {0: RunResult(CLEAN, moved=0, skipped=STEPS)},
-        {},
-        Parity.DIVERGENT,
-        "no optimizer step moved",
-    ),
-    ("no loss at all", runs(0.0), {0: RunResult(np.array([]))}, {}, Parity.DIVERGENT, "recorded no loss"),
-]
+THREE, WIDE, TEN = (0.0, 0.03, -0.02), (0.0, 0.3, -0.2), tuple(0.01 * np.sin(np.arange(10)))
+CLOSE = (0.0001, 0.0302, -0.0199)
+NORMAL_SCORES = stats.norm.ppf((np.arange(10) + 0.5) / 10)
+FAR_OUTSIDE = [gap + 0.015 * (k == 4) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
+TWO_OUTSIDE = [gap + 0.010 * (k in (4, 7)) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
+BETTER = [gap - 0.015 * (k == 4) + 1e-4 * (k % 3) for k, gap in enumerate(TEN)]
+LARGEST = [gap + 0.005 * 1.2 * NORMAL_SCORES[k] for k, gap in enumerate(TEN)]
+RUINED = {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(50, None), 2.4)}
+DIVE = {**runs(0.0001, 0.0301), 2: edited(-0.02, slice(-3, None), 2.0)}
+SPIKES = {k: edited(gap, slice(60, 70), 1.8 + gap) for k, gap in enumerate(CLOSE)}
+NAN = {**runs(0.0, 0.03), 2: edited(0, slice(50, None), math.nan)}
+INF = {0: edited(0, slice(50, 51), math.inf)}
+UNMOVED, EMPTY = {0: RunResult(CLEAN, moved=0, skipped=STEPS)}, {0: RunResult(np.array([]))}
+HARM, UNSURE = "harm is established", "yet not established"
+ULP = "one ulp in the initial weights"
+
+EQ, CON, INC, DIV = Parity
+INSIDE, LARGE = "lies within the margin", "too large to tell"
+
+# Gaps of FP32's runs; gaps of the candidate's, or its runs; gap of the twin; the word; what its sentence must say.
+ROWS: dict[str, tuple[Any, Any, float | None, Parity, str]] = {
+    "far inside the margin": (THREE, CLOSE, 1e-4, EQ, INSIDE),
+    "far beyond margin and noise": (THREE, (0.05, 0.081, 0.029), 1e-4, DIV, HARM),
+    "as far on the better side": (THREE, (-0.05, -0.021, -0.069), 1e-4, CON, "the better side of FP32"),
+    "tight, but one ulp does as much": (THREE, (0.011, 0.041, -0.009), 0.02, INC, f"{ULP} changes FP32"),
+    "some spread, and one ulp does as much": (THREE, (0.006, 0.042, -0.013), 0.02, CON, f"what {ULP}"),
+    "harm within the spread between seeds": (WIDE, (0.01, 0.317, -0.193), 1e-4, INC, UNSURE),
+    "harm beyond the margin in every pair": (WIDE, (0.012, 0.3122, -0.1881), 1e-4, DIV, HARM),
+    "two pairs beyond the margin": ((0.0, 0.3), (0.012, 0.3121), 1e-4, INC, "two pairs are too few"),
+    "one of ten far outside": (TEN, FAR_OUTSIDE, 1e-4, CON, "one pair's harm of 0.0151 lies far outside"),
+    "two of ten far outside": (TEN, TWO_OUTSIDE, 1e-4, CON, "far outside"),
+    "one of ten far better": (TEN, BETTER, 1e-4, EQ, INSIDE),
+    "the worst of ten is one of its kind": (TEN, LARGEST, 1e-4, EQ, INSIDE),
+    "within the pairs' spread": (THREE, (0.04, 0.03, -0.02), 1e-3, CON, "its interval holds zero"),
+    "not by enough": ((0.0, 0.001, -0.001), (0.006, 0.009, 0.0045), 1e-4, INC, UNSURE),
+    "noise that swamps everything": ((0.0, 0.5, -0.4), (0.3, 0.2, -0.1), 0.3, INC, LARGE),
+    "one pair, inside the margin": ((0.0,), (0.001,), 0.001, CON, "within the margin"),
+    "one pair, inside the twin's noise": ((0.0,), (0.015,), 0.01, CON, "one ulp"),
+    "one pair, six margins": ((0.0,), (0.03,), 0.001, INC, UNSURE),
+    "one pair, twenty margins": ((0.0,), (0.1,), 0.001, DIV, HARM),
+    "one pair, but the twin does as much": ((0.0,), (0.1,), 0.06, INC, LARGE),
+    "one pair without a twin": ((0.0,), (0.03,), None, INC, "no noise was measured"),
+    "two pairs, twenty margins each": ((0.0, 0.001), (0.1, 0.11), 0.001, DIV, HARM),
+    "two pairs, harm in one only": ((0.0, 0.001), (0.2, 0.0), 0.001, INC, UNSURE),
+    "one run of three ruined": (THREE, RUINED, 1e-4, DIV, "With seed 2 its loss in the last tenth"),
+    "a dive in the last three steps": (THREE, DIVE, 1e-4, DIV, "With seed 2 its loss in the very end"),
+    "a spike that is over at the end": (THREE, SPIKES, 1e-4, CON, "between 60% and 70% of the run"),
+    "NaN from the middle on": (THREE, NAN, None, DIV, "its loss is nan from step 50"),
+    "an infinite loss, not skipped": ((0.0,), INF, None, DIV, "its loss is inf from step 50"),
+    "no step moved": ((0.0,), UNMOVED, None, DIV, "no optimizer step moved"),
+    "no loss at all": ((0.0,), EMPTY, None, DIV, "recorded no loss"),
+}
 
 
-@pytest.mark.parametrize(
-    ("baseline", "candidate", "twins", "word", "says"),
-    [row[1:] for row in ROWS],
-    ids=[row[0] for row in ROWS],
-)
-def test_each_word_is_earned(
-    baseline: Mapping[int, RunResult],
-    candidate: Mapping[int, RunResult],
-    twins: Mapping[int, RunResult],
-    word: Parity,
-    says: str,
-) -> None:
-    verdict = judge(baseline, candidate, twins)
+@pytest.mark.parametrize("row", ROWS)
+def test_each_word_is_earned(row: str) -> None:
+    fp32, candidate, twin, word, says = ROWS[row]
+    candidate = candidate if isinstance(candidate, dict) else runs(*candidate)
+    verdict = judge(runs(*fp32), candidate, {} if twin is None else {0: run(twin)})
     assert verdict.parity is word, verdict.reason
     assert says in verdict.reason
 
@@ -430,12 +241,11 @@ def test_an_infinite_loss_whose_step_was_skipped_is_a_note() -> None:
     assert verdict.notes == ("seed 0: 1 losses were not finite; their steps were skipped.",)
 
 
-def with_metrics(values: list[float], gaps: tuple[float, ...] = (0.0, 0.03, -0.02)) -> dict[int, RunResult]:
+def with_metrics(values: list[float], gaps: tuple[float, ...] = THREE) -> dict[int, RunResult]:
     return {k: run(gap, metric=value) for k, (gap, value) in enumerate(zip(gaps, values))}
 
 
 BASE = with_metrics([98.0, 98.4, 97.8])
-CLOSE = (0.0001, 0.0302, -0.0199)
 
 
 @pytest.mark.parametrize(
@@ -460,12 +270,6 @@ def test_parity_needs_the_metric_too(metrics: list[float], margins: Margins, wor
     assert verdict.loss.parity is Parity.EQUIVALENT
     assert verdict.parity is word, verdict.reason
     assert "Metric" in verdict.reason
-
-
-def test_a_metric_that_a_run_lacks_is_not_judged() -> None:
-    candidate = with_metrics([98.0, 98.4, 97.8], CLOSE)
-    verdict = judge(BASE, {**candidate, 2: run(-0.0199)})
-    assert verdict.metric is None
 
 
 def test_equal_fp32_runs_count_as_one() -> None:
@@ -528,10 +332,10 @@ def test_what_cannot_be_judged(
         judge(baseline, candidate)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.1, math.nan, math.inf])
-def test_a_margin_is_a_positive_number(value: float) -> None:
-    with pytest.raises(UsageError, match="give a number above 0"):
-        Margins(loss=value)
+def test_a_margin_is_a_positive_number() -> None:
+    for value in (0.0, -0.1, math.nan, math.inf):
+        with pytest.raises(UsageError, match="give a number above 0"):
+            Margins(loss=value)
 
 
 # Runs of another length than FP32's. Each row: losses and updates of FP32 under three seeds and of its twin, those of
@@ -559,33 +363,22 @@ LENGTHS: list[tuple[str, dict[int, RunResult], RunResult, dict[int, RunResult], 
      "80 losses and 80 updates with seed 0; FP32 recorded 200 losses and 200 updates"),
     ("one of three stopped at 80", FIXED, counted(200, 200), lengths((200, 200), (200, 200), (80, 80)),
      Parity.DIVERGENT, "80 losses and 80 updates with seed 2"),
-    ("one pair, stopped at 80", lengths((200, 200)), counted(200, 200), lengths((80, 80)), Parity.DIVERGENT,
-     "ended early"),
     ("no optimizer seen", lengths((200,), (200,), (200,)), counted(200), lengths((80,), (200,), (200,)),
      Parity.DIVERGENT, "recorded 80 losses with seed 0; FP32 recorded 200 losses"),
     ("stopped with skips that explain nothing", FIXED, counted(200, 200),
      {k: counted(80, 70, 10, gap=0.01 * k) for k in range(3)}, Parity.DIVERGENT, "80 losses and 80 updates"),
     ("stopped within the last tenth", FIXED, counted(200, 200), lengths(*[(195, 195)] * 3),
      Parity.INCONCLUSIVE, "195 losses"),
-    ("one batch left out", FIXED, counted(200, 200), lengths((199, 199), (200, 200), (200, 200)),
-     Parity.INCONCLUSIVE, "199 losses"),
-    ("longer", FIXED, counted(200, 200), lengths(*[(230, 230)] * 3), Parity.INCONCLUSIVE, "230 losses"),
     ("skipped steps count as updates", FIXED, counted(200, 200),
      {k: counted(200, 190, 10, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
-    ("a script that goes on until 200 steps moved", FIXED, counted(200, 200),
-     {k: counted(205, 200, 5, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("more than its skips explain", FIXED, counted(200, 200),
      {k: counted(210, 205, 5, gap=0.01 * k) for k in range(3)}, Parity.INCONCLUSIVE, "210 losses"),
-    ("accumulation, equal", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(200, 50)] * 3),
-     Parity.EQUIVALENT, ""),
     ("accumulation, half of it", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(100, 25)] * 3),
      Parity.DIVERGENT, "100 losses and 25 updates"),
     ("accumulation over fewer losses", lengths(*[(200, 50)] * 3), counted(200, 50), lengths(*[(100, 50)] * 3),
      Parity.INCONCLUSIVE, "100 losses and 50 updates"),
     ("fewer updates of as many losses", lengths(*[(200, 200)] * 3), counted(200, 200),
      lengths(*[(200, 150)] * 3), Parity.DIVERGENT, "200 losses and 150 updates"),
-    ("two optimizers, one of which stopped", lengths(*[(200, 200)] * 3), counted(200, 200),
-     lengths(*[(150, 150)] * 3), Parity.DIVERGENT, "150 updates"),
     ("a closure run again at a smaller scale", FIXED, counted(200, 200),
      {k: counted(213, 200, 0, 13, gap=0.01 * k) for k in range(3)}, Parity.EQUIVALENT, ""),
     ("a skipped closure of several losses", lengths(*[(200, 20)] * 3), counted(200, 20),
@@ -672,6 +465,7 @@ def test_a_script_that_stops_at_a_loss_that_is_not_finite(tmp_path: Path, level:
 def test_a_metric_that_only_fp32_printed_forbids_parity() -> None:
     candidate = with_metrics([98.0, 98.4, 97.8], CLOSE)
     verdict = judge(BASE, {**candidate, 2: run(-0.0199)})
+    assert verdict.metric is None
     assert verdict.parity is Parity.INCONCLUSIVE
     assert "no metric with seed 2" in verdict.reason
 
@@ -706,7 +500,7 @@ def draw(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("metric_noise", [None, 2.0])
-@pytest.mark.parametrize("pairs", [1, 2, 3, 6])
+@pytest.mark.parametrize("pairs", [1, 2])  # three and more: the simulation below
 def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_noise: float | None) -> None:
     rng = np.random.default_rng(pairs)
     for noise in (0.003, 0.05, 0.3):  # margin 0.005: from below it to sixty times it
@@ -715,26 +509,6 @@ def test_no_harm_is_called_divergent_in_at_most_five_percent(pairs: int, metric_
             draw(rng, pairs, noise, 0.0, metric_noise).parity is Parity.DIVERGENT for _ in range(draws)
         )
         assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
-
-
-@pytest.mark.heavy
-def test_harm_at_the_margin_is_called_equivalent_in_at_most_five_percent() -> None:
-    rng = np.random.default_rng(0)
-    for noise in (0.0003, 0.002):
-        draws = 1000
-        wrong = sum(draw(rng, 3, noise, 0.0051, None).parity is Parity.EQUIVALENT for _ in range(draws))
-        assert rate_is_at_most(wrong, draws, 0.05), f"noise {noise}: {wrong / draws:.2%}"
-
-
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-    try:
-        import verdict_simulation
-    finally:
-        sys.path.pop(0)
-    found: dict[str, Any] = verdict_simulation.simulate(trials=SIMULATED, seed=1)
-    return found
 
 
 SIMULATED = 400
@@ -750,21 +524,19 @@ BARS = [
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("error", "names", "bar"), BARS, ids=[f"{bar[0]} {bar[1][-1]}" for bar in BARS])
-def test_errors_stay_under_their_bars(
-    simulated: dict[str, Any], error: str, names: tuple[str, ...], bar: float
-) -> None:
-    for name in names:
-        for sd, by_pairs in simulated[error][name].items():
-            for pairs, rate in by_pairs.items():
-                wrong = round(rate * SIMULATED)
-                assert rate_is_at_most(wrong, SIMULATED, bar), (
-                    f"{name}, {sd} margins, {pairs} pairs: {rate:.1%}"
-                )
-
-
-@pytest.mark.heavy
-def test_the_simulated_power_and_early_ends(simulated: dict[str, Any]) -> None:
+def test_simulated_errors_stay_under_their_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test, since one simulation gives all rates. The printed power and early ends are simulated too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    simulated = importlib.import_module("verdict_simulation").simulate(trials=SIMULATED, seed=1)
+    over = [
+        f"{error}, {name}, {sd} margins, {pairs} pairs: {rate:.1%}"
+        for error, names, bar in BARS
+        for name in names
+        for sd, by_pairs in simulated[error][name].items()
+        for pairs, rate in by_pairs.items()
+        if not rate_is_at_most(round(rate * SIMULATED), SIMULATED, bar)
+    ]
+    assert over == []
     for pairs, by_sd in simulated["power_error"].items():
         for sd, one in by_sd.items():
             error = 0.5 / np.sqrt(SIMULATED // 3)  # of a mean of values between 0 and 1, at most
@@ -775,7 +547,5 @@ def test_the_simulated_power_and_early_ends(simulated: dict[str, Any]) -> None:
 @pytest.mark.heavy
 def test_a_large_harm_is_found() -> None:
     rng = np.random.default_rng(0)
-    found = [
-        draw(rng, 3, 0.003, harm, None).parity is Parity.DIVERGENT for harm in (0.03,) for _ in range(300)
-    ]
+    found = [draw(rng, 3, 0.003, 0.03, None).parity is Parity.DIVERGENT for _ in range(300)]
     assert np.mean(found) > 0.8

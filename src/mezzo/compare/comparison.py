@@ -19,7 +19,7 @@ import numpy as np
 from mezzo.compare.folder import check_ours, forget_run, full, locked, prepare, writing
 from mezzo.compare.judgement import Runs, verdict
 from mezzo.compare.progress import Watcher
-from mezzo.compare.request import BASELINE, TWIN, Request, framework, script_file
+from mezzo.compare.request import BASELINE, TWIN, Request, framework
 from mezzo.compare.runs import FinishedRun, read_run, run_to_end, terminated_like_an_interrupt
 from mezzo.core.errors import MezzoError, ScriptError, UnsupportedPrecisionError, UsageError
 from mezzo.core.records import file_name
@@ -151,7 +151,8 @@ def _check(request: Request, folder: Path, plan: Planned, run: FinishedRun, stat
         if refused:
             raise UnsupportedPrecisionError(f"{plan.precision} can't run: {refused}")
         if plan.precision == BASELINE:
-            why = _other_framework(request, run)
+            # A script of another framework may have failed because of that.
+            why = framework(request.framework).mistaken(run) if "keras" in run.machine else None
             if why is None:
                 how = f"ended with exit status {status}" if status else "ended before its records did"
                 why = f"{how} in FP32, without mixed precision, so there is nothing to compare with. Fix it first"
@@ -170,16 +171,6 @@ def _refused(run: FinishedRun, status: int) -> str:
     own = run.ended is None or run.ended.status != status or not run.losses
     said = run.said[-1] if status == 2 and own and run.said else ""
     return said.removeprefix("mezzo: ") if said.startswith("mezzo: ") else ""
-
-
-def _other_framework(request: Request, run: FinishedRun) -> str | None:
-    """Signs in a failed run of another framework, which may be why it failed."""
-    its = framework(request.framework)
-    if run.started is not None:
-        return its.mistaken(run) if "keras" in run.machine else None
-    if request.is_module:
-        return None
-    return its.guessed(script_file(request.target).read_text(encoding="utf-8", errors="replace"))
 
 
 def _check_baseline(request: Request, run: FinishedRun) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -37,45 +36,36 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Equal fingerprints are equal precisions; FP32 is the baseline."""
-
-    fingerprint: str
-    is_fp32: bool
-
-
-@dataclass(frozen=True)
 class Framework:
     """What a script trains with.
 
     Args:
         launch: the command that runs a request's file.
-        read: a precision by its name. Raises UsageError for one that no unmodified script can be run with.
+        read: a precision's name -> its fingerprint (equal for equal precisions), and whether it is FP32. Raises
+            UsageError for a precision that no unmodified script can be run with.
         packages: those whose versions decide the runs.
         emulates: whether Mezzo itself emulates a format that the device lacks; else the framework does, in its own way.
         untrained: the error, after the script's name, if it recorded no loss.
-        mistaken: of a finished FP32 run: why it was not this framework's, and what to do; None if it was.
-        guessed: the same from the script's text, for a run that died without a record.
+        mistaken: of an FP32 run: why it was not this framework's, and what to do; None if it was.
     """
 
     launch: tuple[str, ...]
-    read: Callable[[str], Precision]
+    read: Callable[[str], tuple[str, bool]]
     packages: tuple[str, ...]
     emulates: bool
     untrained: str
     mistaken: Callable[[FinishedRun], str | None]
-    guessed: Callable[[str], str | None]
 
 
-def _pytorch_precision(name: str) -> Precision:
+def _pytorch_precision(name: str) -> tuple[str, bool]:
     value = policy(name)
     check(value)
-    return Precision(value.fingerprint(), value.is_fp32)
+    return value.fingerprint(), value.is_fp32
 
 
-def _keras_precision(name: str) -> Precision:
+def _keras_precision(name: str) -> tuple[str, bool]:
     value = plan(name)
-    return Precision(value.precision, value.is_fp32)
+    return value.precision, value.is_fp32
 
 
 def _trained_keras(run: FinishedRun) -> str | None:
@@ -83,13 +73,6 @@ def _trained_keras(run: FinishedRun) -> str | None:
     if run.updates or "keras" not in run.machine:
         return None
     return "trains with Keras: give --framework keras"
-
-
-def _imports_keras(text: str) -> str | None:
-    imported = set(re.findall(r"^[ \t]*(?:import|from)[ \t]+(keras|tensorflow|torch)\b", text, re.MULTILINE))
-    if not imported or "torch" in imported:
-        return None
-    return f"imports {' and '.join(sorted(imported))} and not torch. If it trains with Keras, give --framework keras"
 
 
 # A package that a run imported, if Keras was not -> what is wrong.
@@ -118,7 +101,6 @@ FRAMEWORKS = {
         "ended without a call of backward(), so it has no loss to compare. Compare a script that trains; one that "
         "only evaluates, or trains in other processes, has none here.",
         _trained_keras,
-        _imports_keras,
     ),
     "keras": Framework(
         (sys.executable, "-m", "mezzo.keras.run"),
@@ -129,7 +111,6 @@ FRAMEWORKS = {
         "the step of a loop of its own into train_step of its keras.Model and call model.fit; a script that only "
         "evaluates, or trains in other processes, has no loss here.",
         _not_keras,
-        lambda text: None,
     ),
 }
 
@@ -232,7 +213,7 @@ class Request(ScriptRequest):
         return {
             **json.loads(json.dumps(asdict(self))),
             "script_sha256": script,
-            "policies": {name: its.read(name).fingerprint for name in (BASELINE, *self.precisions)},
+            "policies": {name: its.read(name)[0] for name in (BASELINE, *self.precisions)},
             "mezzo": mezzo.__version__,
             **{package: _version(package) for package in its.packages},
         }
@@ -270,13 +251,13 @@ def candidates(words: Sequence[str], by: str = "pytorch") -> tuple[tuple[str, ..
     kept: dict[str, str] = {}
     remarks = []
     for name in split_precisions(words):
-        value = framework(by).read(name)
-        if value.is_fp32:
+        fingerprint, is_fp32 = framework(by).read(name)
+        if is_fp32:
             remarks.append(f"{name} is the baseline and runs anyway: left out of the candidates.")
-        elif value.fingerprint in kept:
-            remarks.append(f"{name} is the same as {kept[value.fingerprint]}: run once.")
+        elif fingerprint in kept:
+            remarks.append(f"{name} is the same as {kept[fingerprint]}: run once.")
         else:
-            kept[value.fingerprint] = name
+            kept[fingerprint] = name
     if not kept:
         raise UsageError(
             f"--precision {' '.join(words) or '(empty)'}: no candidate is left to compare with fp32. "

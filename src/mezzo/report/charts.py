@@ -256,10 +256,10 @@ class Chart:
         return [*parts, across("100%", "base"), text(self.x_name, "100%", "100%", "label end", "2.8em")]
 
     def _path(self, x: Array, y: Array) -> str:
-        """An SVG path, to a tenth of a unit, cut at ten frames' height, where a renderer is still exact."""
+        """An SVG path, to a unit (a thousandth of the frame), cut at ten frames' height."""
         points = np.stack([self.x.place(x), 1 - np.clip(self.y.place(y), -10, 11)], axis=1) * UNITS
         kept = points[np.isfinite(points).all(axis=1)]
-        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in kept) if len(kept) else ""
+        return "M" + "L".join(f"{x:.0f} {y:.0f}" for x, y in kept) if len(kept) else ""
 
 
 def _pieces(ok: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[slice]:
