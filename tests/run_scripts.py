@@ -9,10 +9,10 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from mezzo.runner.lifecycle import RunRequest
 
 from mezzo.core import records
 from mezzo.pytorch.run import session
+from mezzo.runner.lifecycle import RunRequest
 
 
 @dataclass

@@ -49,10 +49,6 @@ _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"
 )
-_NEVER_STEPPED = (
-    "the optimizer that compile was given ({}) never stepped: its loss scale and its steps are not shown. Optimizers "
-    "in attributes of the model that stepped: {}"
-)
 _LOST = (
     "{path}{more} is NaN at the end of epoch {epoch}, and stays so; inference and validation read it. Train again, or "
     "from a checkpoint before it, without the batches that do this, in `bf16`, or with FP32 for {layer} and for the "
@@ -310,9 +306,6 @@ class _Recorder(StepRecorder):
             steps_unscaled = one.name in self._numbers and not one.scales and one.optimizer is not None
             if steps_unscaled and has_float16:
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
-        if self._steps and "optimizer" not in self._numbers:
-            others = ", ".join(self._numbers) or "none"
-            self.journal.note(_NEVER_STEPPED.format(type(self.model.optimizer).__name__, others))
 
 
 # Why a step was skipped
@@ -324,14 +317,6 @@ class Skipped:
 
     Backward goes from the last layer to the first and carries NaN and infinities along. So the last layer with such a
     gradient is the nearest to their origin.
-
-    Args:
-        update: its index.
-        at: seconds since the run began.
-        loss_scale: that it used.
-        loss: its loss, unscaled; None where it is not known.
-        bad: paths of the variables whose gradients were not finite, in the model's order.
-        optimizer: its number.
     """
 
     update: int

@@ -3,8 +3,8 @@
 | patched                        | for                                                                       |
 |--------------------------------|---------------------------------------------------------------------------|
 | `Trainer.make_train_function`  | what it makes is wrapped: the loss and the result of each step are read   |
-| `checks.check_plan`            | a policy that does not fit the model is the user's mistake: the run ends  |
-| `checks.warn`                  | warnings of the policy become notes: no line of the script could fix them |
+| `policy.check_plan`              | a policy that does not fit the model is the user's mistake: the run ends  |
+| `policy.warn`                  | warnings of the policy become notes: no line of the script could fix them |
 | `set_dtype_policy`             | a policy of the script's own                                              |
 | `Layer.__new__`                | whether the script makes a layer: TensorFlow imports Keras for itself     |
 
@@ -26,7 +26,7 @@ from keras.src.dtype_policies.dtype_policy import set_dtype_policy
 
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import OpFormats
-from mezzo.keras import checks
+from mezzo.keras import policy as keras_policy
 from mezzo.keras.layers import walk
 from mezzo.keras.plan import NAMES, NARROW, POLICIES, SIXTEEN_BITS, KerasPlan
 from mezzo.keras.steps import Step, StepRecorder, keep_losses
@@ -41,7 +41,7 @@ _SEED = 0x6E75646765  # of the coins that decide where each weight is moved
 def patch(session: Session, patches: Patches) -> None:
     """From now on the steps of every model that the script fits are recorded."""
     _script_policy(session, patches)
-    check_plan = checks.check_plan
+    check_plan = keras_policy.check_plan
 
     @functools.wraps(check_plan)
     def checked(model: Any, plan: Any) -> None:
@@ -50,8 +50,8 @@ def patch(session: Session, patches: Patches) -> None:
         except UsageError as error:
             session.stop(error)
 
-    patches.set(checks, "check_plan", checked)
-    patches.set(checks, "warn", lambda text, kind: session.journal.note(text))
+    patches.set(keras_policy, "check_plan", checked)
+    patches.set(keras_policy, "warn", lambda text, kind: session.journal.note(text))
 
     new: Any = keras.layers.Layer.__new__
 
@@ -89,8 +89,6 @@ class _RunRecorder(StepRecorder):
     that of all its steps.
     """
 
-    nudged: weakref.WeakSet[Any] = weakref.WeakSet()
-
     def __init__(self, model: Any, session: Session) -> None:
         super().__init__(model, every=1)
         self._session = session
@@ -120,8 +118,9 @@ class _RunRecorder(StepRecorder):
             self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:
-        if self._session.request.nudge and self.model not in self.nudged and self.model.trainable_variables:
-            self.nudged.add(self.model)
+        nudged = self._session.nudged
+        if self._session.request.nudge and self.model not in nudged and self.model.trainable_variables:
+            nudged.add(self.model)
             nudge(self.model.trainable_variables)
 
 

@@ -93,6 +93,7 @@ class Session:
         self.backend = ""
         self.used = False
         self.fatal: MezzoError | None = None
+        self.nudged: weakref.WeakSet[Any] = weakref.WeakSet()  # models
         self._patches = Patches()
         self._resident: int | None = None
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -36,8 +36,8 @@ class Held(ScaleArrays):
     last_step_skipped: Any
 
 
-# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own loss-scale
-# optimizers, so that their checkpoints load.
+# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own
+# loss-scale optimizers, so that their checkpoints load.
 _VARIABLES = {
     "scale": ("current_loss_scale", tf.float32),
     "good_steps": ("good_steps", tf.int64),
@@ -53,9 +53,6 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s; `here()`
     returns the set of the place where it is called.
-
-    Args:
-        pure: the loss scale, with the state to begin with.
     """
 
     def __init__(self, pure: LossScale) -> None:
@@ -188,13 +185,6 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
-
-        Args:
-            grads_and_vars: pairs with unscaled gradients.
-            apply: applies such pairs; called in this replica's context, inside a branch.
-
-        Returns:
-            In a graph the operation; None in an eager program. Without a loss scale what `apply` returns.
 
         Raises:
             UsageError: called in a cross-replica context; or the rewrite is on, and XLA compiles this function.
