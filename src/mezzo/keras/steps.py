@@ -256,7 +256,7 @@ class StepRecorder:
         try:
             self.after(logs, state)
         except BaseException:
-            if on_jax:
+            if state is not None:
                 # The trainer's state has been donated to the step; it restores the model from this one.
                 names = ("trainable", "non_trainable", "optimizer", "metrics")
                 self.model._jax_state = {f"{name}_variables": part for name, part in zip(names, state)}
