@@ -157,7 +157,7 @@ def _check_model(session: Session, model: Any) -> None:
     narrow = [layer for layer in layers if session.plan.is_fp32 and layer.compute_dtype in NARROW]
     if narrow:
         name = narrow[0].dtype_policy.name
-        session.stop(_own_policy(f"gives the layer {narrow[0].path} the dtype policy {name!r} itself"))
+        session.stop(_own_policy(f"gives the layer {narrow[0].path or narrow[0].name} the dtype policy {name!r} itself"))
     if session.backend != "tensorflow" or session.request.seed_offset is None:
         return
     drawn = [
