@@ -76,19 +76,8 @@ def test_what_is_frozen_stays_to_the_bit_and_statistics_do_when_it_is_thawed() -
 def test_the_script_tells_each_stage_and_ends_with_its_metric(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--width",
-        "2",
-        "--image-size",
-        "8",
-        "--pretrain-epochs",
-        "1",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "90",
-    ]
-    monkeypatch.setattr(sys, "argv", ["transfer.py", *words])
+    words = "--width 2 --image-size 8 --pretrain-epochs 1 --epochs 1 --batch-size 90"
+    monkeypatch.setattr(sys, "argv", ["transfer.py", *words.split()])
     transfer.main()
     lines = capsys.readouterr().out.strip().splitlines()
     stages = [line.partition(",")[0] for line in lines if ", epoch " in line]
