@@ -179,23 +179,6 @@ def test_a_saved_model_has_plain_policies_and_no_word_of_mezzo(
     assert np.array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
 
 
-def test_a_model_goes_on_under_the_same_policy(tmp_path: Path) -> None:
-    set_policy("fp16,module.head=fp32,loss_scale=64")
-    model = sequential()
-    model.compile(keras.optimizers.Adam(0.1), LOSS)
-    model.fit(X, Y, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert loaded.optimizer.machine() == StaticLossScale(64.0)
-    for each in (model, loaded):
-        each.fit(X, Y, shuffle=False, verbose=0)
-    assert all(
-        np.array_equal(one, other)
-        for one, other in zip(model.get_weights(), loaded.get_weights(), strict=True)
-    )
-    assert int(loaded.optimizer.iterations) == 2
-
-
 # What compile is given under which precision, and the machine of the optimizer that it makes; None: not wrapped.
 @pytest.mark.parametrize(
     ("precision", "arguments", "machine"),
@@ -251,14 +234,8 @@ def test_compile_in_a_subclass_that_calls_super() -> None:
 
 def test_fp32_undoes_everything() -> None:
     def patched() -> list[Any]:
-        from keras.src.trainers.trainer import Trainer
-
-        return [
-            keras.layers.Layer.__call__,
-            keras.layers.Layer._open_name_scope,
-            keras.Model.__call__,
-            Trainer.compile,
-        ]
+        layer, model = keras.layers.Layer, keras.Model
+        return [layer.__call__, layer._open_name_scope, model.__call__, model.compile]
 
     before = patched()
     set_policy("fp16,module.head=fp32")
@@ -367,13 +344,6 @@ def test_the_loss_of_layers_in_fp32_is_not_scaled() -> None:
     with pytest.warns(PolicyWarning, match="no layer"):
         model.compile("sgd", "mse")
     assert not isinstance(model.optimizer, LossScaleOptimizer)
-    set_policy("fp32,module.critic=fp16")
-    critic = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="critic")
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="actor")
-    model.compile("sgd", "mse")
-    assert not isinstance(model.optimizer, LossScaleOptimizer)
-    critic.compile("sgd")
-    assert isinstance(critic.optimizer, LossScaleOptimizer)
 
 
 @pytest.mark.every_backend
