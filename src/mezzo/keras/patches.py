@@ -85,8 +85,7 @@ def patch(session: Session, patches: Patches) -> None:
 class _RunRecorder(StepRecorder):
     """Records the steps of one model in the run's journal.
 
-    A call with several steps (steps_per_execution) has all its losses and one update per optimizer, since its time is
-    that of all its steps.
+    A call with several steps (steps_per_execution) has all losses, and one update, since its time is that of all steps.
     """
 
     def __init__(self, model: Any, session: Session) -> None:
@@ -102,11 +101,7 @@ class _RunRecorder(StepRecorder):
         self._last = step
 
     def after(self, logs: Any, state: Any) -> None:
-        """A call is over: record its losses and updates.
-
-        Raises:
-            SystemExit: as many updates as were asked for are done.
-        """
+        """A call is over: record its losses and updates."""
         self._nudge()  # TensorFlow makes some models' weights in their first step
         super().after(logs, state)
         notes = list(self.notes)
@@ -127,13 +122,8 @@ class _RunRecorder(StepRecorder):
 def nudge(variables: Iterable[Any]) -> int:
     """Move each element of each FP32 variable to the next FP32 number up or down; how many variables were moved.
 
-    Naive code, with a fair coin for each element::
-
-        v.assign(numpy.nextafter(v, inf if coin else -inf))
-
-    The coins come from a generator of our own with a fixed seed, so the script's random streams are untouched and two
-    nudged runs are the same run. Zero goes to the smallest subnormal, which some backends flush back to zero; NaN stays
-    NaN. A variable that is given twice is moved once.
+    A fair coin of an own generator with a fixed seed decides for each element, so two nudged runs are the same run. Zero
+    goes to the smallest subnormal, which some backends flush back to zero; NaN stays NaN.
     """
     coins = np.random.Generator(np.random.PCG64(np.random.SeedSequence(_SEED)))
     moved = {id(variable): variable for variable in variables if variable.dtype == "float32"}
@@ -157,7 +147,11 @@ def _check_model(session: Session, model: Any) -> None:
     narrow = [layer for layer in layers if session.plan.is_fp32 and layer.compute_dtype in NARROW]
     if narrow:
         name = narrow[0].dtype_policy.name
-        session.stop(_own_policy(f"gives the layer {narrow[0].path or narrow[0].name} the dtype policy {name!r} itself"))
+        session.stop(
+            _own_policy(
+                f"gives the layer {narrow[0].path or narrow[0].name} the dtype policy {name!r} itself"
+            )
+        )
     if session.backend != "tensorflow" or session.request.seed_offset is None:
         return
     drawn = [

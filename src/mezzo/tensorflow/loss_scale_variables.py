@@ -21,11 +21,6 @@ Pairs = Sequence[tuple[Any, Any]]
 """Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
 
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
-_LOOP = """
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(compute_loss())
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
-    optimizer.apply_gradients(zip(gradients, variables))"""
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,10 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             fault = "the loss was scaled, and the gradients were never unscaled: they are too large by the loss scale"
         elif not self._gradients_were_unscaled:
             fault = "the loss was never scaled, so that small gradients are lost in fp16"
-        raise CallOrderError(f"apply_gradients: {fault}. Use optimizer.minimize(...), or write:{_LOOP}")
+        raise CallOrderError(
+            f"apply_gradients: {fault}. Use optimizer.minimize(...); or take the gradients of "
+            "optimizer.get_scaled_loss(loss) and apply optimizer.get_unscaled_gradients(gradients)."
+        )
 
     # A step
 
