@@ -122,8 +122,8 @@ class _RunRecorder(StepRecorder):
 def nudge(variables: Iterable[Any]) -> int:
     """Move each element of each FP32 variable to the next FP32 number up or down; how many variables were moved.
 
-    A fair coin of an own generator with a fixed seed decides for each element, so two nudged runs are the same run. Zero
-    goes to the smallest subnormal, which some backends flush back to zero; NaN stays NaN.
+    A fair coin of an own generator with a fixed seed decides for each element, so two nudged runs are the same run.
+    Zero goes to the smallest subnormal, which some backends flush back to zero; NaN stays NaN.
     """
     coins = np.random.Generator(np.random.PCG64(np.random.SeedSequence(_SEED)))
     moved = {id(variable): variable for variable in variables if variable.dtype == "float32"}

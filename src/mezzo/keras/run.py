@@ -41,7 +41,7 @@ _LOOP_SCALE = (
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status, as `lifecycle.run` gives it.
+    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status (see `lifecycle.run`).
 
     Keras's backend is the one that the script or KERAS_BACKEND chooses. All patches are undone at the end.
 
