@@ -37,7 +37,7 @@ PUBLIC = {
 
 KERAS = {
     *("LossScaleOptimizer", "PolicyWarning", "PrecisionMonitor", "SixteenBitOutputWarning"),
-    *("check_outputs", "layer_policies", "set_policy"),
+    *("layer_policies", "set_policy"),
 }
 TENSORFLOW = {
     *("disable_mixed_precision_graph_rewrite", "enable_mixed_precision_graph_rewrite"),

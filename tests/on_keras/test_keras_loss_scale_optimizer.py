@@ -46,10 +46,6 @@ def sgd(**settings: Any) -> Any:
     return keras.optimizers.SGD(0.5, **settings)
 
 
-def scheduled() -> Any:
-    return keras.optimizers.SGD(keras.optimizers.schedules.PiecewiseConstantDecay([1, 2], [0.5, 0.25, 0.125]))
-
-
 @dataclass(frozen=True)
 class Row:
     """One run.
@@ -79,10 +75,6 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "a good step": Row((GOOD,), after=((0.5, -1.0, -0.5, 3.0),)),
-    "a scale factor of the inner optimizer changes nothing": Row(
-        (GOOD,), after=((0.5, -1.0, -0.5, 3.0),), inner=lambda: sgd(loss_scale_factor=100)
-    ),
-    "all infinite": Row((ALL_INF,), after=(FIRST,)),
     "one NaN": Row((BAD_NAN,), after=(FIRST,)),
     "zero gradients are good": Row((((0.0,) * 4,),), after=(FIRST,)),
     "grows, and unscales by the scale that it had": Row(
@@ -111,9 +103,7 @@ ROWS: dict[str, Row] = {
         MIXED, inner=lambda: sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     ),
     "accumulation": Row(MIXED, inner=lambda: sgd(gradient_accumulation_steps=2)),
-    "a schedule": Row(MIXED, inner=scheduled),
     # Clipping sees unscaled gradients.
-    "clipvalue": Row((GOOD,), after=((0.5, 0.0, 1.0, 3.0),), inner=lambda: sgd(clipvalue=4.0)),
     "clipnorm": Row(
         (((0.0, 3.0, 4.0, 0.0),), ALL_INF), after=((1.0, 1.25, 2.0, 4.0),), inner=lambda: sgd(clipnorm=2.5)
     ),
@@ -150,8 +140,11 @@ COMPILED = (
     "the floor",
     "a scale below 1: what overflows is the unscaled gradient",
 )
-RUNS = [(name, FORMS[0]) for name in ROWS] + [
-    (name, form) for form in FORMS[1:] for name in (COMPILED[:2] if form == "XLA" else COMPILED)
+RUNS = [
+    (name, form)
+    for form in FORMS
+    for name in (ROWS if form == "eager" else COMPILED[:2] if form == "XLA" else COMPILED)
+    if BACKEND != "torch" or not ROWS[name].sparse  # which Keras does not have there
 ]
 
 
@@ -236,16 +229,12 @@ def weights_of(row: Row) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "form"), RUNS)
-@pytest.mark.filterwarnings("ignore:LossScaleOptimizer switches loss_scale_factor")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_good_steps_are_the_inner_optimizers_and_bad_ones_leave_no_trace(name: str, form: str) -> None:
     row = ROWS[name]
-    if row.sparse and BACKEND == "torch":
-        pytest.skip("Keras has no sparse gradients on PyTorch")
     weights, optimizer = weights_of(row), LossScaleOptimizer(row.inner(), loss_scale=row.scale)
     take, pure = stepper(form, optimizer, row, weights), as_loss_scale(row.scale, "the row")
     inner, alone = row.inner(), weights_of(row)
-    inner.loss_scale_factor = None
     inner.build(alone)
     # To the bit, but for compilers, which fuse a product and a sum.
     room = 0.0 if form in ("eager", "stateless") else 2.0**-22
@@ -287,36 +276,6 @@ def test_the_loss_scale_event_by_event(machine: Any, events: str) -> None:
         assert optimizer.machine() == machine
 
 
-# Faults of Keras's own
-
-
-def test_faults_of_keras_own_that_ours_does_not_have() -> None:
-    """Keras: 200 overflows make the scale 0, and the next step writes infinity; growth makes the scale infinite."""
-    if BACKEND == "jax":
-        pytest.skip("Keras's own takes no eager step there")
-    patient = DynamicLossScale(patience=999)
-    for optimizer, lowest in (
-        (KerasScaled(sgd()), 0.0),
-        (LossScaleOptimizer(sgd(), loss_scale=patient), 2.0**-14),
-    ):
-        weights = variables([[0.5]])
-        optimizer.build(weights)
-        for _ in range(200):
-            with no_gradients():
-                optimizer.apply([optimizer.scale_loss(tensor([INF]))], weights)
-        assert float(optimizer.dynamic_scale) == lowest
-        with no_gradients():
-            optimizer.apply([optimizer.scale_loss(tensor([1.0]))], weights)
-        assert np.isfinite(values(*weights)).all() == (lowest > 0)
-    for make, highest in ((KerasScaled, INF), (LossScaleOptimizer, 2.0**24)):
-        weights, optimizer = variables([[0.5]]), make(sgd(), 2.0**20, 1)
-        optimizer.build(weights)
-        for _ in range(120):
-            with no_gradients():
-                optimizer.apply([optimizer.scale_loss(tensor([2.0**-130]))], weights)
-        assert float(optimizer.dynamic_scale) == highest
-
-
 # What is given
 
 
@@ -336,6 +295,8 @@ def test_some_of_the_variables_in_another_order() -> None:
 
 def test_fp16_variables_are_clipped_in_fp32_and_accumulated_in_their_format() -> None:
     """300 squared is beyond fp16: a norm taken in it is infinite, and what is clipped by that is zero."""
+    scaled = LossScaleOptimizer(sgd()).scale_loss(tensor(2.0, "float16"))  # infinite in FP16
+    assert (keras.backend.standardize_dtype(scaled.dtype), float(scaled)) == ("float32", 2.0**17)
     for inner, given, times in (
         (sgd(clipnorm=1.0), 4800.0, 1),
         (sgd(gradient_accumulation_steps=2), 16.0, 2),
@@ -349,10 +310,9 @@ def test_fp16_variables_are_clipped_in_fp32_and_accumulated_in_their_format() ->
         assert values(*weights) == [[0.5, 1.0]]
 
 
-@pytest.mark.parametrize("accumulation", [None, 2])
-def test_a_gradient_beyond_its_variables_format_is_skipped(accumulation: int | None) -> None:
+def test_a_gradient_beyond_its_variables_format_is_skipped() -> None:
     """Under a scale below 1 the scaled gradient is finite and the unscaled one is not."""
-    for dtype, skipped in (("float16", 1), ("float32", 0)):
+    for dtype, accumulation, skipped in (("float16", None, 1), ("float16", 2, 1), ("float32", None, 0)):
         weights = variables([[1.0, 1.0]], dtype)
         optimizer = LossScaleOptimizer(sgd(gradient_accumulation_steps=accumulation), loss_scale=2.0**-10)
         with no_gradients():
@@ -360,36 +320,6 @@ def test_a_gradient_beyond_its_variables_format_is_skipped(accumulation: int | N
             optimizer.apply([tensor([1000.0, 0.0], dtype)], weights)
         assert int(optimizer.skipped_steps) == skipped
         assert np.isfinite(np.concatenate(values(*weights, optimizer))).all()
-
-
-def test_narrow_losses_and_gradients_are_computed_in_fp32() -> None:
-    from mezzo.keras.gradients import unscale
-
-    scaled = LossScaleOptimizer(sgd()).scale_loss(tensor(2.0, "float16"))  # infinite in FP16
-    assert (keras.backend.standardize_dtype(scaled.dtype), float(scaled)) == ("float32", 2.0**17)
-    formats = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"]
-    given = [keras.ops.cast(tensor([6.0]), name) for name in formats]
-    with no_gradients():
-        unscaled, bad = unscale(
-            given, variables([[1.0]] * len(formats)), tensor(4.0), in_variables_format=False
-        )
-    assert {keras.backend.standardize_dtype(g.dtype) for g in unscaled} == {"float32"}
-    assert [keras.ops.convert_to_numpy(g).tolist() for g in unscaled] == [[1.5]] * len(formats)
-    assert not any(map(bool, bad))
-
-
-def test_optimizers_by_variable_under_one_loss_scale() -> None:
-    inner = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(sgd(), {".*first.*": keras.optimizers.SGD(0.25)})
-    )
-    weights = [keras.Variable([2.0, 2.0], name=name) for name in ("first", "second")]
-    row = Row((((1.0, 1.0),) * 2, ((INF, 1.0),) * 2))
-    optimizer = LossScaleOptimizer(inner, initial_scale=8.0)
-    take = stepper(FORMS[-1], optimizer, row, weights)
-    for gradients in row.steps:
-        take(gradients)
-    assert values(*weights) == [[1.75, 1.75], [1.5, 1.5]]
-    assert float(optimizer.scale) == 4.0
 
 
 # Loops that forget to scale
@@ -424,24 +354,6 @@ def test_applying_gradients_of_a_loss_that_was_not_scaled() -> None:
         forgetful_step(optimizer)
     with pytest.raises(UsageError, match=r"optimizer\.build"):
         LossScaleOptimizer(sgd()).stateless_scale_loss([tensor(1.0)], tensor(3.0))
-
-
-def test_tensorflow_traces_the_scale_as_a_variable_before_the_optimizer_is_built() -> None:
-    if BACKEND != "tensorflow":
-        pytest.skip("a tf.function is TensorFlow's")
-    import tensorflow as tf
-
-    weights, optimizer = variables(), LossScaleOptimizer(sgd(), 4.0, 1)
-
-    @tf.function
-    def train() -> Any:
-        with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_sum(weights[0].value * 0.0) + 1.0)
-        (gradient,) = tape.gradient(loss, [weights[0].value])
-        optimizer.apply([gradient], weights[:1])
-        return loss
-
-    assert [float(train()), float(train())] == [4.0, 8.0]
 
 
 def test_jax_a_scale_that_would_be_baked_in_is_an_error() -> None:
@@ -527,12 +439,6 @@ def test_the_patience_ends_in_a_compiled_step() -> None:
         optimizer.check()
 
 
-def test_a_state_that_is_lost_from_the_start_names_no_variable() -> None:
-    optimizer = LossScaleOptimizer(sgd(), loss_scale=StaticLossScale(2.0, patience=2, skips=2))
-    with pytest.raises(LossScaleCollapseError, match="those of no variable, as it was loaded: "):
-        optimizer.check()
-
-
 # What the constructor takes
 
 
@@ -540,16 +446,11 @@ def test_a_state_that_is_lost_from_the_start_names_no_variable() -> None:
     ("arguments", "machine"),
     [
         ({}, DynamicLossScale()),
-        ({"dynamic": True}, DynamicLossScale()),
         ({"initial_scale": 8.0, "dynamic_growth_steps": 5}, DynamicLossScale(init=8.0, growth_interval=5)),
         ({"loss_scale": "dynamic(init=2**4,hysteresis=2)"}, DynamicLossScale(init=16.0, hysteresis=2)),
-        ({"loss_scale": 128}, StaticLossScale(128.0)),
-        ({"loss_scale": "2**7", "on_unscaled": "ignore"}, StaticLossScale(128.0)),
+        ({"loss_scale": 128, "on_unscaled": "ignore"}, StaticLossScale(128.0)),
         ({"loss_scale": "none"}, NoLossScale()),
-        (
-            {"loss_scale": DynamicLossScale(scale=4.0, good_steps=3)},
-            DynamicLossScale(scale=4.0, good_steps=3),
-        ),
+        ({"loss_scale": DynamicLossScale(scale=4.0)}, DynamicLossScale(scale=4.0)),
     ],
     ids=str,
 )
@@ -568,49 +469,37 @@ def test_loss_scales_it_takes(arguments: dict[str, Any], machine: Any) -> None:
     plain = LossScaleOptimizer(sgd(), **arguments)
     saved = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(plain))
     assert saved.get_config() == plain.get_config()
-    if "initial_scale" in config:  # Keras's own can read it
-        assert KerasScaled.from_config(plain.get_config()).built is False
-
-
-def test_configurations_that_keras_wrote() -> None:
-    old = KerasScaled(sgd(momentum=0.5), initial_scale=8.0, dynamic_growth_steps=9)
-    # What Keras wrote once, and still reads: the base optimizer's arguments, at their defaults.
-    once = {"weight_decay": None, "clipnorm": None, "use_ema": False, "ema_momentum": 0.99}
-    new = LossScaleOptimizer.from_config({**old.get_config(), **once})
-    assert new.machine() == DynamicLossScale(init=8.0, growth_interval=9)
-    assert new.inner_optimizer.get_config() == old.inner_optimizer.get_config()
+    if "initial_scale" in config:  # Keras's own can read it, and ours what Keras's wrote
+        theirs = KerasScaled.from_config(plain.get_config())
+        once = {"weight_decay": None, "clipnorm": None, "use_ema": False}  # what Keras wrote once, too
+        assert LossScaleOptimizer.from_config({**theirs.get_config(), **once}).machine() == machine
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "kind", "message"),
     [
-        ({"loss_scale": "statistical"}, "removed.*'dynamic'"),
-        ({"loss_scale": {"kind": "statistical"}}, "removed.*'dynamic'"),
-        ({"loss_scale": "dynamo"}, "is not a loss scale"),
-        ({"loss_scale": None}, "'none'"),
-        ({"loss_scale": True}, "loss_scale is True"),
-        ({"loss_scale": -1}, "between"),
-        ({"loss_scale": 64, "initial_scale": 2.0}, "initial_scale"),
-        ({"initial_scale": 0.0}, "init is 0.0"),
-        ({"initial_scale": INF}, "init is inf"),
-        ({"dynamic_growth_steps": 0}, "growth_interval is 0"),
-        ({"on_unscaled": "rise"}, "'raise', 'warn', 'ignore'"),
-        ({"inner_optimizer": "sgd"}, r"keras.optimizers.Adam\("),
-        ({"inner_optimizer": LossScaleOptimizer(sgd())}, "Give one without a loss scale"),
-        ({"inner_optimizer": KerasScaled(sgd())}, "Give one without a loss scale"),
+        ({"loss_scale": "statistical"}, UsageError, "removed.*'dynamic'"),
+        ({"loss_scale": {"kind": "statistical"}}, UsageError, "removed.*'dynamic'"),
+        ({"loss_scale": None}, UsageError, "'none'"),
+        ({"loss_scale": -1}, UsageError, "between"),
+        ({"loss_scale": 64, "initial_scale": 2.0}, UsageError, "initial_scale"),
+        ({"initial_scale": INF}, UsageError, "init is inf"),
+        ({"dynamic_growth_steps": 0}, UsageError, "growth_interval is 0"),
+        ({"on_unscaled": "rise"}, UsageError, "'raise', 'warn', 'ignore'"),
+        ({"inner_optimizer": "sgd"}, UsageError, r"keras.optimizers.Adam\("),
+        ({"inner_optimizer": KerasScaled(sgd())}, UsageError, "Give one without a loss scale"),
+        # As Keras does: they belong to the inner optimizer.
+        ({"clipnorm": 1.0}, ValueError, "LossScaleOptimizer"),
+        ({"momentum": 0.9}, ValueError, "LossScaleOptimizer"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else getattr(value, "__name__", value),
 )
-def test_arguments_it_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_arguments_it_refuses(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         LossScaleOptimizer(**{"inner_optimizer": sgd(), **arguments})
 
 
-def test_arguments_of_the_inner_optimizer_are_refused_as_keras_does() -> None:
-    for arguments in ({"clipnorm": 1.0}, {"use_ema": True}, {"dynamic": False}, {"momentum": 0.9}):
-        for cls in (LossScaleOptimizer, KerasScaled):
-            with pytest.raises(ValueError, match="LossScaleOptimizer"):
-                cls(sgd(), **arguments)
+def test_a_scale_factor_of_the_inner_optimizer_is_switched_off() -> None:
     with pytest.warns(UserWarning, match=r"give loss_scale=64\.0 here"):
         optimizer = LossScaleOptimizer(sgd(loss_scale_factor=64.0))
     assert optimizer.inner_optimizer.loss_scale_factor is None

@@ -120,8 +120,6 @@ def test_optimizers_beside_the_one_of_compile(tmp_path: Path, capsys: pytest.Cap
     # The second one's kept steps say nothing of why the first one's were skipped.
     findings = of("overflow", monitor.path)
     assert {(one.optimizer, one.finding.note) for one in findings} == {(0, "no update after it was kept")}
-    (note,) = (one for one in of("end", monitor.path)[0].notes if "never stepped" in one)
-    assert "first, second" in note
     assert "loss_scale_first 2048, loss_scale_second 16" in capsys.readouterr().out
 
 
@@ -143,33 +141,20 @@ def test_what_is_done_between_two_epochs_is_no_steps_doing(tmp_path: Path) -> No
     assert scales == [16.0] * BATCHES + [4.0] * BATCHES
 
 
-def test_an_optimizer_that_never_steps_shows_no_loss_scale(tmp_path: Path) -> None:
-    class Still(OwnStep):
-        def train_step(self, *args: Any) -> Any:
-            if BACKEND == "jax":
-                return {"loss": keras.ops.mean(args[1][1])}, args[0]
-            return {"loss": keras.ops.mean(args[0][1])}
-
-    net = Still(dtype="float32")
-    net.compile(scaled(), "mse")
+@pytest.mark.parametrize(
+    ("policy", "scales"), [("mixed_float16", True), ("mixed_float16", False), ("mixed_bfloat16", False)]
+)
+def test_float16_without_a_loss_scale_is_noted(tmp_path: Path, policy: str, scales: bool) -> None:
     x, y = data()
-    monitor = PrecisionMonitor(tmp_path, verbose=False)
+    keras.config.set_dtype_policy(policy)
+    net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+    net.compile(keras.optimizers.SGD(1e-3), "mse", auto_scale_loss=scales)
+    monitor = PrecisionMonitor(tmp_path, verbose=False, watch=True)
     history = net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor]).history
-    assert set(history) == {"loss"}
-    assert not of("update", monitor.path)
-    assert any("never stepped" in one for one in of("end", monitor.path)[0].notes)
-
-
-def test_float16_without_a_loss_scale_is_told(tmp_path: Path) -> None:
-    x, y = data()
-    for scale_it in (True, False):
-        net = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
-        net.compile(keras.optimizers.SGD(1e-3), "mse", auto_scale_loss=scale_it)
-        monitor = PrecisionMonitor(tmp_path, verbose=False)
-        net.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[monitor])
-        assert len(of("update", monitor.path)) == BATCHES
-        told = any("without a loss scale" in one for one in of("end", monitor.path)[0].notes)
-        assert told != scale_it
+    assert len(of("update", monitor.path)) == len(of("loss", monitor.path)) == BATCHES
+    assert ("loss_scale" in history) == scales
+    noted = any("without a loss scale" in one for one in of("end", monitor.path)[0].notes)
+    assert noted == (policy == "mixed_float16" and not scales)
 
 
 # Moving statistics that a skipped step has made NaN for good
@@ -219,58 +204,46 @@ def finite(net: Any) -> bool:
     return all(np.isfinite(keras.ops.convert_to_numpy(one)).all() for one in net.non_trainable_variables)
 
 
-@pytest.mark.parametrize("validates", [True, False])
-def test_moving_statistics_that_are_lost_are_told_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], validates: bool
+def test_moving_statistics_that_are_lost_are_reported_once_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     x, y = spoilt()
     net = normed()
-    more = {"validation_data": (x[:ROWS], y[:ROWS])} if validates else {}
-    monitor = watched(net, tmp_path, (x, y), **more)
-    assert int(keras.ops.convert_to_numpy(net.optimizer.skipped_steps)) > 0
+    monitor = watched(net, tmp_path, (x, y), validation_data=(x[:ROWS], y[:ROWS]))
+    assert number(net.optimizer.skipped_steps) > 0
     weights = (keras.ops.convert_to_numpy(one) for one in net.trainable_variables)
     assert all(np.isfinite(one).all() for one in weights)
     assert not finite(net)
     (note,) = notes(monitor)
     for words in ("net/norm/moving_mean (and 1 more)", "the end of epoch 1,", "module.net/norm=fp32"):
         assert words in note
-    said = [line for line in capsys.readouterr().out.splitlines() if "moving_mean" in line]
-    assert said == [f"mezzo: {note}."]
-    # Of a fit that begins with them as of the one that made them.
-    assert len(notes(watched(net, tmp_path, spoilt(1.0), epochs=2))) == 1
-
-
-def test_the_remedy_that_is_told_holds_and_the_layer_alone_does_not(tmp_path: Path) -> None:
-    both = normed("fp16,module.net/first=fp32,module.net/norm=fp32")
-    assert not notes(watched(both, tmp_path, spoilt()))
-    assert finite(both)
-    narrow = normed("bf16")
-    assert not notes(watched(narrow, tmp_path, spoilt()))
-    assert finite(narrow)
-    alone = normed("fp16,module.net/norm=fp32")
-    assert notes(watched(alone, tmp_path, spoilt()))
-    assert not finite(alone)
+    assert [line for line in capsys.readouterr().out.splitlines() if "moving_mean" in line] == [
+        f"mezzo: {note}."
+    ]
+    for policy, helps in (
+        ("fp16,module.net/first=fp32,module.net/norm=fp32", True),
+        ("bf16", True),
+        ("fp16,module.net/norm=fp32", False),  # the layer alone
+    ):
+        net = normed(policy)
+        assert bool(notes(watched(net, tmp_path, spoilt()))) is not helps
+        assert finite(net) is helps
 
 
 class Masked(keras.layers.Layer):  # type: ignore[misc]
-    """Adds a constant that is infinite in places, and holds whole numbers as well."""
+    """Holds a constant that is infinite in places, and whole numbers."""
 
     def build(self, shape: Any) -> None:
         self.mask = self.add_weight(shape=(2,), trainable=False, name="mask", initializer="zeros")
-        self.seen = self.add_weight(
-            shape=(), trainable=False, name="seen", dtype="int32", initializer="zeros"
-        )
+        self.seen = self.add_weight(shape=(), trainable=False, dtype="int32", initializer="zeros")
 
     def call(self, x: Any) -> Any:
         return x
 
 
-def test_a_mask_of_infinities_is_not_told_and_a_nan_in_it_is(tmp_path: Path) -> None:
+def test_a_mask_of_infinities_is_not_reported_and_a_nan_in_it_is() -> None:
     net = normed(middle=Masked(name="masked"))
     net.layers[1].mask.assign([0.0, -math.inf])
-    assert not notes(watched(net, tmp_path, spoilt(1.0)))
     assert lost_statistics(net) == []
     net.layers[1].mask.assign([math.nan, -math.inf])
     assert lost_statistics(net) == ["net/masked/mask"]
-    (note,) = notes(watched(net, tmp_path, spoilt(1.0)))
-    assert note.startswith("net/masked/mask is NaN")

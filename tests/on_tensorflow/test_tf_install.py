@@ -1,4 +1,4 @@
-"""TF1's names in today's `tf.train`, and scripts as tutorials have them."""
+"""TF1's names in today's `tf.train`, and a script as the tutorials have it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import mezzo.tensorflow as mt
 
-CHILDREN = Path(__file__).parent / "children"
+TUTORIAL = Path(__file__).parent / "children" / "tf1_tutorial.py"
 OPTIMIZERS = (
     *("AdadeltaOptimizer", "AdagradDAOptimizer", "AdagradOptimizer", "AdamOptimizer", "FtrlOptimizer"),
     *("GradientDescentOptimizer", "MomentumOptimizer", "Optimizer", "ProximalAdagradOptimizer"),
@@ -27,71 +27,44 @@ def _uninstalled() -> Iterator[None]:
     mt.uninstall()
 
 
-def names() -> dict[str, set[str]]:
-    return {"train": set(vars(tf.train)), "experimental": set(vars(tf.train.experimental))}
-
-
-def test_the_names_come_and_go() -> None:
-    before = names()
-    assert not {"AdamOptimizer", "get_or_create_global_step"} & before["train"]
+def test_the_names_come_and_go_and_replace_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.train, "FtrlOptimizer", "mine", raising=False)
+    before = set(vars(tf.train)), set(vars(tf.train.experimental))
+    assert not {"AdamOptimizer", "get_or_create_global_step"} & before[0]
     mt.install()
     mt.install()  # again is as once
     for name in (*OPTIMIZERS, "get_global_step", "get_or_create_global_step"):
-        assert getattr(tf.train, name) is getattr(tf.compat.v1.train, name)
-    experimental = tf.train.experimental
-    assert experimental.enable_mixed_precision_graph_rewrite is mt.enable_mixed_precision_graph_rewrite
-    assert experimental.disable_mixed_precision_graph_rewrite is mt.disable_mixed_precision_graph_rewrite
-    assert experimental.FixedLossScale is tf.compat.v1.mixed_precision.FixedLossScale
-    assert experimental.DynamicLossScale is tf.compat.v1.mixed_precision.DynamicLossScale
+        expected = "mine" if name == "FtrlOptimizer" else getattr(tf.compat.v1.train, name)
+        assert getattr(tf.train, name) is expected
+    experimental, theirs = tf.train.experimental, tf.compat.v1.mixed_precision
+    for name in ("enable_mixed_precision_graph_rewrite", "disable_mixed_precision_graph_rewrite"):
+        assert getattr(experimental, name) is getattr(mt, name)
+    for name in ("FixedLossScale", "DynamicLossScale"):
+        assert getattr(experimental, name) is getattr(theirs, name)
     mt.uninstall()
-    assert names() == before
+    assert (set(vars(tf.train)), set(vars(experimental))) == before
+    assert tf.train.FtrlOptimizer == "mine"
     mt.uninstall()
 
 
-def test_a_name_that_is_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tf.train, "AdamOptimizer", "mine", raising=False)
-    checkpoint = tf.train.Checkpoint
-    mt.install()
-    assert tf.train.AdamOptimizer == "mine"
-    assert tf.train.Checkpoint is checkpoint
-    mt.uninstall()
-    assert tf.train.AdamOptimizer == "mine"
-
-
-def test_nothing_is_imported_by_asking_for_the_names() -> None:
-    code = (
-        "import sys, mezzo.tensorflow as mt; mt.install(); mt.uninstall(); assert 'tensorflow' not in sys.modules; "
-        "assert set(mt.__all__) <= set(dir(mt))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_name_that_was_removed_says_what_serves_instead() -> None:
+def test_a_removed_name_says_what_serves_instead() -> None:
     with pytest.raises(AttributeError, match="TF_AUTO_MIXED_PRECISION_GRAPH_REWRITE_LOG_PATH"):
         _ = mt.explain
 
 
-def run(code: str) -> dict[str, str]:
+def test_a_tutorial_of_tf1_with_the_names_installed_before_tensorflow_is_imported() -> None:
+    code = (
+        "import runpy, sys, mezzo.tensorflow as mt; mt.install(); assert 'tensorflow' not in sys.modules; "
+        "assert set(mt.__all__) <= set(dir(mt)); "
+        f"runpy.run_path({str(TUTORIAL)!r}, run_name='__main__')"
+    )
     environment = os.environ | {"MEZZO_ASSUME_NATIVE": "bf16"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "mezzo: graph rewrite: bf16 (no GPU" in done.stderr
-    lines = (line.partition(" ") for line in done.stdout.splitlines())
-    return {key: value for key, _, value in lines}
-
-
-def script(name: str) -> str:
-    return f"import runpy; runpy.run_path({str(CHILDREN / name)!r}, run_name='__main__')"
-
-
-def test_a_tutorial_of_tf1_before_tensorflow_is_imported() -> None:
-    told = run(
-        "import sys, mezzo.tensorflow; mezzo.tensorflow.install(); assert 'tensorflow' not in sys.modules; "
-        + script("tf1_tutorial.py")
-    )
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert told["steps"] == "60"
     assert float(told["accuracy"]) > 0.8
     assert told["products"] == "['bfloat16']"

@@ -16,10 +16,11 @@ from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 from mezzo.tensorflow.keras2 import LegacyLossScaleOptimizer, LossScaleOptimizer
 
 KINDS = {
-    "new": lambda: tf_keras.optimizers.SGD(0.01, 0.9),
-    "legacy": lambda: tf_keras.optimizers.legacy.SGD(0.01, 0.9),
+    "new": (lambda: tf_keras.optimizers.SGD(0.01, 0.9), LossScaleOptimizer),
+    "legacy": (lambda: tf_keras.optimizers.legacy.SGD(0.01, 0.9), LegacyLossScaleOptimizer),
 }
 X, Y = np.ones((16, 8), "float32"), np.ones((16, 1), "float32")
+kinds = pytest.mark.parametrize(("make", "wrapper"), KINDS.values(), ids=KINDS)
 
 
 def model() -> Any:
@@ -29,11 +30,11 @@ def model() -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fit_scales_skips_and_does_not_count_what_it_skipped(kind: str) -> None:
+@kinds
+def test_fit_scales_skips_and_does_not_count_what_it_skipped(make: Any, wrapper: Any) -> None:
     trained = model()
     pure = DynamicLossScale(init=16.0, growth_interval=3, floor=0.25)
-    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), pure)
+    optimizer = mt.enable_mixed_precision_graph_rewrite(make(), pure)
     trained.compile(optimizer, "mse")
     assert trained.optimizer is optimizer
     trained.fit(X, Y, batch_size=4, verbose=0)
@@ -41,67 +42,59 @@ def test_fit_scales_skips_and_does_not_count_what_it_skipped(kind: str) -> None:
         init=16.0, growth_interval=3, floor=0.25, scale=32.0, good_steps=1
     )
     assert int(optimizer.iterations.numpy()) == 4
-    before = [weight.numpy() for weight in (*trained.variables, *_variables(optimizer))]
+    inner = optimizer.inner_optimizer.variables
+    held = [*trained.variables, *(inner() if callable(inner) else inner)]
+    before = [variable.numpy() for variable in held]
     trained.fit(np.inf * X, Y, batch_size=2, verbose=0)  # eight steps, each of them skipped
-    after = [weight.numpy() for weight in (*trained.variables, *_variables(optimizer))]
-    assert all(np.array_equal(a, b) for a, b in zip(before, after))
+    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, held))
     assert float(optimizer.loss_scale) == 0.25  # tf_keras's own stays at 1
     assert int(optimizer.skipped_steps.numpy()) == 8
     assert bool(optimizer.last_step_skipped.numpy())
     assert int(optimizer.iterations.numpy()) == 4
 
 
-def _variables(optimizer: Any) -> Any:
-    inner = optimizer.inner_optimizer.variables
-    return inner() if callable(inner) else inner
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_losses_of_fit_are_those_without_a_loss_scale(kind: str) -> None:
+@kinds
+def test_the_losses_of_fit_are_those_without_a_loss_scale_and_callbacks_set_the_rate(
+    make: Any, wrapper: Any
+) -> None:
     losses = []
     for scale in (None, "dynamic", 1024):
-        trained, optimizer = model(), KINDS[kind]()
-        wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
-        trained.compile(optimizer if scale is None else wrapper(optimizer, scale), "mse")
-        losses.append(trained.fit(X, Y, batch_size=4, epochs=3, verbose=0).history["loss"])
+        trained, optimizer = model(), make()
+        optimizer = optimizer if scale is None else wrapper(optimizer, scale)
+        trained.compile(optimizer, "mse")
+        schedule = tf_keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        fitted = trained.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[schedule])
+        losses.append(fitted.history["loss"])
     assert losses[0] == losses[1] == losses[2]
+    rate = tf_keras.backend.get_value(optimizer.inner_optimizer.learning_rate)
+    assert float(rate) == pytest.approx(0.00125)
+    assert (optimizer.dynamic, optimizer.initial_scale) == (False, 1024.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_callbacks_see_the_inner_optimizers_settings(kind: str) -> None:
-    trained = model()
-    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), 8)
-    trained.compile(optimizer, "mse")
-    schedule = tf_keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    trained.fit(X, Y, epochs=2, verbose=0, callbacks=[schedule])
-    assert float(tf_keras.backend.get_value(optimizer.inner_optimizer.learning_rate)) == pytest.approx(0.0025)
-    assert (optimizer.dynamic, optimizer.initial_scale) == (False, 8.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_tf_keras_goes_on_here(kind: str, tmp_path: Path) -> None:
+@kinds
+def test_a_checkpoint_of_tf_keras_goes_on_here(make: Any, wrapper: Any, tmp_path: Path) -> None:
     weight = tf.Variable([1.0])
-    theirs = tf_keras.mixed_precision.LossScaleOptimizer(KINDS[kind](), initial_scale=2.0**9)
+    theirs = tf_keras.mixed_precision.LossScaleOptimizer(make(), initial_scale=2.0**9)
     for factor in (1.0, 1.0, np.inf, 1.0):
         theirs.minimize(lambda factor=factor: weight * factor, [weight])
     path = tf.train.Checkpoint(optimizer=theirs).save(str(tmp_path / "saved"))
-    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
-    ours = wrapper(KINDS[kind](), "dynamic")
+    ours = wrapper(make(), "dynamic")
     ours.minimize(lambda: weight, [weight])
     tf.train.Checkpoint(optimizer=ours).restore(path).expect_partial()
     assert ours.machine() == DynamicLossScale(scale=2.0**8, good_steps=1)
 
 
 @pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_the_plain_optimizer_goes_on_here(kind: str, made: bool, tmp_path: Path) -> None:
-    weight, plain = tf.Variable([1.0]), KINDS[kind]()
+@kinds
+def test_a_checkpoint_of_the_plain_optimizer_goes_on_here(
+    make: Any, wrapper: Any, made: bool, tmp_path: Path
+) -> None:
+    weight, plain = tf.Variable([1.0]), make()
     plain.minimize(lambda: weight * 2.0, [weight])
     path = tf.train.Checkpoint(optimizer=plain, weight=weight).save(str(tmp_path / "saved"))
     plain.minimize(lambda: weight * 2.0, [weight])
     on = weight.numpy()
-    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
-    ours = wrapper(KINDS[kind](), 8)
+    ours = wrapper(make(), 8)
     if made:
         ours.minimize(lambda: weight * 4.0, [weight])
     tf.train.Checkpoint(optimizer=ours, weight=weight).restore(path).expect_partial()
@@ -116,33 +109,29 @@ def test_a_checkpoint_of_the_plain_optimizer_goes_on_here(kind: str, made: bool,
 )
 def test_a_saved_model_brings_its_optimizer(kind: str, name: str, tmp_path: Path) -> None:
     trained = model()
-    optimizer = mt.enable_mixed_precision_graph_rewrite(KINDS[kind](), "dynamic(init=1024,growth_interval=3)")
+    optimizer = mt.enable_mixed_precision_graph_rewrite(
+        KINDS[kind][0](), "dynamic(init=1024,growth_interval=3)"
+    )
     trained.compile(optimizer, "mse")
     trained.fit(X, Y, batch_size=4, verbose=0)
     trained.save(tmp_path / name)
     loaded = tf_keras.models.load_model(tmp_path / name).optimizer
     assert type(loaded) is type(optimizer)
     assert type(loaded.inner_optimizer) is type(optimizer.inner_optimizer)
-    # Neither of Keras 2's files has room for what belongs to a legacy loss-scale optimizer, tf_keras's own neither.
+    # Keras 2's files have no room for the state of a legacy loss-scale optimizer, of tf_keras's own neither.
     state = optimizer.machine() if kind == "new" else DynamicLossScale(init=1024.0, growth_interval=3)
     assert loaded.machine() == state
 
 
-def test_a_configuration_of_each() -> None:
-    for kind, wrapper in (("new", LossScaleOptimizer), ("legacy", LegacyLossScaleOptimizer)):
-        config = wrapper(KINDS[kind](), StaticLossScale(8.0)).get_config()
-        assert config["loss_scale"] == "8"
-        again = wrapper.from_config(config)
-        assert (type(again), float(again.loss_scale)) == (wrapper, 8.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_outside_the_replicas_of_a_strategy(kind: str) -> None:
-    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    wrapper = LossScaleOptimizer if kind == "new" else LegacyLossScaleOptimizer
-    with strategy.scope():
+@kinds
+def test_a_configuration_and_a_call_outside_the_replicas(make: Any, wrapper: Any) -> None:
+    config = wrapper(make(), StaticLossScale(8.0)).get_config()
+    assert config["loss_scale"] == "8"
+    again = wrapper.from_config(config)
+    assert (type(again), float(again.loss_scale)) == (wrapper, 8.0)
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
         weight = tf.Variable([1.0])
-        optimizer = wrapper(KINDS[kind](), 8)
+        optimizer = wrapper(make(), 8)
         optimizer.get_scaled_loss(tf.constant(1.0))
         gradients = optimizer.get_unscaled_gradients([tf.constant([8.0])])
         with pytest.raises(UsageError, match="cross-replica context"):

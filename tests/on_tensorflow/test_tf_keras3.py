@@ -1,17 +1,20 @@
-"""Keras 3 under the graph rewrite: loops, the checkpoint of a plain optimizer, and mixed policies (refused)."""
+"""Keras 3 under the graph rewrite: fit, loops, files, XLA and mixed policies (refused)."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tf_switched import made_of, types
 
 import mezzo.tensorflow as mt
 from mezzo.core.errors import UsageError
+from mezzo.core.loss_scale import DynamicLossScale
 from mezzo.keras import set_policy
 
 enable = mt.enable_mixed_precision_graph_rewrite
@@ -25,6 +28,15 @@ def model() -> Any:
 
 def fit(trained: Any) -> list[float]:
     return list(trained.fit(X, X[:, :1], batch_size=16, epochs=2, verbose=0, shuffle=False).history["loss"])
+
+
+def test_it_fits_in_rewritten_graphs() -> None:
+    trained, optimizer = model(), enable(keras.optimizers.SGD(0.01), "dynamic(init=16,growth_interval=3)")
+    trained.compile(optimizer, "mse")
+    assert types(made_of(lambda: fit(trained)))["MatMul"] == {"bfloat16"}
+    assert optimizer.machine() == DynamicLossScale(init=16.0, growth_interval=3, scale=64.0, good_steps=2)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert repr(again) == "GraphRewriteOptimizer(SGD, loss_scale=dynamic(init=16,growth_interval=3))"
 
 
 @pytest.mark.parametrize("scale", ["none", 64])
@@ -77,3 +89,17 @@ def test_a_policy_set_after_the_rewrite_is_refused() -> None:
     again = model()
     again.compile(enable(keras.optimizers.SGD()), "mse")
     fit(again)
+
+
+def test_xla_is_left_out_and_refused_while_the_rewrite_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = [SimpleNamespace(device_type="GPU")]  # without one Keras leaves XLA out by itself
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *kind: gpu)
+    trained = model()
+    trained.compile(enable(keras.optimizers.SGD()), "mse")
+    assert trained.jit_compile is False
+    trained.compile(enable(keras.optimizers.SGD()), "mse", jit_compile=True)
+    with pytest.raises(UsageError, match=r"XLA compiles.*jit_compile=False in model\.compile"):
+        fit(trained)
+    mt.disable_mixed_precision_graph_rewrite()
+    trained.compile("sgd", "mse")
+    assert trained.jit_compile is True

@@ -6,31 +6,22 @@ settled by its own first import.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mezzo.core.lazy import lazy
 
 # Public name -> its module.
 _PUBLIC = {
     "LossScaleOptimizer": "mezzo.keras.loss_scale_optimizer",
-    "PolicyWarning": "mezzo.keras.checks",
+    "PolicyWarning": "mezzo.keras.policy",
     "PrecisionMonitor": "mezzo.keras.callback",
-    "SixteenBitOutputWarning": "mezzo.keras.checks",
-    "check_outputs": "mezzo.keras.checks",
+    "SixteenBitOutputWarning": "mezzo.keras.policy",
     "layer_policies": "mezzo.keras.layers",
     "set_policy": "mezzo.keras.policy",
 }
+__all__ = list(_PUBLIC)
 
-__all__ = [
-    "LossScaleOptimizer",
-    "PolicyWarning",
-    "PrecisionMonitor",
-    "SixteenBitOutputWarning",
-    "check_outputs",
-    "layer_policies",
-    "set_policy",
-]
-
-
-__getattr__, __dir__ = lazy(
+_get, __dir__ = lazy(
     __name__,
     _PUBLIC,
     {
@@ -39,3 +30,12 @@ __getattr__, __dir__ = lazy(
         "jax": "It is the backend that KERAS_BACKEND names. Install it, or set KERAS_BACKEND=torch.",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check_outputs":
+        raise AttributeError(
+            "mezzo.keras.check_outputs was removed in version 0.2. The first call after model.compile(...) warns of "
+            'outputs in 16 bits; warnings.simplefilter("error", mezzo.keras.SixteenBitOutputWarning) raises instead.'
+        )
+    return _get(name)

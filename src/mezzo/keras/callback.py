@@ -27,9 +27,8 @@ from mezzo.core.ranges import BINS, NAN, ZERO, Histogram, RangeRow
 from mezzo.core.records import OverflowRecord, RangesRecord, RunStarted
 from mezzo.core.remedies import remedies as remedies_of
 from mezzo.keras.hardware import describe
-from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
 from mezzo.keras.plan import NAMES, POLICIES, plan
-from mezzo.keras.steps import Step, StepRecorder, Update, keep_losses
+from mezzo.keras.steps import Step, StepOptimizer, StepRecorder, Update, keep_losses
 from mezzo.runner.journal import Journal, now_text
 
 DEFAULT_WATCH = 100
@@ -48,10 +47,6 @@ _NO_RATIOS = (
 _UNSCALED = (
     "{0} ({1}) steps without a loss scale, and layers compute in float16: gradients under 2^-24 become 0. Wrap it: "
     "mezzo.keras.LossScaleOptimizer({1}(...)), and take the gradients of its scale_loss(loss)"
-)
-_NEVER_STEPPED = (
-    "the optimizer that compile was given ({}) never stepped: its loss scale and its steps are not shown. Optimizers "
-    "in attributes of the model that stepped: {}"
 )
 _LOST = (
     "{path}{more} is NaN at the end of epoch {epoch}, and stays so; inference and validation read it. Train again, or "
@@ -89,8 +84,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         LossScaleCollapseError: out of `fit`, where `mezzo.keras.LossScaleOptimizer.check` raises it.
     """
 
-    # Keras may call `on_train_batch_end` from another thread (on JAX and PyTorch); it only adds numbers to the logs. So
-    # the training does not wait for each batch's losses because of this callback.
+    # `on_train_batch_end` may be called from another thread: it only adds numbers to the logs.
     async_safe = True
 
     def __init__(
@@ -310,9 +304,6 @@ class _Recorder(StepRecorder):
             steps_unscaled = one.name in self._numbers and not one.scales and one.optimizer is not None
             if steps_unscaled and has_float16:
                 self.journal.note(_UNSCALED.format(one.name, type(one.optimizer).__name__))
-        if self._steps and "optimizer" not in self._numbers:
-            others = ", ".join(self._numbers) or "none"
-            self.journal.note(_NEVER_STEPPED.format(type(self.model.optimizer).__name__, others))
 
 
 # Why a step was skipped
@@ -322,16 +313,8 @@ class _Recorder(StepRecorder):
 class Skipped:
     """A skipped update whose cause is not known yet. Its batch is gone, so it can't be run again.
 
-    Backward goes from the last layer to the first and carries NaN and infinities along. So the last layer with such a
-    gradient is the nearest to their origin.
-
-    Args:
-        update: its index.
-        at: seconds since the run began.
-        loss_scale: that it used.
-        loss: its loss, unscaled; None where it is not known.
-        bad: paths of the variables whose gradients were not finite, in the model's order.
-        optimizer: its number.
+    Backward carries NaN and infinities from the last layer to the first. So the last layer with such a gradient (`bad`
+    has the variables' paths in the model's order) is the nearest to their origin.
     """
 
     update: int
@@ -480,13 +463,12 @@ def _precision_of(model: Any) -> str:
     default = Counter(policies.values()).most_common(1)[0][0]
     parts = [words.get(default, default)]
     parts += [f"module.{path}={words.get(name, name)}" for path, name in policies.items() if name != default]
-    optimizer = model.optimizer
-    if isinstance(optimizer, LossScaleOptimizer):
-        parts.append(f"loss_scale={print_loss_scale(optimizer._loss_scale)}")  # as it was given
-    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        parts.append(f"loss_scale=dynamic(init={optimizer.initial_scale:.17g})")
-    elif factor := getattr(optimizer, "loss_scale_factor", None):
-        parts.append(f"loss_scale={factor:.17g}")
+    optimizer = StepOptimizer(model.optimizer, "optimizer")
+    if optimizer.is_mezzos:
+        parts.append(f"loss_scale={print_loss_scale(model.optimizer._loss_scale)}")  # as it was given
+    elif optimizer.scales:
+        text = "dynamic(init={:.17g})" if optimizer.has_dynamic else "{:.17g}"
+        parts.append(f"loss_scale={text.format(optimizer.first_scale)}")
     text = ",".join(parts)
     try:
         return plan(text).precision

@@ -34,17 +34,10 @@ from mezzo.keras.plan import NARROW
 def unscale(
     gradients: Sequence[Any], variables: Sequence[Any], scale: Any, *, in_variables_format: bool
 ) -> tuple[list[Any], list[Any]]:
-    """The unscaled gradients, and for each whether it is not finite.
+    """The unscaled gradients, in FP32 where they were narrower; and for each a boolean of shape (): is it not finite?
 
-    Args:
-        gradients: tensors, `tf.IndexedSlices`, or None where there is no gradient, one per variable.
-        variables: the variables of these gradients.
-        scale: FP32, shape (): what the loss was multiplied by.
-        in_variables_format: cast them back to the variable's format, as a 16-bit gradient accumulator needs.
-
-    Returns:
-        The gradients in the given order, in FP32 where they were narrower (one that overwrites its variable unchanged,
-        None as None); and for each a boolean of shape (), or None.
+    `tf.IndexedSlices` stay such, None stays None for both, and a gradient that overwrites its variable stays as it is.
+    `in_variables_format` casts the others back to the format of a 16-bit variable, as a gradient accumulator needs.
     """
     unscaled: list[Any] = list(gradients)
     bad: list[Any] = [None] * len(unscaled)
@@ -119,14 +112,8 @@ def step_on_all_replicas(
     """One step on TensorFlow, with one decision for all replicas of a `tf.distribute` strategy.
 
     Keras 3 hands `apply` each replica's own gradients, which the inner optimizer sums later. An infinity on one replica
-    would reach every weight through the sum.
-
-    Args:
-        gradients: this replica's.
-        variables: the variables of these gradients.
-        examine: (gradients, variables) -> unscaled gradients, number of bad gradients per variable (int32 [n]).
-        conclude: (step, that number summed over the replicas) -> None: take or skip the step, advance the loss scale.
-        apply: (unscaled gradients, variables) -> None: the inner optimizer's step.
+    would reach every weight through the sum. So `examine` gives the unscaled gradients and the number of bad ones per
+    variable (int32 [n]), and `conclude` is given the step and that number summed over the replicas.
 
     Raises:
         CallOrderError: called outside `strategy.run`.
@@ -157,13 +144,7 @@ def step_on_all_replicas(
 
 
 def apply_or_keep(inner: Any, step: Callable[[], None], found_inf: Any) -> None:
-    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were.
-
-    Args:
-        inner: the inner optimizer, built.
-        step: calls `inner.apply(...)`, and writes to nothing else.
-        found_inf: boolean, shape ().
-    """
+    """Take the step, unless `found_inf`: then the weights and all of `inner`'s variables stay as they were."""
     backend = keras.backend.backend()
     # All that a step may write to: every trainable variable (averages may overwrite them), and the optimizer's.
     written = [*inner._trainable_variables, *inner.variables]

@@ -27,10 +27,6 @@ _CUDA_FROM = {"fp16": (7, 0), "bf16": (8, 0)}
 def describe(backend: str, *, used: bool = True) -> dict[str, Any]:
     """The hardware and the frameworks, as plain JSON values.
 
-    Args:
-        backend: Keras's backend; empty where Keras was not imported.
-        used: whether the script made a Keras layer: TensorFlow imports Keras and JAX for itself.
-
     Keys: os, python, the version of each framework imported (jax: as the backend), mezzo, backend, device_type, cpu,
     usable_cores, gpu, native_formats (those of bf16 and fp16 that the device multiplies itself).
     """
@@ -99,8 +95,7 @@ def switch_off_tf32(backend: str) -> None:
         module.backends.cudnn.allow_tf32 = False
 
 
-# On a CPU neither TensorFlow nor JAX counts its tensors, so the peak is the resident memory of the process: the script's
-# data and compiled code are in it.
+# On a CPU neither TensorFlow nor JAX counts its tensors, so the peak is the resident memory of the process.
 
 RESIDENT = "resident memory of the process, above what it held when Keras had been imported"
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): the peak becomes what is resident now
@@ -116,12 +111,7 @@ def resident(field: str = "VmRSS") -> int | None:
 
 
 def peak_memory(backend: str, before: int | None) -> Callable[[], MemoryRecord | None]:
-    """Begin to measure; call the result to end it, which gives None where nothing could be measured.
-
-    Args:
-        backend: Keras's backend.
-        before: bytes that were resident when Keras had been imported.
-    """
+    """Begin to measure; call the result to end it, which gives None where nothing could be measured."""
     module: Any = sys.modules[backend]
     if backend == "torch" and module.cuda.is_initialized():
         module.cuda.reset_peak_memory_stats()

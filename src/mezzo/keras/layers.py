@@ -53,12 +53,6 @@ def paths_under(plan: KerasPlan) -> list[str]:
     return [path for layer, path in list(_PATHS.items()) if plan_behind(layer.dtype_policy) is plan]
 
 
-def check_is_layer(given: Any, where: str) -> None:
-    """Raise `UsageError` unless this is a model or another layer of Keras's."""
-    if not isinstance(given, keras.layers.Layer):
-        raise UsageError(f"{where}: model is {given!r}; give a keras.Model.")
-
-
 def walk(model: Any) -> Iterator[tuple[str, Any]]:
     """(path, layer) of everything in a model that computes: all layers within it, without its inputs, at any depth.
 
@@ -126,17 +120,12 @@ class LayerPolicies(tuple[LayerPolicy, ...]):
 
 
 def layer_policies(model: Any) -> LayerPolicies:
-    """What each layer of a Keras model computes in, and why.
+    """What each layer of a Keras model (or other layer) computes in, and why; raises UsageError for anything else.
 
     A layer takes its plan's policy when it is first built or called; before that its row has the default.
-
-    Args:
-        model: a `keras.Model`, or any layer with layers in it.
-
-    Raises:
-        UsageError: it is neither.
     """
-    check_is_layer(model, "layer_policies")
+    if not isinstance(model, keras.layers.Layer):
+        raise UsageError(f"layer_policies: model is {model!r}; give a keras.Model.")
     layers = list(walk(model))
     found = LayerPolicies(_row(path, layer) for path, layer in layers)
     plans = dict.fromkeys(filter(None, (plan_behind(layer.dtype_policy) for _, layer in layers)))

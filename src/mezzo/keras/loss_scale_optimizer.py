@@ -67,7 +67,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     of `fit`; and by `check`.
 
     Raises:
-        UsageError: the inner optimizer is not one, or wraps one for a loss scale already; an invalid loss scale.
+        UsageError: the inner optimizer is not one, or has a loss scale already; an invalid loss scale.
         ValueError: arguments that belong to the inner optimizer.
     """
 
@@ -106,32 +106,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._until_check = 0
 
     def _scalar(self, name: str, value: float, dtype: str = "int") -> Any:
-        # All replicas write the same.
         return self.add_variable(
             (), keras.initializers.Constant(value), dtype, aggregation="only_first_replica", name=name
         )
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the variables, the inner optimizer's too, for these trainable ones.
-
-        Raises:
-            UsageError: JAX, where an optimizer steps all of its variables or none, and the inner one has others.
-        """
+        """Make the variables, the inner optimizer's too, for these trainable ones."""
         variables = list(var_list)
-        built = len(getattr(self.inner_optimizer, "_trainable_variables", ()))
-        if self.inner_optimizer.built and built != len(variables) and keras.backend.backend() == "jax":
-            raise UsageError(
-                f"the inner optimizer was built for {built} trainable variables, and now {len(variables)} are trained. "
-                "After freezing or unfreezing layers make a new optimizer, and compile with it."
-            )
         if self.bad_gradients is None:
             self.bad_gradients = self.add_variable(
                 (len(variables),), "zeros", "int", aggregation="only_first_replica", name="bad_gradients"
             )
         self.inner_optimizer.build(variables)
         super(_Keras, self).build(variables)
-
-    # What the loss is multiplied by
 
     @property
     def scale(self) -> Any:
@@ -161,22 +148,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Keras's constructor sets it; the loss scale has it already."""
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss times S, in FP32 if it was narrower (a loss of 1 in fp16 times 2^16 is infinite).
-
-        Raises:
-            CallOrderError: JAX is compiling a function in which S would be a constant.
-        """
+        """The loss times S, in FP32 if it was narrower; raises as `scale` does."""
         return keras.ops.multiply(loss, self.scale)  # in the wider of both formats: the scale is FP32
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
-        """The loss times the S that is among these values of the optimizer's variables: for compiled JAX steps.
-
-        Args:
-            optimizer_variables: the values of `optimizer.variables`, in its order.
-            loss: shape ().
+        """The loss times S, given the values of `optimizer.variables` in its order: for compiled JAX steps.
 
         Raises:
-            UsageError: their number is wrong.
+            UsageError: the number of values is wrong.
         """
         if len(optimizer_variables) != len(self.variables):
             raise UsageError(
@@ -188,18 +167,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         place = next(at for at, variable in enumerate(self.variables) if variable is self._scale)
         return keras.ops.multiply(loss, optimizer_variables[place])
 
-    # The step
-
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Unscale the gradients and let the inner optimizer take the step, unless one of them is not finite.
 
         Args:
             grads: gradients of the scaled loss; None where a variable has none.
-            trainable_variables: what they are of, all or some of those the optimizer was built for; None means all.
+            trainable_variables: all or some of those that the optimizer was built for; None means all.
 
         Raises:
-            CallOrderError: the loss was not scaled: the scale was never read; JAX is compiling a function in which the
-                optimizer's variables would be constants; the call is outside the replicas of a strategy.
+            CallOrderError: the scale was never read; JAX is compiling a function in which the optimizer's variables
+                would be constants; the call is outside the replicas of a strategy.
             LossScaleCollapseError: the patience ran out (see the class).
         """
         grads = list(grads)
@@ -230,11 +207,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> Any:
-        """`apply` on values: returns the trainable variables' and the optimizer's after the step. JAX and PyTorch.
-
-        Raises:
-            ValueError: the TensorFlow backend, where Keras has none; no `build` before; a wrong number of values.
-        """
+        """`apply` on values: the trainable variables' and the optimizer's after the step. JAX and PyTorch."""
         return super(_Keras, self).stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def _report_unscaled(self) -> None:
@@ -263,9 +236,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _conclude(self, step: Callable[[], None], bad: Any) -> None:
         """Take or skip the step, and advance the loss scale.
 
-        Args:
-            step: the inner optimizer's.
-            bad: int [trainable variables], above 0 where a gradient is not finite, on any replica.
+        `bad` is int [trainable variables], above 0 where a gradient is not finite, on any replica.
         """
         found_inf = keras.ops.any(bad > 0)
         apply_or_keep(self.inner_optimizer, step, found_inf)
@@ -287,11 +258,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(self._loss_scale, "patience", None)
 
     def check(self) -> None:
-        """Raise if the patience ran out. Synchronizes with the device.
-
-        Raises:
-            LossScaleCollapseError: `patience` steps in a row were skipped at the floor, or under a constant scale. It
-                names the variables whose gradients are not finite.
+        """Raise `LossScaleCollapseError` if `patience` steps in a row were skipped at the floor, or under a constant
+        scale. It names the variables whose gradients are not finite. Synchronizes with the device.
         """
         if self._patience is None or _number(self._stuck) < self._patience:
             return
@@ -343,8 +311,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             summarize=_NAMES_SHOWN,
         )
 
-    # State
-
     def machine(self) -> LossScale:
         """The loss scale as a value of `mezzo`, with its current state. Synchronizes with the device."""
         return transition.on_host(self._loss_scale, self._arrays(_number))
@@ -370,9 +336,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """The end of `fit`: the inner optimizer's averages become the weights, and the patience is checked.
 
         On JAX Keras calls this when a step fails, too: then the variables hold no values, and nothing is done.
-
-        Raises:
-            LossScaleCollapseError: as `check`.
         """
         on_jax = keras.backend.backend() == "jax"
         if on_jax and not all(map(_has_value, [*var_list, *self.variables])):
@@ -398,10 +361,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._scale.assign(_allowed(self._loss_scale, _number(self._scale)))
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes the same optimizer from: settings, no state.
-
-        Where Keras's own optimizer has names for all that is set, it is Keras's configuration, which Keras's can read.
-        """
+        """The settings, without state; if Keras's own optimizer has names for all of them, in its names."""
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -456,14 +416,12 @@ def _check_not_baked_in(variable: Any, instead: str) -> None:
         )
 
 
-# The loss scale that the arguments ask for, and the same in a configuration
-
-
 def _loss_scale_of(
     loss_scale: LossScale | float | str | dict[str, Any] | None,
-    initial_scale: float | None = None,
-    dynamic_growth_steps: int | None = None,
+    initial_scale: float | None,
+    dynamic_growth_steps: int | None,
 ) -> LossScale:
+    """The loss scale that the constructor's arguments ask for."""
     given: dict[str, Any] = {"init": initial_scale, "growth_interval": dynamic_growth_steps}
     given = {name: value for name, value in given.items() if value is not None}
     if loss_scale is None or (given and loss_scale != "dynamic"):
@@ -479,7 +437,7 @@ def _loss_scale_of(
 
 
 def _setting_of(loss_scale: LossScale) -> dict[str, Any]:
-    """The arguments that `_loss_scale_of` makes this loss scale from: Keras's two where they say it all."""
+    """The constructor's arguments for this loss scale: Keras's two where they suffice."""
     if isinstance(loss_scale, DynamicLossScale):
         plain = DynamicLossScale(init=loss_scale.init, growth_interval=loss_scale.growth_interval)
         if loss_scale == plain:
@@ -496,11 +454,8 @@ def _allowed(loss_scale: LossScale, scale: float) -> float:
     return min(max(scale, loss_scale.floor), loss_scale.ceiling)
 
 
-# The end of `fit` on JAX
-
-
 def _give_own_buffers(variables: Sequence[Any], others: Sequence[Any]) -> None:
-    """Keras makes the average's buffer the weight's, and the first step of the next `fit` would donate it twice."""
+    """Copy shared buffers: Keras makes the average's buffer the weight's, and the next `fit` would donate it twice."""
     import jax.numpy as jnp
 
     held = {id(one.value) for one in others}

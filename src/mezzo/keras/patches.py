@@ -3,8 +3,8 @@
 | patched                        | for                                                                       |
 |--------------------------------|---------------------------------------------------------------------------|
 | `Trainer.make_train_function`  | what it makes is wrapped: the loss and the result of each step are read   |
-| `checks.check_plan`            | a policy that does not fit the model is the user's mistake: the run ends  |
-| `checks.warn`                  | warnings of the policy become notes: no line of the script could fix them |
+| `policy.check_plan`              | a policy that does not fit the model is the user's mistake: the run ends  |
+| `policy.warn`                  | warnings of the policy become notes: no line of the script could fix them |
 | `set_dtype_policy`             | a policy of the script's own                                              |
 | `Layer.__new__`                | whether the script makes a layer: TensorFlow imports Keras for itself     |
 
@@ -26,7 +26,7 @@ from keras.src.dtype_policies.dtype_policy import set_dtype_policy
 
 from mezzo.core.errors import ScriptError, UsageError
 from mezzo.core.records import OpFormats
-from mezzo.keras import checks
+from mezzo.keras import policy as keras_policy
 from mezzo.keras.layers import walk
 from mezzo.keras.plan import NAMES, NARROW, POLICIES, SIXTEEN_BITS, KerasPlan
 from mezzo.keras.steps import Step, StepRecorder, keep_losses
@@ -41,7 +41,7 @@ _SEED = 0x6E75646765  # of the coins that decide where each weight is moved
 def patch(session: Session, patches: Patches) -> None:
     """From now on the steps of every model that the script fits are recorded."""
     _script_policy(session, patches)
-    check_plan = checks.check_plan
+    check_plan = keras_policy.check_plan
 
     @functools.wraps(check_plan)
     def checked(model: Any, plan: Any) -> None:
@@ -50,8 +50,8 @@ def patch(session: Session, patches: Patches) -> None:
         except UsageError as error:
             session.stop(error)
 
-    patches.set(checks, "check_plan", checked)
-    patches.set(checks, "warn", lambda text, kind: session.journal.note(text))
+    patches.set(keras_policy, "check_plan", checked)
+    patches.set(keras_policy, "warn", lambda text, kind: session.journal.note(text))
 
     new: Any = keras.layers.Layer.__new__
 
@@ -85,11 +85,8 @@ def patch(session: Session, patches: Patches) -> None:
 class _RunRecorder(StepRecorder):
     """Records the steps of one model in the run's journal.
 
-    A call with several steps (steps_per_execution) has all its losses and one update per optimizer, since its time is
-    that of all its steps.
+    A call with several steps (steps_per_execution) has all losses, and one update, since its time is that of all steps.
     """
-
-    nudged: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __init__(self, model: Any, session: Session) -> None:
         super().__init__(model, every=1)
@@ -104,11 +101,7 @@ class _RunRecorder(StepRecorder):
         self._last = step
 
     def after(self, logs: Any, state: Any) -> None:
-        """A call is over: record its losses and updates.
-
-        Raises:
-            SystemExit: as many updates as were asked for are done.
-        """
+        """A call is over: record its losses and updates."""
         self._nudge()  # TensorFlow makes some models' weights in their first step
         super().after(logs, state)
         notes = list(self.notes)
@@ -120,21 +113,17 @@ class _RunRecorder(StepRecorder):
             self._session.stepped(self.model, update)
 
     def _nudge(self) -> None:
-        if self._session.request.nudge and self.model not in self.nudged and self.model.trainable_variables:
-            self.nudged.add(self.model)
+        nudged = self._session.nudged
+        if self._session.request.nudge and self.model not in nudged and self.model.trainable_variables:
+            nudged.add(self.model)
             nudge(self.model.trainable_variables)
 
 
 def nudge(variables: Iterable[Any]) -> int:
     """Move each element of each FP32 variable to the next FP32 number up or down; how many variables were moved.
 
-    Naive code, with a fair coin for each element::
-
-        v.assign(numpy.nextafter(v, inf if coin else -inf))
-
-    The coins come from a generator of our own with a fixed seed, so the script's random streams are untouched and two
-    nudged runs are the same run. Zero goes to the smallest subnormal, which some backends flush back to zero; NaN stays
-    NaN. A variable that is given twice is moved once.
+    A fair coin of an own generator with a fixed seed decides for each element, so two nudged runs are the same run.
+    Zero goes to the smallest subnormal, which some backends flush back to zero; NaN stays NaN.
     """
     coins = np.random.Generator(np.random.PCG64(np.random.SeedSequence(_SEED)))
     moved = {id(variable): variable for variable in variables if variable.dtype == "float32"}
@@ -158,7 +147,11 @@ def _check_model(session: Session, model: Any) -> None:
     narrow = [layer for layer in layers if session.plan.is_fp32 and layer.compute_dtype in NARROW]
     if narrow:
         name = narrow[0].dtype_policy.name
-        session.stop(_own_policy(f"gives the layer {narrow[0].path} the dtype policy {name!r} itself"))
+        session.stop(
+            _own_policy(
+                f"gives the layer {narrow[0].path or narrow[0].name} the dtype policy {name!r} itself"
+            )
+        )
     if session.backend != "tensorflow" or session.request.seed_offset is None:
         return
     drawn = [

@@ -1,12 +1,9 @@
-"""What a precision means to Keras, as a value: the policy of every layer by its path, and the loss scale.
+"""A precision for Keras, as a value: the policy of every layer by its path, and the loss scale. Imports no framework.
 
-No framework is imported here. `mezzo.keras.set_policy` puts a plan in force.
-
-Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same, and it may begin at
-any component: ``head`` is the layer at ``head`` and the one at ``my_model/head``, since Keras puts the model's name
-before the path in some kinds of model and not in others. A pattern that begins with a slash begins at the first
-component. Layers inside a layer follow it unless a pattern names them too; of the patterns that name one layer, the
-last decides.
+Keras names a layer by its path, ``encoder/dense_1``. In a pattern a slash and a dot are the same. A pattern matches
+from any component on: ``head`` names ``head`` and ``my_model/head``, since Keras puts the model's name first in some
+kinds of model; ``/head`` begins at the first. Layers inside a layer follow it unless a pattern names them too; of the
+patterns that name one layer, the last decides.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ _NO_POLICY = {
 # Keras's own policies without mixed precision -> what to use.
 _REFUSED = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float64": "float32"}
 
-# What a Policy can say and Keras can't do: key, the value that says nothing, what to do instead.
+# What Keras can't do: a policy's key, its default, what to do instead.
 _CANNOT = (
     ("ops", (), "Keras has a policy per layer and none for single ops: name the layer, module.PATTERN=fp32"),
     ("params", "fp32", "Keras's mixed policies keep FP32 variables: leave params and masters out"),
@@ -71,13 +68,13 @@ _CANNOT = (
 
 @dataclass(frozen=True)
 class KerasPlan:
-    """Which policy each layer of a Keras model has, and the loss scale. Printed, it says so.
+    """The policy of each layer of a Keras model, and the loss scale; prints as a table.
 
     Args:
         default: Keras's name of the policy of every layer that no pattern names.
         paths: (pattern over layer paths, Keras policy name); of those that name one layer, the last decides.
         loss_scale: its first state; `NoLossScale` where nothing is computed in float16, unless asked for.
-        precision: the short string that reads back as this plan, as records and reports have it.
+        precision: the short string that reads back as this plan.
     """
 
     default: str
@@ -110,16 +107,6 @@ class KerasPlan:
         known = {"/".join(path.split("/")[:end]) for path in paths for end in range(1, path.count("/") + 2)}
         return tuple(pattern for pattern, _ in self.paths if not any(names(pattern, path) for path in known))
 
-    def in_fp32(self, pattern: str) -> str:
-        """The precision that gives the layers of this pattern FP32 and everything else what this plan does.
-
-        >>> plan("fp16,module.y=bf16,loss_scale=64").in_fp32("y")
-        'fp16,loss_scale=64,module.y=fp32'
-        """
-        made = policy(self.precision)
-        others = (each for each in made.modules if each[0].replace("/", ".") != pattern.replace("/", "."))
-        return replace(made, modules=(*others, (pattern, "fp32"))).name
-
     @property
     def policies(self) -> frozenset[str]:
         """Every policy name in it."""
@@ -138,18 +125,17 @@ class KerasPlan:
 
 
 class PlannedName(str):
-    """``"mixed_float16"`` as a plan set it: the name of a policy that was not chosen for this layer, and its plan.
+    """The name of a policy, ``"mixed_float16"``, that a plan set, with the plan.
 
-    A layer without a `dtype` takes the global policy, and hands its name on: to the layers that it makes inside itself,
-    to its copies (`Bidirectional`, `clone_model`), to its config. Keras compares and saves the name as the plain string
-    that it is. A layer with a `dtype` of its own has a plain string, and so has one that comes from a file.
+    A layer without a `dtype` takes the global policy and passes its name on: to the layers inside it, to its copies
+    (`Bidirectional`, `clone_model`), to its config. Keras compares and saves the name as a plain string. A layer with a
+    `dtype` of its own, or from a file, has a plain string.
     """
 
     __slots__ = ("plan",)
     plan: KerasPlan
 
-    def __new__(cls, text: str, plan: KerasPlan) -> PlannedName:
-        """The string, with its plan."""
+    def __new__(cls, text: str, plan: KerasPlan) -> PlannedName:  # noqa: D102
         self = super().__new__(cls, text)
         self.plan = plan
         return self
@@ -180,17 +166,7 @@ def names(pattern: str, path: str) -> bool:
 
 
 def plan(precision: Any, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
-    """The plan that a precision stands for.
-
-    Args:
-        precision: Mezzo's words (``bf16``, ``fp16,module.head=fp32,loss_scale=1024``), a policy, the path of a TOML
-            file, or Keras's words (``mixed_float16``, ``mixed_bfloat16``, ``float32``) or a `keras.DTypePolicy`.
-        loss_scale: in place of the precision's own: ``"dynamic"``, ``"none"``, a number, or a loss scale's value.
-
-    Raises:
-        UnknownNameError: a name that does not exist; the message has the nearest one.
-        UsageError: what Keras cannot do; the message says which key and what to use.
-    """
+    """The plan of a precision; arguments and errors as those of `mezzo.keras.set_policy`."""
     given = _as_policy(precision)
     where = f"policy {str(given)!r}: "
     for key, nothing, fix in _CANNOT:

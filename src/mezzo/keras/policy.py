@@ -6,32 +6,49 @@ The naive code it equals, for a precision without patterns::
     ...
     model.compile(mezzo.keras.LossScaleOptimizer(keras.optimizers.get(optimizer)), ...)
 
-With patterns each layer takes its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether the
-model follows the plan, if all its layers are known by then; otherwise the first call after it does, before anything is
-learnt. That call also checks whether the loss is given 16 bits.
+With patterns each layer takes its policy at its first build or call (`mezzo.keras.layers`). `compile` checks whether
+the model follows the plan, if all its layers are known by then; otherwise the first call after it does, before anything
+is learnt. That call also checks whether the loss is given 16 bits: a Keras layer returns its compute dtype, the last
+one too. A final softmax in float16 gives probabilities of 11 bits, and 0 for one under 2^-25.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
 from keras.src.trainers.trainer import Trainer  # what compile belongs to; Keras has no public name for it
 
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
+from mezzo.core.formats import named
 from mezzo.core.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from mezzo.core.policy_text import print_loss_scale
-from mezzo.keras import checks, layers
+from mezzo.keras import layers
 from mezzo.keras.loss_scale_optimizer import LossScaleOptimizer
-from mezzo.keras.plan import SIXTEEN_BITS, KerasPlan, PlannedName, plan, plan_behind
+from mezzo.keras.plan import NAMES, SIXTEEN_BITS, KerasPlan, PlannedName, plan, plan_behind
 from mezzo.runner.patches import Patches
 
 _PATCHES = Patches()
-# Compiled models that were not called since -> their plan, or None where it is checked.
-_UNSEEN: WeakKeyDictionary[Any, KerasPlan | None] = WeakKeyDictionary()
+# Compiled models that were not called since -> their plan, and whether it was checked.
+_UNSEEN: WeakKeyDictionary[Any, tuple[KerasPlan, bool]] = WeakKeyDictionary()
+
+
+class PolicyWarning(UserWarning):
+    """A model, or a layer that a policy names, does not follow the active policy; the message says why."""
+
+
+class SixteenBitOutputWarning(UserWarning):
+    """A model hands its loss 16-bit values; the message has the line that fixes it."""
+
+
+def warn(text: str, kind: type[Warning]) -> None:
+    """Warn; `mezzo.keras.run` replaces this by a note."""
+    warnings.warn(text, kind, stacklevel=4)
 
 
 def set_policy(precision: Any, *, loss_scale: LossScale | float | str | None = None) -> KerasPlan:
@@ -93,8 +110,8 @@ def _compiling(compile_model: Any, active: KerasPlan) -> Any:
         given["optimizer"] = scaled
         known = _is_known(model)
         if known:
-            checks.check_plan(model, plan)
-        _UNSEEN[model] = None if known else plan
+            check_plan(model, plan)
+        _UNSEEN[model] = plan, known
         del given[next(iter(given))]  # the model: methods may call it self
         compile_model(model, **given)
         # As Keras does with its own wrapper: a saved model holds the optimizer that was given, and loads without Mezzo.
@@ -116,7 +133,7 @@ def _scaled(optimizer: Any, plan: KerasPlan, loss_scale: LossScale) -> Any:
     if optimizer is None or isinstance(loss_scale, NoLossScale) or isinstance(optimizer, LossScaleOptimizer):
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        checks.warn(
+        warn(
             f"set_policy({plan.precision!r}): compile was given Keras's own LossScaleOptimizer, which stays as it is. "
             f"For Mezzo's, give compile the optimizer inside it, or write mezzo.keras.LossScaleOptimizer(optimizer, "
             f'loss_scale="{print_loss_scale(loss_scale)}").',
@@ -137,9 +154,90 @@ def _computes_in_16_bits(model: Any) -> bool:
 
 def _is_known(model: Any) -> bool:
     """Whether every layer of a model has been made and called, as far as can be told before it runs."""
-    if checks.inputs_of(model) is not None:
+    if inputs_of(model) is not None:
         return True
     return bool(model.built) and all(layer.built for layer in model._flatten_layers())
+
+
+# Does the model follow its plan?
+
+
+def check_plan(model: Any, plan: KerasPlan) -> None:
+    """Warn where a model whose layers are all known does not follow the plan.
+
+    Raises:
+        UnknownNameError: a pattern names no layer of this model, nor of another one made under the same plan; the
+            message has the nearest layer's path.
+    """
+    known = list(layers.walk(model))
+    if not any(plan_behind(layer.dtype_policy) is plan for _, layer in known):
+        # The patterns are not about layers with policies of their own (from a file, say).
+        if known and all(layer.compute_dtype not in SIXTEEN_BITS for _, layer in known):
+            warn(
+                f"no layer of the model {model.name!r} computes in 16 bits under set_policy({plan.precision!r}): its "
+                "layers were made before set_policy, or have a dtype of their own. Make the model after set_policy, in "
+                "the same thread; keras.utils.clear_session() forgets the policy.",
+                PolicyWarning,
+            )
+        return
+    for path, layer in known:
+        pattern, name = plan.decision(path)
+        if pattern and plan_behind(layer.dtype_policy) is None and layer.dtype_policy.name != name:
+            warn(
+                f"set_policy({plan.precision!r}): module.{pattern} names the layer {path!r}, which has the policy "
+                f"{layer.dtype_policy.name} of its own and keeps it: it was given a dtype, or made before set_policy. "
+                "Make it after set_policy and without a dtype, or leave the pattern out.",
+                PolicyWarning,
+            )
+    paths = [path for path, _ in known]
+    for pattern in plan.unmatched([*paths, *layers.paths_under(plan)]):
+        ends = ["/".join(path.split("/")[at:]) for path in paths for at in range(path.count("/") + 1)]
+        wanted = pattern.replace(".", "/").replace("*", "").strip("/")
+        near = difflib.get_close_matches(wanted, ends, n=1, cutoff=0)
+        raise UnknownNameError(
+            f"set_policy({plan.precision!r}): module.{pattern} names no layer of the model {model.name!r}. Did you "
+            f"mean {near[0]!r}? mezzo.keras.layer_policies(model) prints all layers. A pattern for another model needs "
+            "that model made, and called once, before this one is compiled."
+        )
+
+
+def warn_of_outputs(model: Any, outputs: Any, plan: KerasPlan) -> None:
+    """Warn of each 16-bit output that the model's loss reads; outputs are named by Keras, by a key, or by place."""
+    leaves = [leaf for leaf in keras.tree.flatten(outputs) if hasattr(leaf, "dtype")]
+    names = list(getattr(model, "output_names", None) or [])
+    if isinstance(outputs, dict) and len(outputs) == len(leaves):
+        names = sorted(map(str, outputs))  # the order in which Keras flattens a dictionary
+    if len(leaves) == 1:
+        names = [""]
+    elif len(names) != len(leaves):
+        names = [str(index) for index in range(len(leaves))]
+    loss = getattr(model, "loss", None)
+    read = set() if loss is None else set(names)
+    if isinstance(loss, dict) and set(loss) <= set(names):
+        read = {name for name in names if loss.get(name) is not None}
+    elif isinstance(loss, (list, tuple)) and len(loss) == len(names):
+        read = {name for name, each in zip(names, loss) if each is not None}
+    # A Sequential or Functional model knows the layer that makes each output.
+    symbols = keras.tree.flatten(getattr(getattr(model, "_functional", None) or model, "outputs", None) or [])
+    made_by = [symbol._keras_history.operation.name for symbol in symbols]
+    for place, (name, leaf) in enumerate(zip(names, leaves)):
+        dtype = str(getattr(leaf.dtype, "name", leaf.dtype)).rpartition(".")[2]
+        if name in read and dtype in SIXTEEN_BITS:
+            which = f"output {name!r}" if name else "the output"
+            layer = made_by[place] if len(made_by) == len(leaves) else "LAYER"
+            warn(
+                f"{which} of the model {model.name!r} is {dtype}: a loss sees values of "
+                f"{named(NAMES[dtype]).nmant + 1} significant bits. Make the layer that gives it float32: "
+                f'dtype="float32" at the layer, or set_policy("{plan.precision},module.{layer}=fp32") before the '
+                "model is made.",
+                SixteenBitOutputWarning,
+            )
+
+
+def inputs_of(model: Any) -> Any:
+    """The symbolic inputs of a built Sequential or Functional model, else None."""
+    graph = model if hasattr(model, "_inputs_struct") else getattr(model, "_functional", None)
+    return getattr(graph, "_inputs_struct", None)
 
 
 # The first call after compile
@@ -148,16 +246,13 @@ def _is_known(model: Any) -> bool:
 def _looking_first(call: Any) -> Any:
     @functools.wraps(call)
     def looking(model: Any, *args: Any, **kwargs: Any) -> Any:
-        inner: Any = super(keras.Model, model)
-        if model not in _UNSEEN:
-            return inner.__call__(*args, **kwargs)
-        made, found = checks.call_noting_layers(model, lambda: inner.__call__(*args, **kwargs))
-        if model in _UNSEEN and not _is_on_meta(made):
-            plan = _UNSEEN.pop(model)
-            if plan is not None:
-                checks.check_plan(model, plan)
-            checks.warn_of_outputs(model, found)
-        return made
+        outputs = super(keras.Model, model).__call__(*args, **kwargs)
+        if model in _UNSEEN and not _is_on_meta(outputs):
+            plan, known = _UNSEEN.pop(model)
+            if not known:
+                check_plan(model, plan)
+            warn_of_outputs(model, outputs, plan)
+        return outputs
 
     return looking
 

@@ -41,11 +41,9 @@ _LOOP_SCALE = (
 
 
 def run(request: RunRequest) -> int:
-    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status.
+    """Run a script as `python SCRIPT ARGS...` would, under a dtype policy; its exit status (see `lifecycle.run`).
 
-    Keras's backend is the one that the script or KERAS_BACKEND chooses. A script that raises has its traceback printed,
-    with the script's code alone in it, and gives status 1; after an interrupt the status is 130. All patches are undone
-    at the end.
+    Keras's backend is the one that the script or KERAS_BACKEND chooses. All patches are undone at the end.
 
     Raises:
         UsageError: the script is missing, the policy is wrong, the request asks for what only PyTorch's runs do, or
@@ -93,6 +91,7 @@ class Session:
         self.backend = ""
         self.used = False
         self.fatal: MezzoError | None = None
+        self.nudged: weakref.WeakSet[Any] = weakref.WeakSet()  # models
         self._patches = Patches()
         self._resident: int | None = None
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -123,11 +122,7 @@ class Session:
         raise error
 
     def stepped(self, model: Any, update: Update) -> None:
-        """A training step is over. An optimizer's number is its place in the order of first steps.
-
-        Raises:
-            SystemExit: as many steps as were asked for are done.
-        """
+        """A training step is over. An optimizer's number is its place in the order of first steps."""
         optimizer = model if update.optimizer is None else update.optimizer
         if optimizer not in self._numbers:
             self._numbers[optimizer] = next(self._next)
@@ -181,10 +176,5 @@ class Session:
         patch(self, self._patches)
 
 
-def main(words: list[str]) -> int:
-    """Read the request, run it, return its status; 2 for a request that can't be run."""
-    return lifecycle.main(words, run, "mezzo.keras.run")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(lifecycle.main(sys.argv[1:], run, "mezzo.keras.run"))

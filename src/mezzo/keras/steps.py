@@ -26,7 +26,9 @@ SKIPS_WITHIN = (
     "several steps run in one execution (steps_per_execution): it is not known which of them were skipped; the last "
     "ones are marked"
 )
-LOSSES_REPORTED = "the losses are those that the model's own training step reports as loss, which may be means over the epoch so far"
+LOSSES_REPORTED = (
+    "the losses are what the model's own training step reports, perhaps means over the epoch so far"
+)
 
 _MODULO = 2**20  # FP32 is exact up to 2^24
 
@@ -99,15 +101,7 @@ def keep_losses(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did with one optimizer.
-
-    Args:
-        optimizer: which.
-        name: of the model's attribute that holds it.
-        scale: the loss scale that the step used.
-        skipped: whether it was skipped.
-        bad: paths of the variables whose gradients were not finite, in the model's order, if that is known.
-    """
+    """What one step did with one optimizer."""
 
     optimizer: Any
     name: str
@@ -189,10 +183,6 @@ class StepOptimizer:
 class StepRecorder:
     """Wraps a model's train function, and calls `write` for each step, some calls late.
 
-    Args:
-        model: compiled.
-        every: calls whose steps are read together: reading waits for the device.
-
     Attributes:
         notes: for the user, about how the steps could be read.
         optimizers: the one of `compile` first, then others that are attributes of the model.
@@ -266,7 +256,7 @@ class StepRecorder:
         try:
             self.after(logs, state)
         except BaseException:
-            if on_jax:
+            if state is not None:
                 # The trainer's state has been donated to the step; it restores the model from this one.
                 names = ("trainable", "non_trainable", "optimizer", "metrics")
                 self.model._jax_state = {f"{name}_variables": part for name, part in zip(names, state)}

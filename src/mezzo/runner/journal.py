@@ -1,4 +1,4 @@
-"""Journal: turns what happens in a run into records, in order, without making a GPU wait at every step."""
+"""Journal: turns the events of a run into records, in order, without making a GPU wait at every step."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ from mezzo.core.records import (
 # Losses of a GPU are read this many at a time: each reading makes the host wait for the device.
 _BATCH = 50
 
+# What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
+WRITER = "tensorboard.summary.writer.event_file_writer"
+
 Widen = Callable[[RecordWriter | None], RecordWriter | None]
 
 
 class Journal:
     """Counts and writes down one run.
 
-    The `run` record waits for the first thing that happens, since only then is the device (and with it `auto`'s choice)
-    known. A loss that lies on an accelerator is read some steps later, together with others; on a CPU each record is
-    complete on disk before the next step begins.
+    The `run` record waits for the first event, since only then is the device (and with it `auto`'s choice) known. A
+    loss on an accelerator is read some steps later, together with others; on a CPU each record is complete on disk
+    before the next step begins.
 
     Args:
         path: file for the records; None counts only.
         started: makes the first record when it is needed.
-        widen: given the writer (None where there is no file), gives the one to write with; asked when the first record
-            is due, since what it needs may be imported by the script alone.
+        widen: given the writer (None where there is no file), returns the one to write with; called when the first
+            record is due, since only the script may import what it needs.
 
     Raises:
         UsageError: the file can't be written.
@@ -57,8 +60,8 @@ class Journal:
             self._writer = None if path is None else RecordWriter(path)
         except OSError as error:
             raise UsageError(
-                f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in a folder "
-                "that is there."
+                f"can't write records to {str(path)!r}: {error.strerror}. Name a file that can be written, in an "
+                "existing folder."
             ) from error
         self._make_started: Callable[[], RunStarted] | None = started
         self._zero = time.perf_counter()
@@ -75,20 +78,18 @@ class Journal:
 
     @property
     def writes(self) -> bool:
-        """Whether records are written anywhere; until the first one is due, whether they may be."""
+        """Whether records are written; until the first one is due, whether they may be."""
         return self._writer is not None or (self._widen is not None and self._make_started is not None)
 
     def note(self, text: str) -> None:
-        """Something that the user should read; said once."""
+        """A message for the user; kept once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def loss(self, value: Any, at: float | None = None) -> None:
-        """An outermost backward on this loss: a float, or a 0-dim tensor that nobody will change; `at` if not now."""
+        """An outermost backward on this loss: a float, or a 0-dim tensor that does not change; `at` if not now."""
         if self.writes:
-            self._put(
-                LossRecord(index=self.losses, loss=math.nan, at=self.now() if at is None else at), value
-            )
+            self._put(LossRecord(self.losses, math.nan, self.now() if at is None else at), value)
         self.losses += 1
 
     def update(
@@ -101,7 +102,7 @@ class Journal:
         observed: bool = False,
         at: float | None = None,
     ) -> None:
-        """An optimizer's step that moved the parameters, or that was vetoed; `at` if not now."""
+        """An optimizer's step that moved the parameters, or was skipped; `at` if not now."""
         if self.writes:
             record = UpdateRecord(
                 index=self.updates,
@@ -113,51 +114,47 @@ class Journal:
                 reason=reason,
                 observed=observed,
             )
-            self._put(record, None)
+            self._put(record)
         self.updates += 1
         self.first_updates += optimizer == 0
         self.skipped += not moved
         self.loss_scale = loss_scale
 
     def stop_after(self, wanted: int | None) -> None:
-        """End the script once its first optimizer has made so many updates, if that is wanted.
-
-        Raises:
-            SystemExit: it has.
-        """
+        """Raise `SystemExit` once the first optimizer has made so many updates, if that is wanted."""
         if wanted is not None and self.first_updates >= wanted:
             self.note(f"ended after {wanted} updates of the first optimizer, as asked")
             raise SystemExit(0)
 
     def observed(self, memory: MemoryRecord | None, ops: list[OpFormats] | None) -> None:
-        """What the observed step showed."""
+        """The measurements of the observed step."""
         if memory is not None:
             self.memory = memory
-            self._put(memory, None)
+            self._put(memory)
         if ops is not None:
             self.ops = ops
-            self._put(OpsRecord(ops), None)
+            self._put(OpsRecord(ops))
 
     def seen(self, records: Iterable[Record]) -> None:
-        """What those who look at the steps have to say."""
+        """Records of the observers."""
         for record in records:
             if isinstance(record, OverflowRecord):
                 self.findings.append(record)
-            self._put(record, None)
+            self._put(record)
 
     def end(self, status: int) -> None:
-        """The script is over: everything that waits is written, then the end."""
-        self._put(RunEnded(status=status, seconds=self.now(), notes=list(self.notes)), None)
+        """The script is over: write everything that waits, then the end."""
+        self._put(RunEnded(status=status, seconds=self.now(), notes=list(self.notes)))
         self.close()
 
     def close(self) -> None:
-        """Write what waits, without an end: the run was broken off."""
+        """Write everything that waits, without an end: the run was broken off."""
         self.flush()
         if self._writer is not None:
             self._writer.close()
 
     def flush(self) -> None:
-        """Write what waits; reads losses from the device."""
+        """Write everything that waits; reads losses from the device."""
         queue, self._queue = self._queue, []
         self._held = False
         for record, value in queue:
@@ -175,12 +172,13 @@ class Journal:
             if self._writer is not None:
                 self._writer.write(make())
 
-    def _put(self, record: Record, value: Any) -> None:
+    def _put(self, record: Record, value: Any = None) -> None:
         self.begin()
         if self._writer is None:
             return
         self._queue.append((record, value))
-        self._held = self._held or _lies_on_device(value)
+        device = getattr(value, "device", None)
+        self._held = self._held or (device is not None and device.type != "cpu")
         if not self._held or len(self._queue) >= _BATCH:
             self.flush()
 
@@ -194,11 +192,6 @@ def now_text() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _lies_on_device(value: Any) -> bool:
-    device = getattr(value, "device", None)
-    return device is not None and device.type != "cpu"
-
-
 def _number(value: Any) -> float:
     try:
         return float(value)
@@ -206,12 +199,8 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-# What `torch.utils.tensorboard` writes with. It imports neither torch nor TensorFlow.
-WRITER = "tensorboard.summary.writer.event_file_writer"
-
-
 def check_events(folder: Path) -> None:
-    """Make the folder, and see that there is something to write into it with.
+    """Make a folder for TensorBoard's events, and check that they can be written.
 
     Raises:
         UsageError: TensorBoard's package is missing or can't be imported; the folder is a file, or can't be written.
@@ -223,12 +212,11 @@ def check_events(folder: Path) -> None:
             f"--tensorboard {folder}: TensorBoard's package can't be imported ({type(error).__name__}: {error}). "
             "Install it: pip install tensorboard"
         ) from error
+    why = "it can't be written"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
     except OSError as error:
-        why = "is a file" if os.path.isfile(folder) else error.strerror or error
-        raise UsageError(
-            f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not."
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--tensorboard {folder}: it can't be written. Name another folder.")
+        why = "is a file" if os.path.isfile(folder) else error.strerror or str(error)
+    raise UsageError(f"--tensorboard {folder}: {why}. Name a folder that can be written, new or not.")

@@ -1,9 +1,8 @@
-"""One run of a user's own script, whichever framework it trains with: its request, its life cycle, and the child
-process that runs one request and ends as its script ended (`python -m mezzo.FRAMEWORK.run FILE`).
+"""One run of a user's own script, whichever framework it trains with: its request, its life cycle, its child process.
 
-In the script's surroundings each part of the run is installed. The script runs. The parts are removed, the latest
-first. The run's own end follows, and the journal's. At last the user's mistake is raised, or the summary printed;
-where the script ends by an exception, before its traceback.
+The parts of a run are installed, the script runs, and the parts are removed, the latest first. Then the run ends, and
+its journal. At last the user's mistake is raised, or the summary printed; where the script ends by an exception, before
+its traceback.
 """
 
 from __future__ import annotations
@@ -30,25 +29,21 @@ class RunRequest:
 
     Args:
         target: path of the script (or of a directory that holds a `__main__.py`), or a module's dotted name.
-        argv: what the script finds in `sys.argv[1:]`.
+        argv: the script's `sys.argv[1:]`.
         is_module: whether `target` is a module's name, as after `python -m`.
         policy: a preset, a short string, or the path of a `.toml` file.
         records: file for the run's records (JSON lines); None writes none.
-        seed_offset: None leaves every seed alone. k >= 0 adds k to every seed that the script gives, and
-            seeds what it does not seed; see `mezzo.runner.seeds`.
+        seed_offset: k >= 0 adds k to every seed of the script (`mezzo.runner.seeds`); None leaves them alone.
         nudge: move the FP32 weights by one unit in the last place before the first step.
-        observe: watch one early step for its peak memory and the formats of its ops.
+        observe: measure the peak memory and the formats of one early step.
         summary: print a short account to stderr at the end.
-        watch: look at the exponents of weights, activations, gradients and updates at every so many updates of each
-            optimizer; 0 never, -1 at the default interval (`mezzo.pytorch.monitor.ranges`).
-        trace: where the policy has a loss scale, look into each skipped step for where its NaN or infinity came from.
-        stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)` from within its
-            step; None lets it end by itself.
-        tensorboard: folder for the records as TensorBoard events, beside those of `records`; None writes none.
+        watch: updates of each optimizer between two whose exponents are counted; 0 never, -1 the default interval.
+        trace: where the policy has a loss scale, find the origin of each skipped step's NaN or infinity.
+        stop_after: end the script after so many updates of its first optimizer, as by `SystemExit(0)`.
+        tensorboard: folder for the records as TensorBoard events, besides those of `records`.
         sensitivity: measure the sensitivity of each module in a few steps (`mezzo.pytorch.sensitivity`).
-        watch_all: look at what every module returns, those too that have children and no parameters of their own.
-        report: page that the caller makes of the records afterwards; where the script fails, its path is
-            printed before the traceback.
+        watch_all: count the outputs of every module, also of those with children and without parameters of their own.
+        report: page that the caller makes afterwards; where the script fails, it is named before the traceback.
 
     Raises:
         UsageError: a number out of range.
@@ -72,12 +67,14 @@ class RunRequest:
     report: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.seed_offset is not None and self.seed_offset < 0:
-            raise UsageError(f"seed_offset is {self.seed_offset}: give None, or a number of 0 or more")
-        if self.watch < -1:
-            raise UsageError(f"watch is {self.watch}: give 0 (never), a number of updates, or -1 (default)")
-        if self.stop_after is not None and self.stop_after < 1:
-            raise UsageError(f"stop_after is {self.stop_after}: give None, or a number of 1 or more")
+        for name, least, meaning in (
+            ("seed_offset", 0, "None, or a number of 0 or more"),
+            ("watch", -1, "0 (never), a number of updates, or -1 (default)"),
+            ("stop_after", 1, "None, or a number of 1 or more"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}: give {meaning}")
 
     def to_json(self) -> str:
         """The request as one line of JSON."""
@@ -88,7 +85,7 @@ class RunRequest:
         """The request that `to_json` wrote.
 
         Raises:
-            UsageError: the text is no request, or holds a key that no request has.
+            UsageError: the text is not a request, or holds an unknown key.
         """
         try:
             data = json.loads(text)
@@ -104,14 +101,10 @@ class RunRequest:
 
 
 class StepWatch:
-    """Observes one early step of a run: from the end of the second update that moved to the end of the next one of the
-    same optimizer. The first steps allocate the optimizer's state and compile; that step is like all later ones.
+    """Observes one early step: from the end of the second update that moved to the end of the next of that optimizer.
 
-    The updates in between are marked as observed: watching costs time, and no timing may use them.
-
-    Args:
-        wanted: whether a step is to be observed at all.
-        begin: begins to observe; what it returns ends that, told whether to keep what was seen.
+    The first steps allocate the optimizer's state and compile; later ones are alike. Updates in between are marked as
+    observed: no timing may use them. `begin` starts to observe, and returns what ends that, told whether to keep it.
     """
 
     def __init__(self, wanted: bool, begin: Callable[[], Callable[[bool], None]]) -> None:
@@ -142,7 +135,7 @@ class StepWatch:
                 self._optimizer, self._stop = optimizer, self._begin()
 
     def finish(self, journal: Journal, *, told: bool) -> None:
-        """The script is over; where no step was observed and it is to be told, a note says so."""
+        """The script is over; if no step was observed, a note says so where `told`."""
         self._end(keep=False)
         if self._wanted and told:
             journal.note("no step was observed (memory, formats): the script ended before its third update")
@@ -160,17 +153,11 @@ class Part(Protocol):
         """Change it from now on."""
 
     def remove(self) -> None:
-        """Put it back; called also where `install` came half way, or was never reached."""
+        """Put it back; called also where `install` failed half way, or was never reached."""
 
 
 class Session(Protocol):
-    """What any run knows of itself.
-
-    Attributes:
-        request: what was asked for.
-        journal: what has happened so far.
-        fatal: the user's mistake that only a line of the script could show; None where there is none.
-    """
+    """The state of any run; `fatal` is the user's mistake that only a line of the script could show."""
 
     request: RunRequest
     journal: Journal
@@ -187,14 +174,9 @@ def run(
 ) -> int:
     """Run a script as `python SCRIPT ARGS...` would, with the parts of the run around it; its exit status.
 
-    A script that raises has its traceback printed, and gives status 1; after an interrupt the status is 130.
-
-    Args:
-        session: of this run.
-        target: the script.
-        parts: installed in this order.
-        finish: told the exit status once all parts are removed: the last that the journal hears before it ends.
-        summary: given whether the script failed, the lines that end a run, if the request wants them; may be empty.
+    A script that raises has its traceback printed, and gives status 1; after an interrupt the status is 130. `finish`
+    is given the status once all parts are removed, before the journal ends. `summary` is given whether the script
+    failed, and returns the lines that end a run, if the request wants them.
 
     Raises:
         MezzoError: `session.fatal`, of which nothing else was printed.
@@ -230,13 +212,7 @@ def run(
 
 
 def started(request: RunRequest, policy: str, machine: dict[str, Any]) -> RunStarted:
-    """The record that begins a run.
-
-    Args:
-        request: what was asked for.
-        policy: as it turned out to be: `auto` has chosen.
-        machine: what it runs on, as the framework describes it; empty where the script never imported one.
-    """
+    """The first record of a run: `policy` is the one that `auto` chose, `machine` the framework's description."""
     return RunStarted(
         script=request.target,
         argv=list(request.argv),
@@ -253,13 +229,7 @@ PARENT = "MEZZO_PARENT"
 
 
 def main(words: list[str], run: Callable[[RunRequest], int], module: str) -> int:
-    """Read the request, run it, return its status; 2 for a request that can't be run.
-
-    Args:
-        words: of the command line.
-        run: what runs a request of that framework.
-        module: its name, for the usage line.
-    """
+    """`python -m MODULE REQUEST.json`: run the request, return its status; 2 for a request that can't be run."""
     if len(words) != 1:
         print(f"usage: python -m {module} REQUEST.json", file=sys.stderr)
         return 2

@@ -1,8 +1,7 @@
-"""What a run changes in this process and puts back: replaced attributes, and calls right after a module's import.
+"""Replaced attributes that are put back, and calls right after a module's import.
 
-A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`. Were torch
-imported for it beforehand, those lines would come too late. So nothing of PyTorch is touched until the
-script asks for it.
+A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before its own `import torch`. So nothing of PyTorch is
+imported before the script does.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class Patches:
         self._done: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Put `value` in the place of `owner.name`."""
+        """Replace `owner.name` by `value`."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self._done.append((owner, name, before, value))
 
     def undo(self) -> None:
-        """Put everything back. What someone else has replaced in the meantime is theirs, and stays."""
+        """Put everything back, except what others have replaced in the meantime."""
         while self._done:
             owner, name, before, value = self._done.pop()
             if vars(owner).get(name, _ABSENT) is not value and not isinstance(before, staticmethod):
@@ -46,7 +45,7 @@ Callback = Callable[[ModuleType], None]
 
 
 class ImportWatch(MetaPathFinder):
-    """Calls back once for each watched module, right after its code has run (at once if that is past)."""
+    """Import hook: calls back once for each watched module, after its code has run (at once if it is imported)."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Callback]] = {}
@@ -73,7 +72,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What the other finders find, with a loader that calls back after it has run the module."""
+        """The other finders' spec, with a loader that calls back after it has run the module."""
         if fullname not in self._waiting or fullname in self._finding:
             return None
         self._finding.add(fullname)

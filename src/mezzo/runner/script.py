@@ -27,15 +27,7 @@ _kept: list[ModuleType] = []
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be run: where its code is, and what Python would have put around it.
-
-    Args:
-        argv0: `sys.argv[0]`.
-        path0: `sys.path[0]`.
-        file: with the code, as a full path.
-        spec: of the module; None for a plain script.
-        code: of a module; a script's is compiled when it runs.
-    """
+    """What is to be run: where its code is, and what Python would have put around it."""
 
     argv0: str
     path0: str
@@ -121,12 +113,11 @@ def surroundings(target: Target, argv: tuple[str, ...]) -> Iterator[dict[str, An
 
 
 def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[BaseException], bool]) -> int:
-    """Run the code; the exit status is the one with which Python would have ended. Tracebacks show the
-    script's code.
+    """Run the code; the exit status is the one with which Python would have ended.
 
-    An exception that nobody catches goes to `sys.excepthook`, as Python sends it there, and `SystemExit`
-    means what it means to Python. Threads that are no daemons are waited for. `before_error` is called with the
-    exception before its traceback or message is printed, so that these come last; False: print no traceback.
+    An uncaught exception goes to `sys.excepthook`, with the script's frames alone in its traceback. Threads that are
+    not daemons are waited for. `before_error` is called before a traceback or message is printed, so
+    that these come last; it returns False to print no traceback.
     """
     failed: BaseException | None = None
     status = 0
@@ -151,11 +142,7 @@ def execute(target: Target, namespace: dict[str, Any], before_error: Callable[[B
 
 
 def _wait_for_threads() -> None:
-    """Wait for the script's threads, as Python does at its end.
-
-    The workers of `concurrent.futures` end only when the interpreter tells them to, later: they aren't
-    waited for.
-    """
+    """Wait for the script's threads, as Python does; not for the workers of `concurrent.futures`, which end later."""
     futures = sys.modules.get("concurrent.futures.thread")
     workers = set(getattr(futures, "_threads_queues", ()))
     for thread in threading.enumerate():
@@ -164,9 +151,7 @@ def _wait_for_threads() -> None:
 
 
 def exit_status(stop: SystemExit) -> int:
-    """The status that `sys.exit(code)` gives a process: None is 0, a number is itself, the rest is printed
-    and is 1.
-    """
+    """The status that `sys.exit(code)` gives a process: None is 0, a number is itself, others are printed and are 1."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -176,9 +161,7 @@ def exit_status(stop: SystemExit) -> int:
 
 
 def show(error: BaseException) -> None:
-    """Send an exception to `sys.excepthook` with Mezzo's own frames taken out of every traceback it
-    carries.
-    """
+    """Send an exception to `sys.excepthook`, without Mezzo's frames in any of its tracebacks."""
     strip(error)
     second: BaseException | None = None
     try:
@@ -194,9 +177,7 @@ def show(error: BaseException) -> None:
 
 
 def strip(error: BaseException) -> None:
-    """Take Mezzo's frames (and the import system's that it stepped through) out of an exception and its
-    causes.
-    """
+    """Take Mezzo's frames (and the import system's between them) out of an exception and its causes."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:

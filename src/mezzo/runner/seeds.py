@@ -1,17 +1,14 @@
 """Seeds of paired runs: run k adds k to every seed that the script gives, and seeds what the script does not seed.
 
-Seeds are those given to `random`, to `numpy.random` (the global stream, generators, bit generators, seed
-sequences), to `torch.manual_seed`, `torch.cuda.manual_seed*` and `torch.Generator.manual_seed`. Run 0
-leaves the script's own seeds as they are. A number that only a library turns into a generator of its own
-(scikit-learn's `random_state=0`, which fixes a train/test split) is no seed given to those, and stays:
-constructors are shifted only when the script itself, not an installed library, calls them. A library's
-helper that sets the global streams (`seed_everything`) does so in the script's name, and is shifted.
+Seeds are those given to `random`, to `numpy.random` (the global stream, generators, bit generators, seed sequences), to
+`torch.manual_seed`, `torch.cuda.manual_seed*` and `torch.Generator.manual_seed`. Run 0 leaves the script's own seeds as
+they are. Constructors are shifted only when the script itself calls them, not an installed library: scikit-learn's
+`random_state=0` fixes a train/test split, and stays. A library's helper that sets the global streams
+(`seed_everything`) is shifted.
 
-`FrameworkSeeds` does the same for TensorFlow, JAX and Keras: for what the script gives to `tf.random.set_seed`,
-`tf.random.Generator.from_seed`, `jax.random.PRNGKey` and `jax.random.key`, and for every number that Keras draws
-from: the seed of a `SeedGenerator` (a Dropout layer's, say), and that of an initializer. Keras gives what is unseeded
-a seed from Python's `random`, which `Seeds` has seeded; TensorFlow's global seed is set.
-`keras.utils.set_random_seed` sets all global streams, and each is shifted there.
+`FrameworkSeeds` also shifts `tf.random.set_seed`, `tf.random.Generator.from_seed`, `jax.random.PRNGKey` and
+`jax.random.key`, and the seeds of Keras's `SeedGenerator` (a Dropout layer's, say) and initializers. Unseeded ones get
+theirs from Python's `random`, which `Seeds` has seeded.
 """
 
 from __future__ import annotations
@@ -40,12 +37,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 class Seeds:
-    """Shifts the seeds of a run by `offset`.
-
-    Args:
-        offset: k >= 0; readable afterwards.
-        imports: where to wait for numpy and torch.
-    """
+    """Shifts the seeds of a run by `offset`."""
 
     def __init__(self, offset: int, imports: ImportWatch) -> None:
         self.offset = offset
@@ -67,9 +59,7 @@ class Seeds:
         self._patches.undo()
 
     def shifted(self, seed: Any, bits: int = 64) -> Any:
-        """A seed of this run: k more for a number (modulo 2**bits), for the first of several; text gets k
-        appended.
-        """
+        """Seed + k for a number (modulo 2**bits), and for the first of several; text gets k appended."""
         k = self.offset
         if isinstance(seed, bool) or seed is None or not k:
             return seed
@@ -88,9 +78,7 @@ class Seeds:
         return number + k if number < 0 else (number + k) % 2**bits
 
     def _fresh(self, bits: int = 32) -> int:
-        """A seed where the script asks for an unpredictable one: another at each asking, the same in each
-        pair.
-        """
+        """A seed where the script asks for an unpredictable one: another at each call, the same in both of a pair."""
         self._unseeded += 1
         return int((BASE + self.offset + 1_000_003 * self._unseeded) % 2**bits)
 
@@ -121,7 +109,6 @@ class Seeds:
         manual_seed(BASE + self.offset)
 
         def unpredictable() -> int:
-            """Seed the global streams; the number used, which a paired run uses as well."""
             number = self._fresh()
             manual_seed(number)
             return number
@@ -154,16 +141,10 @@ class Seeds:
         fresh: bool = False,
         but_for: Sequence[str] = ("torch", "numpy"),
     ) -> None:
-        """Shift what a function is given as its first argument, `seed`.
+        """Shift a function's first argument, `seed`.
 
-        Args:
-            owner: of the function.
-            name: of the function.
-            always: also where an installed library calls it.
-            bits: of a seed.
-            absent: the seed where none is given.
-            fresh: or there another one at each call.
-            but_for: packages that hand on a number that has been shifted already.
+        Calls of an installed library are shifted only if `always`, and those of the packages in `but_for` never: they
+        hand on a number that has been shifted. Without a seed `absent` is used, or with `fresh` a new one at each call.
         """
         original: Callable[..., Any] = getattr(owner, name)  # of a class, bound to it: a classmethod
 
@@ -264,9 +245,7 @@ def _caller() -> str:
 
 
 def _library_calls(depth: int) -> bool:
-    """Whether the function `depth` frames up from our caller's callee belongs to an installed library or to
-    Python.
-    """
+    """Whether the function `depth` frames up belongs to an installed library or to Python."""
     frame = sys._getframe(depth)
     file = frame.f_code.co_filename
     while frame.f_back is not None and file == random.__file__:  # Random.__init__ calls Random.seed

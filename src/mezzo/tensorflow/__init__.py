@@ -1,4 +1,4 @@
-"""Mezzo for TensorFlow: the graph rewrite with a loss scale, TF1-style optimizers and Keras 2.
+"""Mezzo for TensorFlow: the graph rewrite with a loss scale, for TF1-style optimizers and those of Keras 3 and Keras 2.
 
 Each public name is fetched when it is first asked for: `import mezzo.tensorflow` alone imports no TensorFlow.
 """
@@ -9,21 +9,13 @@ from typing import Any
 
 from mezzo.core.lazy import lazy
 
-# Public name -> its module.
 _PUBLIC = {
-    "enable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
     "disable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
+    "enable_mixed_precision_graph_rewrite": "mezzo.tensorflow.rewrite",
     "install": "mezzo.tensorflow.tf1_names",
     "uninstall": "mezzo.tensorflow.tf1_names",
 }
-
-__all__ = [
-    "disable_mixed_precision_graph_rewrite",
-    "enable_mixed_precision_graph_rewrite",
-    "install",
-    "uninstall",
-]
-
+__all__ = list(_PUBLIC)
 
 _get, __dir__ = lazy(
     __name__,

@@ -1,8 +1,8 @@
 """Keras 2 (`tf_keras`): its optimizers, new and legacy, with Mezzo's loss scale.
 
-Both classes inherit from tf_keras's own loss-scale optimizers, so `compile`, `fit`, callbacks and custom loops take them.
-The parent is constructed with a constant scale, which nothing reads: every method that does is overridden here. A skipped
-step does not count as an iteration; tf_keras's own counts it.
+Both classes inherit from tf_keras's own loss-scale optimizers, so `compile`, `fit`, callbacks and custom loops take
+them. The parent is constructed with a constant scale, which nothing reads: every method that does is overridden here. A
+skipped step does not count as an iteration; tf_keras's own counts it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ _STATE = "mezzo_loss_scale"
 
 
 class _Scaled(ScaleReads):
-    """The common part of the new and the legacy optimizer.
-
-    Args:
-        inner_optimizer: the optimizer that is given unscaled gradients.
-        loss_scale: a loss scale, a number, or what a policy writes: "dynamic", "dynamic(init=1024)".
-    """
+    """The common part of the new and the legacy optimizer."""
 
     _legacy = False
 

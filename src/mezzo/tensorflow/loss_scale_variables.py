@@ -21,11 +21,6 @@ Pairs = Sequence[tuple[Any, Any]]
 """Of a gradient (dense, `tf.IndexedSlices` or None) and its variable."""
 
 _READS = "optimizer.loss_scale, optimizer.skipped_steps"
-_LOOP = """
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(compute_loss())
-    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
-    optimizer.apply_gradients(zip(gradients, variables))"""
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,8 @@ class Held(ScaleArrays):
     last_step_skipped: Any
 
 
-# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own loss-scale
-# optimizers, so that their checkpoints load.
+# Field -> name in checkpoints and graphs, and type. The first two are those of TensorFlow's and tf_keras's own
+# loss-scale optimizers, so that their checkpoints load.
 _VARIABLES = {
     "scale": ("current_loss_scale", tf.float32),
     "good_steps": ("good_steps", tf.int64),
@@ -53,9 +48,6 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
 
     There is one set of variables per graph of TF1, and one for eager programs and their `tf.function`s; `here()`
     returns the set of the place where it is called.
-
-    Args:
-        pure: the loss scale, with the state to begin with.
     """
 
     def __init__(self, pure: LossScale) -> None:
@@ -182,19 +174,15 @@ class LossScaleVariables(tf.__internal__.tracking.Trackable):
             fault = "the loss was scaled, and the gradients were never unscaled: they are too large by the loss scale"
         elif not self._gradients_were_unscaled:
             fault = "the loss was never scaled, so that small gradients are lost in fp16"
-        raise CallOrderError(f"apply_gradients: {fault}. Use optimizer.minimize(...), or write:{_LOOP}")
+        raise CallOrderError(
+            f"apply_gradients: {fault}. Use optimizer.minimize(...); or take the gradients of "
+            "optimizer.get_scaled_loss(loss) and apply optimizer.get_unscaled_gradients(gradients)."
+        )
 
     # A step
 
     def step(self, grads_and_vars: Pairs, apply: Callable[[Pairs], Any]) -> Any:
         """Apply unscaled gradients, or skip the step if any of them is not finite on any replica.
-
-        Args:
-            grads_and_vars: pairs with unscaled gradients.
-            apply: applies such pairs; called in this replica's context, inside a branch.
-
-        Returns:
-            In a graph the operation; None in an eager program. Without a loss scale what `apply` returns.
 
         Raises:
             UsageError: called in a cross-replica context; or the rewrite is on, and XLA compiles this function.

@@ -1,8 +1,12 @@
-"""Every family of optimizers goes through the pure machine's states, eagerly, in a function and in a Session."""
+"""Every family of optimizers goes through the pure loss scale's states, eagerly, in a function and in a Session."""
 
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,21 +65,17 @@ def test_numbers_are_those_of_no_loss_scale(way: str) -> None:
     np.testing.assert_array_equal(weight, np.float32([1.0, 2.0]) - 0.125 * (1 + 1.5 + 1.75))
 
 
-COLLAPSING = DynamicLossScale(init=2.0, floor=1.0, patience=3)
-
-
 @pytest.mark.parametrize("way", [way for way in WAYS if "keras3" not in way])
 def test_patience(way: str) -> None:
-    stepper = WAYS[way](COLLAPSING)
+    stepper = WAYS[way](DynamicLossScale(init=2.0, floor=1.0, patience=3))
     for _ in range(3):
         stepper(True)
     eager = way.endswith("eagerly")
     with pytest.raises(LossScaleCollapseError if eager else tf.errors.InvalidArgumentError) as raised:
         stepper(True)
-    said = str(raised.value)
+    said, _, names = str(raised.value).partition("Gradients that are not finite:")
     assert "the loss scale is at its floor 2^0 and the last 3 steps were skipped" in said
-    assert "Gradients that are not finite:" in said
-    assert "weight" in said.partition("Gradients that are not finite:")[2]
+    assert "weight" in names
     if not way.endswith("Session"):
         with pytest.raises(LossScaleCollapseError, match="floor 2\\^0"):
             stepper.optimizer.check()
@@ -91,20 +91,19 @@ def test_only_the_bad_variable_is_named() -> None:
 
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         step()
-    said = str(raised.value).partition("Gradients that are not finite:")[2]
-    assert "culprit" in said
-    assert "innocent" not in said
-    gradients = optimizer.get_unscaled_gradients([None, tf.constant(np.nan)])
+    names = str(raised.value).partition("Gradients that are not finite:")[2]
+    assert "culprit" in names
+    assert "innocent" not in names
     eager = FAMILIES["v1"](StaticLossScale(2.0, patience=1))
-    eager.get_scaled_loss(eager.get_unscaled_gradients([tf.constant(1.0)])[0])
+    eager.get_scaled_loss(tf.constant(1.0))
+    gradients = eager.get_unscaled_gradients([None, tf.constant(np.nan)])
     with pytest.raises(LossScaleCollapseError, match=r"not finite: culprit:0\."):
         eager.apply_gradients(zip(gradients, [good, bad]))
 
 
 @pytest.mark.parametrize("family", UNSCALING)
-def test_forgetting_to_scale_or_to_unscale(family: str) -> None:
+def test_forgetting_to_scale_or_to_unscale_and_no_gradient_at_all(family: str) -> None:
     variable = tf.Variable([1.0])
-
     for done, said in (
         (None, "the loss was never scaled, so that small gradients"),
         ("get_scaled_loss", r"never unscaled: they are too large[\s\S]*get_unscaled_gradients"),
@@ -115,31 +114,25 @@ def test_forgetting_to_scale_or_to_unscale(family: str) -> None:
             getattr(optimizer, done)([tf.constant([1.0])])
         with pytest.raises(CallOrderError, match=said):
             optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    with pytest.raises(UsageError, match="no variable has a gradient"):
+        optimizer.apply_gradients(zip(optimizer.get_unscaled_gradients([None]), [variable]))
     np.testing.assert_array_equal(variable.numpy(), [1.0])
     FAMILIES[family](NoLossScale()).apply_gradients([(tf.constant([1.0]), variable)])  # nothing to forget
     np.testing.assert_array_equal(variable.numpy(), [0.875])
-
-
-@pytest.mark.parametrize("family", UNSCALING)
-def test_no_gradient_at_all(family: str) -> None:
-    optimizer = FAMILIES[family](DynamicLossScale())
-    optimizer.get_scaled_loss(tf.constant(1.0))
-    gradients = optimizer.get_unscaled_gradients([None])
-    with pytest.raises(UsageError, match="no variable has a gradient"):
-        optimizer.apply_gradients(zip(gradients, [tf.Variable([1.0])]))
 
 
 @pytest.mark.parametrize("family", UNSCALING)  # of Keras 3 tests/on_keras has it
 def test_sparse_gradients(family: str) -> None:
     table = tf.Variable(tf.ones([4, 2]))
     optimizer = FAMILIES[family](DynamicLossScale())
-    for factor, expected in ((1.0, 0.875), (np.nan, 0.875)):
+    for factor in (1.0, np.nan):
         with tf.GradientTape() as tape:
             loss = optimizer.get_scaled_loss(tf.reduce_sum(tf.gather(table, [1])) * factor)
         gradients = tape.gradient(loss, [table])
         assert isinstance(gradients[0], tf.IndexedSlices)
         optimizer.apply_gradients(zip(optimizer.get_unscaled_gradients(gradients), [table]))
-        np.testing.assert_array_equal(table.numpy(), [[1, 1], [expected, expected], [1, 1], [1, 1]])
+        np.testing.assert_array_equal(table.numpy(), [[1, 1], [0.875, 0.875], [1, 1], [1, 1]])
 
 
 def test_a_narrow_loss_and_narrow_gradients_keep_their_types() -> None:
@@ -162,25 +155,39 @@ def test_a_tf1_optimizer_is_still_one() -> None:
     assert optimizer.get_slot_names() == ["momentum"]
     assert optimizer.get_slot(variable, "momentum") is inner.get_slot(variable, "momentum")
     assert len(optimizer.variables()) == len(inner.variables()) + 6
-    assert optimizer._momentum == 0.5  # whatever else it is asked for
+    assert optimizer._momentum == 0.5  # other attributes are the inner optimizer's
     assert copy.copy(optimizer).inner_optimizer is inner
-    assert float(optimizer.scale_loss(tf.constant(1.0))) == 2.0**16
     assert repr(optimizer) == "LossScaleOptimizer(MomentumOptimizer, loss_scale=dynamic)"
 
 
-def test_two_graphs_have_a_scale_each() -> None:
-    with tf.Graph().as_default():
-        optimizer = FAMILIES["v1"](DynamicLossScale())
-        first = optimizer.skipped_steps
-    with tf.Graph().as_default() as graph:
-        variable = v1.get_variable("weight", initializer=[1.0])
-        step = optimizer.minimize(tf.reduce_sum(variable) * np.inf)
-        assert optimizer.skipped_steps.graph is graph
-        assert first.graph is not graph
-        with v1.Session() as session:
-            session.run(v1.global_variables_initializer())
-            session.run(step)
-            assert session.run([optimizer.skipped_steps, optimizer.last_step_skipped]) == [1, True]
+# The state in graphs of TF1, and files
+
+
+def test_each_graph_has_a_scale_that_is_read_without_a_new_op_and_nowhere_else() -> None:
+    optimizer = FAMILIES["v1"](DynamicLossScale())
+    assert optimizer.machine() == DynamicLossScale()  # before the first step there is an eager one
+    with tf.Graph().as_default() as first:
+        weight = v1.get_variable("weight", initializer=[1.0])
+        step = optimizer.minimize(tf.reduce_sum(weight) * np.inf)
+        assert optimizer.skipped_steps.graph is first
+        initializers = [variable.initializer for variable in v1.global_variables()]
+    first.finalize()
+    with first.as_default(), v1.Session() as session:
+        session.run(initializers)
+        session.run(step)
+        reads = [optimizer.loss_scale, optimizer.skipped_steps, optimizer.last_step_skipped]
+        assert session.run(reads) == [2.0**15, 1, True]
+    other = tf.Graph()
+    for what in ("loss_scale", "skipped_steps", "last_step_skipped", "machine", "check"):
+        for place in (other.as_default(), tf.init_scope()):
+            with place, pytest.raises(UsageError, match=rf"{what}.* in <tensorflow.*Graph.*session.run"):
+                getattr(optimizer, what)()
+    assert not other.get_operations()
+    with other.as_default():  # a second run has its own
+        optimizer.compute_gradients(v1.get_variable("weight", initializer=[1.0]))
+        assert optimizer.skipped_steps.graph is other
+    optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(1.0))])  # and so has an eager step
+    assert optimizer.machine() == DynamicLossScale(good_steps=1)
 
 
 def test_a_session_saves_and_restores_by_name(tmp_path: Any) -> None:
@@ -221,15 +228,14 @@ def test_a_checkpoint_of_the_plain_optimizer_loads(tmp_path: Any) -> None:
     plain = v1.train.MomentumOptimizer(0.125, 0.5)
     plain.minimize(lambda: variable * 1.0, var_list=[variable])
     path = tf.train.Checkpoint(optimizer=plain, weight=variable).save(str(tmp_path / "saved"))
-    optimizer = FAMILIES["v1"](DynamicLossScale())
-    optimizer.minimize(lambda: variable * 4.0, var_list=[variable])
-    tf.train.Checkpoint(optimizer=optimizer, weight=variable).restore(path).expect_partial()
-    np.testing.assert_array_equal(optimizer.get_slot(variable, "momentum").numpy(), [1.0])
-    np.testing.assert_array_equal(variable.numpy(), [0.875])
-    inner = v1.train.MomentumOptimizer(0.125, 0.5)
-    fresh = LossScaleOptimizer(inner, DynamicLossScale())  # that has made no slot yet
-    tf.train.Checkpoint(optimizer=fresh, weight=variable).restore(path).expect_partial()
-    np.testing.assert_array_equal(inner.get_slot(variable, "momentum").numpy(), [1.0])
+    for has_slots in (True, False):
+        inner = v1.train.MomentumOptimizer(0.125, 0.5)
+        optimizer = LossScaleOptimizer(inner, DynamicLossScale())
+        if has_slots:
+            optimizer.minimize(lambda: variable * 4.0, var_list=[variable])
+        tf.train.Checkpoint(optimizer=optimizer, weight=variable).restore(path).expect_partial()
+        np.testing.assert_array_equal(inner.get_slot(variable, "momentum").numpy(), [1.0])
+        np.testing.assert_array_equal(variable.numpy(), [0.875])
 
 
 def test_reference_variables_are_refused_with_the_way_out() -> None:
@@ -240,3 +246,16 @@ def test_reference_variables_are_refused_with_the_way_out() -> None:
             UsageError, match=r"'old:0' is a reference variable.*use_resource=False.*disable_control_flow_v2"
         ):
             optimizer.minimize(tf.reduce_sum(variable))
+
+
+def test_two_replicas_skip_together() -> None:
+    script = Path(__file__).parent / "children" / "two_replicas.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(told) == ["legacy", "tf_keras", "v1"]
+    weights = [[0.625, 1.625], [0.625, 1.625], [0.625, 1.625], [0.1875, 1.1875]]
+    for steps in told.values():
+        assert [step["weights"] for step in steps] == [[each, each] for each in weights]
+        states = [(step["scale"], step["skipped"]) for step in steps]
+        assert states == [(4.0, 0), (2.0, 1), (1.0, 2), (1.0, 2)]
