@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from faults.models import Carried
+from faults.models import Loop
 from faults.runs import Compute, plainly
 from mezzo.core.overflow import OUTSIDE
 
@@ -169,7 +169,7 @@ class AtScaleOne:
 
     def __call__(self, part: str, mp: Any, compute: Callable[[], Tensor]) -> Tensor:
         buffers = [(held, held.clone()) for held in mp.model.buffers()]
-        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Carried)]
+        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Loop)]
         random = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
         own_generators = [
             (held, held.get_state())

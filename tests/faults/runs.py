@@ -176,8 +176,7 @@ def of_clean(
     """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
     seed(8)
     trainee = run.make()
-    if run.plant is not None:
-        run.plant(trainee)
+    run.plant(trainee)
     mps = owners(trainee, "fp16", run.scale, **{**run.options, **options})
     try:
         yield from turns(trainee, mps, range(run.steps), around)
@@ -248,8 +247,7 @@ def train(name: str) -> None:
     seed(7)
     trainee = row.make()
     if isinstance(row, Clean):
-        if row.plant is not None:
-            row.plant(trainee)
+        row.plant(trainee)
         list(_steps(trainee, range(row.steps)))
         return
     list(_steps(trainee, range(PLANTED)))
