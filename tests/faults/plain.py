@@ -169,7 +169,7 @@ class AtScaleOne:
 
     def __call__(self, part: str, mp: Any, compute: Callable[[], Tensor]) -> Tensor:
         buffers = [(held, held.clone()) for held in mp.model.buffers()]
-        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Loop)]
+        carried = [(m, m.state) for m in mp.model.modules() if isinstance(m, Loop) and m.carried]
         random = torch.get_rng_state(), python_random.getstate(), np.random.get_state()
         own_generators = [
             (held, held.get_state())
