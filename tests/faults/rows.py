@@ -1,6 +1,6 @@
 """The planted faults: what is planted, and what a search for the culprit has to say of it.
 
-Each row is a truth about the code of `faults.plants` and `faults.models`, checked without any tracer by `plain.py`.
+Each row is a truth about the code of `faults.plants` and `faults.models`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class Fault:
         scale: first loss scale: low enough that nothing else overflows.
         delay: how many steps after it was planted it acts.
         options: of `MixedPrecision`.
-        seen: whether `plain.py`, which looks at modules only, can tell.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Fault:
     scale: float = 2.0**6
     delay: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    seen: bool = True
 
 
 _FIELDS = {one.name for one in fields(Fault)}
@@ -294,7 +292,7 @@ FAULTS: list[Fault] = [
     fault("the slope of (1 - p)^0.5 at p = 1 in the loss", slope(OUTSIDE, "pow", "(1 - p) ** 0.5"), m.cnn,
           plant=p.focal),
     fault("a penalty on the weights' distance from their start, which is 0",
-          slope(OUTSIDE, "sqrt", ".sum().sqrt()"), m.stack, plant=p.far_from_start, seen=False),
+          slope(OUTSIDE, "sqrt", ".sum().sqrt()"), m.stack, plant=p.far_from_start),
     fault("a loss multiplied by 1e39", overflow(OUTSIDE, "mul", "* 1e39"), m.stack,
           plant=p.huge_factor, mended=False),
     fault("a loss squared in fp16 by the script", overflow(OUTSIDE, "mul", "missed.half() * missed.half()"),
@@ -338,7 +336,7 @@ FAULTS: list[Fault] = [
           invalid("tail.1", "div", "x / x.sum"), m.transformer, middle=plants.logs_perplexity,
           tail=lambda: nn.Sequential(plants.unused(), plants.share())),
     fault("a slope, in a model whose output holds -inf on purpose", slope("tail", "sqrt", "torch.sqrt"),
-          p.masked, plants.root, seen=False),
+          p.masked, plants.root),
     fault("a division, in a model whose output holds -inf on purpose", invalid("tail", "div", "x / x.sum"),
           p.masked, plants.share),
     fault("under clipping and a penalty on the critic's slope",
@@ -386,11 +384,9 @@ FAULTS: list[Fault] = [
     fault("afterwards: a NaN deep in an argument", given("", also="second"), m.nested,
           plant=p.late_nan),
     fault("afterwards: forward, in a model whose parts are called one by one",
-          overflow("backbone.2", "mul", "wide * wide", in_script="2"), m.parts, plants.squares, repeats=2,
-          seen=False),
+          overflow("backbone.2", "mul", "wide * wide", in_script="2"), m.parts, plants.squares, repeats=2),
     fault("afterwards: backward, in a model whose parts are called one by one",
-          slope("backbone.2", "sqrt", "torch.sqrt", in_script="2"), m.parts, plants.root, repeats=2,
-          seen=False),
+          slope("backbone.2", "sqrt", "torch.sqrt", in_script="2"), m.parts, plants.root, repeats=2),
     fault("afterwards: a stream that thirty layers double", overflow("layers.18", "linear", "layer(x)"),
           m.regression, m.Residuals, seed=16, plant=p.attribute("", "gain", 3.0)),
     fault("afterwards: a gate times a value", overflow("", "mul", "F.silu(self.gate(x)) * self.value(x)"),
@@ -405,7 +401,7 @@ FAULTS: list[Fault] = [
           overflow(OUTSIDE, "exp", "torch.exp(out @ out.T"), m.stack, plant=p.contrast, mended=False),
     fault("afterwards: a mask of floats with a row of -inf",
           invalid("attention", "attention", "self.attention("), m.regression, m.Attends,
-          plant=p._changed("", "mask", lambda mask: mask[2].fill_(plants.MASK)), seen=False),
+          plant=p._changed("", "mask", lambda mask: mask[2].fill_(plants.MASK))),
     fault("afterwards: a model that is a Sequential", overflow("2", "mul", "wide * wide"), m.regression, m.layers,
           plants.squares),
     fault("afterwards: two models of one graph, the first one's fault",
