@@ -3,8 +3,8 @@
     python benchmarks/faults.py                 # writes benchmarks/results/faults.json
 
 The rows are in tests/faults: `rows.py` has the faults over CNN, transformer, recurrent nets, GANs and perceptrons, and
-`clean.py` the runs whose loss scale overflows because it looks for its place. That each row is as it says, is shown
-without any tracer by tests/test_faults.py. Exit status 1 if a fault was not named or an alarm was false.
+`clean.py` the runs whose loss scale overflows because it looks for its place. That a fault fails its step and no other
+is tested by tests/test_faults.py. Exit status 1 if a fault was not named or an alarm was false.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from torch.nn import functional as F
 import mezzo
 from mezzo.core.records import OpFormats
 from mezzo.pytorch.memory import PeakTensorBytes
-from mezzo.pytorch.monitor.execution_trace import ExecutionTrace
 from mezzo.pytorch.monitor.formats import COMPILED, OpObserver
 
 
@@ -102,84 +99,83 @@ def test_backward_belongs_to_its_forward_op(policy: str, inside: str) -> None:
     assert _find(table, "SGD.step").observed == "fp32 -> fp32"
 
 
-def test_calls_and_casts_are_counted() -> None:
+X, A = torch.ones(2, 4), torch.ones(2, 2)
+
+
+def _thrice() -> None:
     layer = nn.Linear(4, 4)
-    x = torch.randn(2, 4)
-    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
-        layer(layer(layer(x)))
-    (row,) = observer.table()
-    # The input, and the weight and the bias once: autocast keeps their copies until the region ends.
-    assert (row.op, row.calls, row.casts) == ("linear", 3, 3)
+    with mezzo.autocast("bf16", "cpu"):
+        layer(layer(layer(X)))
 
 
-def test_auto_is_resolved_as_a_region_resolves_it() -> None:
-    a = torch.randn(2, 2)
+def _inside(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> None:
+        with mezzo.autocast("bf16", "cpu"):
+            call()
+
+    return run
+
+
+def _torchs_own_table() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.softmax(X.bfloat16(), -1)
+
+
+def _outside() -> None:
+    with mezzo.autocast("bf16", "cpu"):
+        inside = A @ A
+    F.linear(inside.float(), A)
+
+
+def _both() -> None:
+    _inside(lambda: torch.mm(A, A))()
+    torch.mm(A, A)
+
+
+# name -> policy, whether all runs inside, what runs, op, and of its row: planned, observed, calls, casts, as planned
+ROWS: dict[str, tuple[str, bool, Callable[[], object], str, tuple[str, str, int, int, bool]]] = {
+    # The input, and the weight and the bias once: autocast keeps their copies until its context ends.
+    "calls and casts": ("bf16", False, _thrice, "linear", ("bf16 -> bf16", "bf16 -> bf16", 3, 3, True)),
+    "a departure": (
+        "bf16", False, _torchs_own_table, "softmax", ("fp32 -> fp32", "bf16 -> bf16", 1, 0, False),
+    ),
+    "cast up afterwards": (
+        "bf16", False, lambda: torch.sigmoid(X.bfloat16()).float(), "sigmoid",
+        ("fp32 -> fp32", "bf16 -> bf16", 1, 0, False),
+    ),
+    "outside": ("bf16", False, _outside, "linear", ("", "fp32 -> fp32", 1, 0, True)),
+    "outside, though all should be inside": (
+        "bf16", True, _outside, "linear", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False),
+    ),
+    "nothing was lowered": (
+        "bf16", False, lambda: torch.mm(A, A), "mm", ("bf16 -> bf16", "fp32 -> fp32", 1, 0, False),
+    ),
+    "an overridden module": (
+        "bf16,module.head=fp32", False, _both, "mm", ("bf16 -> bf16", "bf16 -> bf16", 1, 2, True),
+    ),
+    "FP64": (
+        "bf16", False, _inside(lambda: torch.mm(A.double(), A.double())), "mm",
+        ("", "fp64 -> fp64", 1, 0, True),
+    ),
+    "in place": ("bf16", False, _inside(lambda: A.clone().add_(1.0)), "add_", ("", "fp32 -> fp32", 1, 0, True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row(name: str) -> None:
+    policy, whole, run, op, expected = ROWS[name]
+    with OpObserver(policy, whole=whole) as observer:
+        run()
+    row = _find(observer.table(), op)
+    assert (row.planned, row.observed, row.calls, row.casts, row.as_planned) == expected
+
+
+def test_integers_have_no_row_and_auto_is_resolved() -> None:
     with OpObserver("auto") as observer, mezzo.autocast("auto", "cpu"):
-        torch.mm(a, a)
-    assert observer.table()[0].as_planned
-
-
-def test_a_departure_is_seen() -> None:
-    # Torch's own table in the place of the policy's: softmax stays in bf16 on a CPU.
-    x = torch.randn(2, 4).bfloat16()
-    with OpObserver("bf16") as observer, torch.autocast("cpu", torch.bfloat16):
-        torch.softmax(x, -1)
+        torch.mm(A.long(), A.long())
+        torch.mm(A, A)
     (row,) = observer.table()
-    assert (row.planned, row.observed, row.as_planned) == ("fp32 -> fp32", "bf16 -> bf16", False)
-
-
-def test_sixteen_bits_cast_up_are_no_fp32() -> None:
-    x = torch.randn(2, 4).bfloat16()
-    with OpObserver("bf16") as observer:
-        torch.sigmoid(x).float()
-    assert _find(observer.table(), "sigmoid").as_planned is False
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_an_op_outside_the_region_is_a_departure_only_where_all_should_be_inside(whole: bool) -> None:
-    a = torch.randn(2, 2)
-    observer = OpObserver("bf16", whole=whole)
-    with observer:
-        with mezzo.autocast("bf16", "cpu"):
-            inside = a @ a
-        F.linear(inside.float(), a)
-    assert _find(observer.table(), "matmul").as_planned
-    row = _find(observer.table(), "linear")
-    assert row.as_planned is not whole
-    assert ("outside the region" in row.reason) is not whole
-
-
-def test_where_nothing_was_lowered_nothing_is_excused() -> None:
-    a = torch.randn(2, 2)
-    with OpObserver("bf16") as observer:
-        torch.mm(a, a)
-    assert not observer.table()[0].as_planned
-
-
-def test_module_overrides_explain_either_format() -> None:
-    a = torch.randn(2, 2)
-    with OpObserver("bf16,module.head=fp32") as observer:
-        with mezzo.autocast("bf16", "cpu"):
-            torch.mm(a, a)
-        torch.mm(a, a)
-    assert all(row.as_planned for row in observer.table())
-
-
-def test_fp64_and_integers_have_no_plan() -> None:
-    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
-        torch.mm(torch.ones(2, 2).double(), torch.ones(2, 2).double())
-        torch.mm(torch.ones(2, 2).long(), torch.ones(2, 2).long())
-    (row,) = observer.table()
-    assert (row.planned, row.observed) == ("", "fp64 -> fp64")
-
-
-def test_in_place_ops_are_listed_without_a_rule() -> None:
-    x = torch.randn(3)
-    with OpObserver("bf16") as observer, mezzo.autocast("bf16", "cpu"):
-        x.add_(1.0)
-    (row,) = observer.table()
-    assert (row.op, row.rule, row.observed) == ("add_", "", "fp32 -> fp32")
-    assert "in place" in row.reason
+    assert row.as_planned
 
 
 def test_beside_a_dispatch_mode() -> None:
@@ -244,20 +240,15 @@ def test_a_forked_child_does_not_write_into_the_trace() -> None:
     assert [(row.op, row.calls) for row in observer.table()] == [("mm", 2)]
 
 
-def test_stderr_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    with redirect_stderr(io.StringIO()) as python_side:
-        trace = ExecutionTrace()
-        assert trace.start() == ""
-        os.write(2, b"a line of the script's\n")
-        trace.stop()
-    assert python_side.getvalue() == ""
-    assert capfd.readouterr().err == "a line of the script's\n"
-
-
-def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stderr_is_left_alone_and_no_file_is_left(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with OpObserver("bf16"):
+    with OpObserver("bf16") as observer:
+        os.write(2, b"a line of the script's\n")
         torch.ones(1)
+    assert not observer.note
+    assert capfd.readouterr().err == "a line of the script's\n"
     assert os.listdir(tmp_path) == []
 
 

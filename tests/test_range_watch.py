@@ -1,4 +1,4 @@
-"""RangeWatch: what it counts is what the step computed, and the step does not know that it was watched."""
+"""RangeWatch counts what the step computed, and does not change it."""
 
 from __future__ import annotations
 
@@ -99,9 +99,6 @@ def everything(model: nn.Module, mp: mezzo.MixedPrecision, losses: list[Tensor])
     return [*model.state_dict().values(), *losses, *held, torch.get_rng_state(), torch.tensor(mp.loss_scale)]
 
 
-# What a training does besides -> options of MixedPrecision.
-
-
 def by_key(rows: list[RangeRow]) -> dict[tuple[str, str, str], RangeRow]:
     found = {(row.what, row.module, row.name): row for row in rows}
     assert len(found) == len(rows)
@@ -121,18 +118,14 @@ def hooks(model: nn.Module) -> int:
     )
 
 
+# options of MixedPrecision
 TRAININGS: dict[str, dict[str, Any]] = {
-    "fp16": {},
-    "bf16": {"precision": "bf16"},
-    "fp32": {"precision": "fp32"},
-    "accumulated": {"accumulate": 3},
-    "clipped": {"clip_norm": 0.1, "clip_value": 0.05},
+    "accumulated and clipped": {"accumulate": 3, "clip_norm": 0.1, "clip_value": 0.05},
     "skipping": {"spike": 1},
     "split": {"precision": "bf16", "masters": "split"},
     "masters, the first step skipped": {"masters": "fp32", "spike": 0},
     "released": {"precision": "bf16", "release_gradients": True, "optimizer": mezzo.optim.AdamW},
     "released in two passes": {"release_gradients": True, "optimizer": mezzo.optim.AdamW, "clip_norm": 0.1},
-    "sgd": {"optimizer": torch.optim.SGD},
 }
 
 
@@ -180,7 +173,6 @@ def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
         precision, 1, lambda params, lr: torch.optim.SGD(params, lr=0.5), watch=True, **options
     )
     rows = by_key(mp.ranges)
-
     # `head` hands on what its last module returned, whose gradient arrives at both.
     for path in SEEN:
         row = rows["activation", path, ""]
@@ -198,16 +190,6 @@ def test_every_kind_is_what_a_loop_by_hand_sees(precision: str) -> None:
         assert rows["update ratio", path, own].format == "fp32"
     count = len(list(model.parameters()))
     assert len(rows) == 2 * len(SEEN) + 3 * count
-
-
-def test_without_watch_there_is_no_hook_and_no_row() -> None:
-    model, mp, _ = trained(updates=1, trace=False)
-    assert hooks(model) == 0
-    assert mp.ranges == []
-    with mp.autocast():
-        loss = model(next(batches(1)))["out"].sum()
-    assert hooks(model) == 0
-    mp.step(loss)
 
 
 def test_hooks_are_on_the_modules_in_watched_updates_only() -> None:
@@ -244,15 +226,11 @@ def test_the_window_adds_up_and_is_shown_without_loss_scale_and_window() -> None
 
 
 def test_weight_gradients_are_those_before_clipping() -> None:
-    rows = [
-        row
+    plain, clipped = (
+        [row for row in trained("fp32", 1, watch=1, **options)[1].ranges if row.what == "weight gradient"]
         for options in ({}, {"clip_norm": 1e-6, "clip_value": 1e-7})
-        for row in trained("fp32", 1, watch=1, **options)[1].ranges
-        if row.what == "weight gradient"
-    ]
-    half = len(rows) // 2
-    assert half
-    assert rows[:half] == rows[half:]
+    )
+    assert plain == clipped != []
 
 
 def test_a_skipped_update_has_no_ratios_and_shows_the_infinities() -> None:
@@ -287,19 +265,6 @@ def test_masters_are_what_weights_are() -> None:
     assert ratio.histogram == histogram(torch.where(moved == 0, 0, moved / master["first.weight"].abs()))
     assert ratio.format == "fp32"
     assert ratio.histogram.zeros < 48  # a bf16 weight would hardly have moved
-
-
-def test_weights_without_masters_move_in_their_own_format() -> None:
-    model = nn.Sequential(nn.Linear(6, 8)).to(torch.bfloat16)
-    optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-3, masters="none")
-    watch = RangeWatch(model, optimizer, every=1, kinds=("update ratio", "weight"))
-    for index in range(2):
-        model(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward()
-        watch.update_begins(optimizer, 1.0)
-        optimizer.step()
-        watch.update_ended(optimizer, index=index, number=0, skipped=False, loss_scale=1.0)
-    assert {row.format for row in watch.rows} == {"bf16"}
-    assert sum(row.histogram.zeros for row in watch.rows) > 10  # and many do not move at all
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
@@ -367,31 +332,6 @@ def test_evaluation_penalties_and_parts_called_alone_are_not_counted() -> None:
     mp.step(loss)
     evaluate()
     assert by_key(mp.ranges) == expected
-
-
-def test_a_call_that_raised_and_a_graph_that_is_kept_add_nothing() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mp = mezzo.MixedPrecision(model, optimizer, "fp32", watch=1, accumulate=2)
-    (x,) = batches(1)
-    with pytest.raises(RuntimeError), mp.autocast():
-        model(torch.ones(3, 5))
-    model.eval()
-    with torch.no_grad():
-        model(x)
-    model.train()
-    losses = []
-    for _ in range(2):
-        with mp.autocast():
-            losses.append(model(x).sum())
-        if len(losses) == 2:  # a look at the first loss's graph, which is none of the step's backward passes
-            torch.autograd.grad(losses[0], model[0].weight)
-        mp.step(losses[-1], retain_graph=True)
-    rows = by_key(mp.ranges)
-    for what in ("activation", "activation gradient"):
-        for module in ("0", "1"):
-            assert rows[what, module, ""].histogram.elements == 2 * 48
 
 
 # ------------------------------------- several models and optimizers, records, notes, paths, and what goes wrong
@@ -492,7 +432,6 @@ def test_sparse_gradients_are_seen_by_their_values() -> None:
     mp.step(loss)
     rows = by_key(mp.ranges)
     assert rows["weight gradient", "0", "weight"].histogram == Histogram(0, [4, 4], largest=2.0)
-    assert rows["weight", "0", "weight"].histogram.elements == 400
     assert rows["update ratio", "0", "weight"].histogram.zeros == 392
 
 
@@ -527,19 +466,15 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
     assert hooks(model) == 0
 
 
-def test_records_are_written_beside_the_updates(tmp_path: Path) -> None:
+def test_records_are_written_with_the_updates(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     writer = records.RecordWriter(path)
     _, mp, _ = trained(updates=5, watch=2, records=writer)
     mp.close()
     writer.close()
-    read = list(records.read(path))
-    updates = [r for r in read if isinstance(r, records.UpdateRecord)]
-    ranges = [r for r in read if isinstance(r, records.RangesRecord)]
+    ranges = [r for r in records.read(path) if isinstance(r, records.RangesRecord)]
     assert [r.update for r in ranges] == [0, 2, 4]
-    assert [r.loss_scale for r in ranges] == [updates[r.update].loss_scale for r in ranges]
     assert ranges[-1].rows == mp.ranges
-    assert all(r.at > 0 for r in ranges)
 
 
 def test_only_the_last_records_wait_for_a_reader() -> None:
@@ -633,16 +568,15 @@ def test_paths_are_those_of_the_model_without_its_wrappers() -> None:
     assert "block.0" not in paths(net).seen
 
 
-BAD = {
-    "interval of -1": ({"every": -1}, UsageError, "watch=-1"),
-    "interval of 0.5": ({"every": 0.5}, UsageError, "watch=0.5"),
-    "kind": ({"kinds": ("weigth",)}, UnknownNameError, "Did you mean 'weight'"),
-}
-
-
-@pytest.mark.parametrize("name", list(BAD))
-def test_bad_arguments(name: str) -> None:
-    options, error, words = BAD[name]
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": -1}, UsageError, "watch=-1"),
+        ({"every": 0.5}, UsageError, "watch=0.5"),
+        ({"kinds": ("weigth",)}, UnknownNameError, "Did you mean 'weight'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: str) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(error, match=words):
         RangeWatch(model, torch.optim.SGD(model.parameters()), **options)

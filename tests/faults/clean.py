@@ -11,32 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mezzo
+from faults import models as m
+from faults import planting as p
 from faults import plants
-from faults.models import (
-    Batch,
-    Carried,
-    OwnCell,
-    Trainee,
-    attends,
-    autoencoder,
-    cnn,
-    encoder,
-    experts,
-    gan,
-    in_a_dataclass,
-    parts,
-    recurrent,
-    scored,
-    stack,
-    taught,
-    tied,
-    transformer,
-    two_heads,
-    two_losses,
-    weighed,
-    with_a_criterion,
-)
 from mezzo.core.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -46,188 +23,130 @@ class Clean:
 
     Args:
         name: what could be mistaken for one.
-        family: CNN, transformer, recurrent, GAN or perceptron.
         make: makes the training.
-        scale: first value of a dynamic loss scale, or a machine.
+        family: CNN, transformer, recurrent, GAN or perceptron.
+        scale: first value of a dynamic loss scale, or a loss scale.
         steps: how many.
         plant: done before the first step.
         options: of `MixedPrecision`.
     """
 
     name: str
+    make: Callable[[], m.Trainee]
     family: str
-    make: Callable[[], Trainee]
     scale: Any = 2.0**24
     steps: int = 12
-    plant: Callable[[Trainee], Any] | None = None
+    plant: p.Plant = lambda trainee: None
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _large_but_fine(trainee: Trainee) -> None:
-    """Inputs near fp16's largest number, and a first layer that takes them."""
+def clean(name: str, make: Callable[..., m.Trainee], *args: Any, **options: Any) -> Clean:
+    """A row; options that are no field of `Clean` are those of `make`."""
+    row = {name: options.pop(name) for name in ("scale", "steps", "plant", "options") if name in options}
+    family = next((m.FAMILIES[one] for one in (make, *args[:1]) if one in m.FAMILIES), "perceptron")
+    return Clean(name, partial(make, *args, **options), family, **row)
+
+
+# Inputs near fp16's largest number, and a first layer that takes them.
+_LARGE = p.both(p.grown("conv1", 1e-4), p.batch(lambda x, y: (x.clamp(-1, 1) * 60000.0, y)))
+_IN_HALF = p.loss(lambda m, x, y: (m(x) - y.half()).abs().sum())
+# So steep that even small scales overflow, and 1 does not.
+_STEEP = p.loss(lambda m, x, y: F.mse_loss(m(x).float(), y) * 2000)
+_ALLOWED_LABELS = p.loss(lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2)))
+_OFFSET = p.batch(lambda x, y: (x, y, torch.zeros_like(x)))
+
+
+@p.loss
+def _weak_penalty(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(m(x).float(), y) + 1e-3 * sum(p.square().sum() for p in m.parameters())
+
+
+def _causal_buffer(trainee: m.Trainee) -> None:
+    trainee.model.mask.copy_(torch.full((4, 4), plants.MASK).triu(1))
+
+
+@p.loss
+def _evaluates(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Validation in between, infinite."""
+    told = F.mse_loss(m(x).float(), y)
+    m.eval()
     with torch.no_grad():
-        trainee.model.conv1.weight.mul_(1e-4)
-
-    def spoil(old: Batch) -> Batch:
-        x, y = old
-        return x.clamp(-1, 1) * 60000.0, y
-
-    trainee.spoil = spoil
-
-
-def _in_half(trainee: Trainee) -> None:
-    """A loss in fp16, as it leaves the model."""
-    trainee.loss = lambda m, x, y: (m(x) - y.half()).abs().sum()
-
-
-def _weak_penalty(trainee: Trainee) -> None:
-    trainee.loss = lambda m, x, y: (
-        F.mse_loss(m(x).float(), y) + 1e-3 * sum(p.square().sum() for p in m.parameters())
-    )
-
-
-def _offset(trainee: Trainee) -> None:
-    def spoil(old: Batch) -> Batch:
-        x, y = old
-        return x, y, torch.zeros_like(x)
-
-    trainee.spoil = spoil
-
-
-def _steeper(trainee: Trainee) -> None:
-    """A loss so steep that even small scales overflow, and 1 does not."""
-    trainee.loss = lambda m, x, y: F.mse_loss(m(x).float(), y) * 2000
-
-
-def _allowed_labels(trainee: Trainee) -> None:
-    trainee.loss = lambda m, x, y: F.cross_entropy(m(x), y.clamp(max=2))
-
-
-def _causal_buffer(trainee: Trainee) -> None:
-    trainee.model.mask.copy_(torch.full((4, 4), float("-inf")).triu(1))
-
-
-def _evaluates(trainee: Trainee) -> None:
-    """Validation on the side, infinite."""
-
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        told = F.mse_loss(m(x).float(), y)
-        m.eval()
-        with torch.no_grad():
-            m(x * 1e6)
-        m.train()
-        return told
-
-    trainee.loss = loss
-
-
-def _tries_first(trainee: Trainee) -> None:
-    """A call in training mode that leads to no loss."""
-
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         m(x * 1e6)
-        return F.mse_loss(m(x).float(), y)
-
-    trainee.loss = loss
-
-
-def _all_padding(trainee: Trainee) -> None:
-    def spoil(old: Batch) -> Batch:
-        tokens, padding, y = old
-        return tokens, torch.ones_like(padding), y
-
-    trainee.spoil = spoil
+    m.train()
+    return told
 
 
-class TopOnly(nn.Module):
-    """All but the largest two masked with -inf before a softmax."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        least = x.topk(2, -1).values[..., -1:]
-        return torch.softmax(x.masked_fill(x < least, float("-inf")), -1)
+@p.loss
+def _tries_first(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A call in training mode that leads to no loss."""
+    m(x * 1e6)
+    return F.mse_loss(m(x).float(), y)
 
 
 _QUICK = DynamicLossScale(init=2.0**14, growth_interval=1)
+_AFTER_TWO = DynamicLossScale(init=2.0**15, growth_interval=2)
 
+# fmt: off
 CLEAN: list[Clean] = [
-    Clean("a CNN from 2^24", "CNN", cnn),
-    Clean("a CNN whose scale doubles every step", "CNN", cnn, scale=_QUICK, steps=24),
-    Clean(
-        "a scale that grows after two good steps",
-        "transformer",
-        transformer,
-        scale=DynamicLossScale(init=2.0**15, growth_interval=2),
-        steps=30,
-    ),
-    Clean("inputs of 60000", "CNN", cnn, plant=_large_but_fine),
-    Clean("a constant scale that is too large", "CNN", cnn, scale=StaticLossScale(2.0**24), steps=6),
-    Clean("a causal mask of -inf", "transformer", transformer),
-    Clean("padding masked with -inf", "transformer", partial(transformer, padded=True)),
-    Clean("dropout", "transformer", partial(transformer, dropout=0.3)),
-    Clean("checkpoints", "transformer", partial(transformer, how="not reentrant", dropout=0.1)),
-    Clean("reentrant checkpoints", "transformer", partial(transformer, how="reentrant")),
-    Clean(
-        "a perplexity of infinity, logged", "transformer", partial(transformer, tail=plants.LogsPerplexity)
-    ),
-    Clean("all but two logits masked", "transformer", partial(transformer, tail=TopOnly)),
-    Clean("an infinity that nobody uses", "recurrent", partial(recurrent, tail=plants.Unused)),
-    Clean(
-        "infinities inside amax and logsumexp", "recurrent", partial(recurrent, nn.GRU, tail=plants.Absorbed)
-    ),
-    Clean("an LSTM", "recurrent", recurrent),
-    Clean("a recurrence by hand", "recurrent", partial(recurrent, OwnCell)),
-    Clean("a state carried in a buffer", "recurrent", partial(recurrent, partial(Carried, buffer=True))),
-    Clean("a state carried in an attribute", "recurrent", partial(recurrent, Carried)),
-    Clean("a logarithm made safe before where()", "recurrent", partial(recurrent, tail=plants.SafelyChosen)),
-    Clean("a GAN", "GAN", gan),
-    Clean("a GAN with a penalty on the slope", "GAN", partial(gan, penalty=True)),
-    Clean("four losses a window", "perceptron", partial(stack, accumulate=4), options={"accumulate": 4}),
-    Clean("clipping", "perceptron", stack, options={"clip_norm": 0.5}),
-    Clean("a loss in fp16", "perceptron", stack, plant=_in_half, scale=2.0**24),
-    Clean("a steep loss", "perceptron", stack, plant=_steeper),
-    Clean("a penalty on the weights", "perceptron", stack, plant=_weak_penalty),
-    Clean("an argument by the side", "perceptron", stack, plant=_offset),
-    Clean("a gate that saturates past infinity", "perceptron", partial(stack, between=plants.Saturates)),
-    Clean(
-        "an output that reaches no loss", "perceptron", partial(two_heads, right=plants.Unused, both=False)
-    ),
-    Clean("two optimizers over one model", "perceptron", partial(two_heads, split=True)),
-    Clean(
-        "Mezzo's AdamW, fp16 weights",
-        "CNN",
-        partial(cnn, optimizer=lambda p: mezzo.optim.AdamW(p, lr=1e-3)),
-        options={"masters": "fp32"},
-    ),
-    Clean("a mask of -inf in a buffer", "transformer", attends, plant=_causal_buffer),
-    Clean("a dataclass returned", "perceptron", in_a_dataclass),
-    Clean("parts called one by one", "perceptron", parts),
-    Clean("experts", "perceptron", experts),
-    Clean("a language model with tied weights", "recurrent", tied),
-    Clean("a learned uncertainty", "perceptron", weighed),
-    Clean("a criterion with weights of its own", "perceptron", with_a_criterion),
-    Clean("two models of one graph", "perceptron", two_losses),
-    Clean("a generator of its own", "perceptron", partial(stack, tail=plants.OwnGenerator)),
-    Clean("NumPy's generator", "perceptron", partial(stack, tail=plants.NumpyRandom)),
-    Clean("a count of calls", "CNN", partial(cnn, tail=plants.Counts)),
-    Clean("vmap", "perceptron", partial(stack, tail=plants.PerSample)),
-    Clean("writes in place", "CNN", partial(cnn, middle=plants.InPlaceChain)),
-    Clean("hooks of the script's own", "recurrent", partial(recurrent, tail=plants.HookedBackward)),
-    Clean("an output of -inf on purpose", "CNN", partial(cnn, end=plants.MasksLogits), plant=_allowed_labels),
-    Clean("an autoencoder", "CNN", autoencoder),
-    Clean("a draw around a mean", "CNN", partial(autoencoder, plants.Reparameterises)),
-    Clean("PyTorch's encoder with padding", "transformer", encoder),
-    Clean("PyTorch's encoder, a batch of nothing but padding", "transformer", encoder, plant=_all_padding),
-    Clean("deviation and length of nothing", "recurrent", partial(recurrent, tail=plants.SpreadOfNothing)),
-    Clean("an evaluation that overflows, beside each step", "perceptron", stack, plant=_evaluates),
-    Clean("a call that overflows and is thrown away", "perceptron", stack, plant=_tries_first),
-    Clean("a model that returns its own loss", "perceptron", scored),
-    Clean("a teacher", "perceptron", taught),
-    Clean("writing in place", "CNN", partial(cnn, tail=plants.InPlace)),
-    Clean("a hook on a gradient", "recurrent", partial(recurrent, tail=plants.HooksAGradient)),
-    Clean(
-        "a weight under weight_norm",
-        "perceptron",
-        partial(stack, tail=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
-    ),
-    Clean("a frozen BatchNorm", "CNN", partial(cnn, middle=lambda: plants.Frozen(4))),
+    clean("a CNN from 2^24", m.cnn),
+    clean("a CNN whose scale doubles every step", m.cnn, scale=_QUICK, steps=24),
+    clean("a scale that grows after two good steps", m.transformer, scale=_AFTER_TWO, steps=30),
+    clean("inputs of 60000", m.cnn, plant=_LARGE),
+    clean("a constant scale that is too large", m.cnn, scale=StaticLossScale(2.0**24), steps=6),
+    clean("a causal mask of -inf", m.transformer),
+    clean("padding masked with -inf", m.transformer, padded=True),
+    clean("dropout", m.transformer, dropout=0.3),
+    clean("checkpoints", m.transformer, how="not reentrant", dropout=0.1),
+    clean("reentrant checkpoints", m.transformer, how="reentrant"),
+    clean("a perplexity of infinity, logged", m.transformer, tail=plants.logs_perplexity),
+    clean("all but two logits masked", m.transformer, tail=plants.top_only),
+    clean("an infinity that nobody uses", m.recurrent, tail=plants.unused),
+    clean("infinities inside amax and logsumexp", m.recurrent, nn.GRU, tail=plants.absorbed),
+    clean("an LSTM", m.recurrent),
+    clean("a recurrence by hand", m.recurrent, m.Loop),
+    clean("a state carried in a buffer", m.recurrent, partial(m.Loop, carried="buffer")),
+    clean("a state carried in an attribute", m.recurrent, partial(m.Loop, carried="attribute")),
+    clean("a logarithm made safe before where()", m.recurrent, tail=plants.safely_chosen),
+    clean("a GAN", m.gan),
+    clean("a GAN with a penalty on the slope", m.gan, penalty=True),
+    clean("four losses a window", m.stack, accumulate=4, options={"accumulate": 4}),
+    clean("clipping", m.stack, options={"clip_norm": 0.5}),
+    clean("a loss in fp16", m.stack, plant=_IN_HALF),
+    clean("a steep loss", m.stack, plant=_STEEP),
+    clean("a penalty on the weights", m.stack, plant=_weak_penalty),
+    clean("an argument by the side", m.stack, plant=_OFFSET),
+    clean("a gate that saturates past infinity", m.stack, between=plants.saturates),
+    clean("an output that reaches no loss", m.two_heads, right=plants.unused, both=False),
+    clean("two optimizers over one model", m.two_heads, split=True),
+    clean("Mezzo's AdamW, fp16 weights", m.cnn, optimizer=p.mezzos, options={"masters": "fp32"}),
+    clean("a mask of -inf in a buffer", m.regression, m.Attends, plant=_causal_buffer),
+    clean("a dataclass returned", m.in_a_dataclass),
+    clean("parts called one by one", m.parts),
+    clean("experts", m.regression, m.Experts),
+    clean("a language model with tied weights", m.tied),
+    clean("a learned uncertainty", m.weighed),
+    clean("a criterion with weights of its own", m.with_a_criterion),
+    clean("two models of one graph", m.two_losses),
+    clean("a generator of its own", m.stack, tail=plants.own_generator),
+    clean("NumPy's generator", m.stack, tail=plants.numpy_random),
+    clean("a count of calls", m.cnn, tail=plants.counts),
+    clean("vmap", m.stack, tail=plants.per_sample),
+    clean("writes in place", m.cnn, middle=plants.in_place_chain),
+    clean("hooks of the script's own", m.recurrent, tail=partial(plants.Hooked, backward=True)),
+    clean("an output of -inf on purpose", m.cnn, end=plants.masks_logits, plant=_ALLOWED_LABELS),
+    clean("an autoencoder", m.autoencoder),
+    clean("a draw around a mean", m.autoencoder, plants.reparameterises),
+    clean("PyTorch's encoder with padding", m.encoder),
+    clean("PyTorch's encoder, a batch of nothing but padding", m.encoder, plant=p.all_padding),
+    clean("deviation and length of nothing", m.recurrent, tail=plants.spread_of_nothing),
+    clean("an evaluation that overflows, beside each step", m.stack, plant=_evaluates),
+    clean("a call that overflows and is thrown away", m.stack, plant=_tries_first),
+    clean("a model that returns its own loss", m.scored),
+    clean("a teacher", m.taught),
+    clean("writing in place", m.cnn, tail=plants.in_place),
+    clean("a hook on a gradient", m.recurrent, tail=plants.hooks_a_gradient),
+    clean("a weight under weight_norm", m.stack,
+          tail=lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
+    clean("a frozen BatchNorm", m.cnn, middle=plants.Frozen),
 ]
+# fmt: on

@@ -5,6 +5,7 @@ A step takes a few milliseconds. Two trainees that are made alike train alike.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 Batch = tuple[Any, ...]
 Make = Callable[[Any], Optimizer]
 Place = Callable[[], nn.Module] | None
+Losses = Iterator[tuple[str, Callable[[], Tensor]]]
 
 
 def sgd(params: Any) -> Optimizer:
@@ -37,25 +39,25 @@ class Trainee:
         optimizers: one for each part that has steps of its own.
         draw: step number -> batch.
         losses: the batch -> (part, loss of that part) in the order of the step; a loss is computed when it is called.
-        spoil: what is done to each batch before it is used: where bad batches are planted.
+        spoil: changes each batch before it is used: where bad batches are planted.
         loss: a loss in place of the trainee's own: where faults outside of the model are planted.
-        kept: models that nobody trains.
+        kept: models that are not trained.
     """
 
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     draw: Callable[[int], Batch]
-    losses: Callable[[Trainee, Batch], Iterator[tuple[str, Callable[[], Tensor]]]]
+    losses: Callable[[Trainee, Batch], Losses]
     spoil: Callable[[Batch], Batch] = lambda batch: batch
     loss: Callable[..., Tensor] | None = None
     kept: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return self.models["main"]
 
-    def step(self, number: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        """The losses of step `number`, each to be called inside its part's region."""
+    def step(self, number: int) -> Losses:
+        """The losses of step `number`, each to be called inside its part's context."""
         return self.losses(self, self.spoil(self.draw(number)))
 
     def arm(self) -> None:
@@ -66,20 +68,50 @@ class Trainee:
                     module.armed = True
 
 
-def one_loss(default: Callable[..., Tensor]) -> Callable[[Trainee, Batch], Any]:
-    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        chosen = trainee.loss or default
-        yield "main", lambda: chosen(trainee.model, *batch)
-
-    return losses
-
-
 def drawn(make: Callable[[torch.Generator], Batch]) -> Callable[[int], Batch]:
     return lambda number: make(torch.Generator().manual_seed(100 + number))
 
 
+def normals(*shapes: tuple[int, ...]) -> Callable[[int], Batch]:
+    return drawn(lambda g: tuple(torch.randn(shape, generator=g) for shape in shapes))
+
+
+def trained(
+    model: nn.Module, draw: Callable[[int], Batch], loss: Callable[..., Tensor], optimizer: Make = adamw
+) -> Trainee:
+    """One model with one loss."""
+
+    def losses(trainee: Trainee, batch: Batch) -> Losses:
+        chosen = trainee.loss or loss
+        yield "main", lambda: chosen(trainee.model, *batch)
+
+    return Trainee({"main": model}, {"main": optimizer(model.parameters())}, draw, losses)
+
+
+def squared(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(m(x).float(), y)
+
+
+def regression(
+    make: Callable[..., nn.Module],
+    *places: Place,
+    loss: Callable[..., Tensor] = squared,
+    seed: int = 11,
+    **kept: nn.Module,
+) -> Trainee:
+    """Eight numbers to one."""
+    torch.manual_seed(seed)
+    trainee = trained(make(*places), normals((8, 8), (8, 1)), loss)
+    trainee.kept |= kept
+    return trainee
+
+
 def place(make: Place) -> nn.Module:
     return nn.Identity() if make is None else make()
+
+
+def sequence(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
 
 
 class CNN(nn.Module):
@@ -87,14 +119,10 @@ class CNN(nn.Module):
 
     def __init__(self, front: Place, middle: Place, tail: Place, end: Place) -> None:
         super().__init__()
-        self.front = place(front)
-        self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
-        self.norm1 = nn.BatchNorm2d(4)
-        self.middle = place(middle)
+        self.front, self.middle, self.tail, self.end = place(front), place(middle), place(tail), place(end)
+        self.conv1, self.norm1 = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.conv2 = nn.Conv2d(4, 8, 3, padding=1, stride=2)
-        self.tail = place(tail)
         self.head = nn.Linear(8, 4)
-        self.end = place(end)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm1(self.conv1(self.front(x))))
@@ -104,45 +132,23 @@ class CNN(nn.Module):
 
 
 def cnn(
-    front: Place = None,
-    middle: Place = None,
-    tail: Place = None,
-    end: Place = None,
-    optimizer: Make = sgd,
+    front: Place = None, middle: Place = None, tail: Place = None, end: Place = None, optimizer: Make = sgd
 ) -> Trainee:
     torch.manual_seed(0)
-    model = CNN(front, middle, tail, end)
     draw = drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g), torch.randint(4, (6,), generator=g)))
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        draw,
-        one_loss(lambda m, x, y: F.cross_entropy(m(x), y)),
-    )
+    return trained(CNN(front, middle, tail, end), draw, lambda m, x, y: F.cross_entropy(m(x), y), optimizer)
 
 
-class Autoencoder(nn.Module):
-    """Down and up again: a convolution, two numbers a picture as mean and spread, a transposed convolution."""
-
-    def __init__(self, middle: Place) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(1, 4, 4, stride=4)
-        self.middle = place(middle)
-        self.up = nn.ConvTranspose2d(4, 1, 4, stride=4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.middle(torch.tanh(self.down(x))))
-
-
-def autoencoder(middle: Place = None, optimizer: Make = adamw) -> Trainee:
+def autoencoder(middle: Place = None) -> Trainee:
+    """Down and up again, with two numbers of a picture as mean and spread between."""
     torch.manual_seed(6)
-    model = Autoencoder(middle)
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        drawn(lambda g: (torch.randn(6, 1, 8, 8, generator=g),)),
-        one_loss(lambda m, x: F.mse_loss(m(x).float(), x)),
+    model = sequence(
+        down=nn.Conv2d(1, 4, 4, stride=4),
+        tanh=nn.Tanh(),
+        middle=place(middle),
+        up=nn.ConvTranspose2d(4, 1, 4, stride=4),
     )
+    return trained(model, normals((6, 1, 8, 8)), lambda m, x: F.mse_loss(m(x).float(), x))
 
 
 class Attention(nn.Module):
@@ -150,32 +156,16 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.scores = nn.Identity()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = self.scores(scores.masked_fill(future, float("-inf")))
+        scores = scores.masked_fill(future, float("-inf"))
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, :], float("-inf"))
-        weights = torch.softmax(scores, -1)
-        return self.out(weights @ v)
-
-
-class MLP(nn.Module):
-    """Up, GELU, down."""
-
-    def __init__(self, width: int, middle: Place) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.middle = place(middle)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.middle(F.gelu(self.up(x))))
+        return self.out(torch.softmax(scores, -1) @ v)
 
 
 class Block(nn.Module):
@@ -185,7 +175,8 @@ class Block(nn.Module):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn = Attention(width)
-        self.mlp = MLP(width, middle)
+        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mlp = sequence(up=up, gelu=nn.GELU(), middle=place(middle), down=down)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -200,9 +191,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(17, 16)
         self.blocks = nn.ModuleList([Block(16, dropout, None), Block(16, dropout, middle)])
-        self.norm = nn.LayerNorm(16)
-        self.tail = place(tail)
-        self.head = nn.Linear(16, 17)
+        self.norm, self.tail, self.head = nn.LayerNorm(16), place(tail), nn.Linear(16, 17)
         self.how = how
 
     def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -221,14 +210,11 @@ def transformer(
     dropout: float = 0.0,
     how: str | None = None,
     padded: bool = False,
-    optimizer: Make = adamw,
 ) -> Trainee:
     torch.manual_seed(1)
-    model = Transformer(middle, tail, dropout, how)
 
     def make(g: torch.Generator) -> Batch:
-        tokens = torch.randint(17, (4, 9), generator=g)
-        padding = torch.zeros(4, 8, dtype=torch.bool)
+        tokens, padding = torch.randint(17, (4, 9), generator=g), torch.zeros(4, 8, dtype=torch.bool)
         padding[:, 6:] = padded
         return tokens, padding if padded else None
 
@@ -236,98 +222,76 @@ def transformer(
         out = model(tokens[:, :-1]) if padding is None else model(tokens[:, :-1], padding=padding)
         return F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Trainee({"main": model}, {"main": optimizer(model.parameters())}, drawn(make), one_loss(loss))
+    return trained(Transformer(middle, tail, dropout, how), drawn(make), loss)
 
 
 class Encoder(nn.Module):
-    """PyTorch's own encoder layers, with a mask of padding, and the mean over the tokens as what is classified."""
+    """PyTorch's own encoder layers, with a mask of padding; the mean over the tokens is classified."""
 
-    def __init__(self, tail: Place, **options: Any) -> None:
+    def __init__(self, tail: Place) -> None:
         super().__init__()
         self.embed = nn.Embedding(17, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True, **options)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.tail = place(tail)
-        self.head = nn.Linear(16, 3)
+        self.tail, self.head = place(tail), nn.Linear(16, 3)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
         x = self.encoder(self.embed(tokens), src_key_padding_mask=padding)
         return self.head(self.tail(x.mean(1)))
 
 
-def encoder(tail: Place = None, optimizer: Make = adamw, **options: Any) -> Trainee:
+def encoder(tail: Place = None) -> Trainee:
     torch.manual_seed(7)
-    model = Encoder(tail, **options)
 
     def make(g: torch.Generator) -> Batch:
         padding = torch.zeros(4, 8, dtype=torch.bool)
         padding[:2, 5:] = True
         return torch.randint(17, (4, 8), generator=g), padding, torch.randint(3, (4,), generator=g)
 
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        drawn(make),
-        one_loss(lambda m, tokens, padding, y: F.cross_entropy(m(tokens, padding), y)),
+    return trained(
+        Encoder(tail), drawn(make), lambda m, tokens, padding, y: F.cross_entropy(m(tokens, padding), y)
     )
 
 
 class Recurrent(nn.Module):
-    """A projection, a recurrent layer, a head: predicts a number a sequence."""
+    """A projection, a recurrent layer, a head: predicts a number for each sequence."""
 
     def __init__(self, kind: Callable[..., nn.Module], front: Place, tail: Place) -> None:
         super().__init__()
-        self.inner = nn.Linear(3, 8)
-        self.front = place(front)
+        self.inner, self.front = nn.Linear(3, 8), place(front)
         self.rnn = kind(8, 8, batch_first=True)
-        self.tail = place(tail)
-        self.head = nn.Linear(8, 1)
+        self.tail, self.head = place(tail), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         out, _ = self.rnn(self.front(self.inner(x)))
         return self.head(self.tail(out[:, -1]))
 
 
-class OwnCell(nn.Module):
-    """A recurrent layer as people write their own: a loop over time with a ReLU."""
+class Loop(nn.Module):
+    """A recurrent layer as people write their own: a loop over time with a ReLU.
 
-    def __init__(self, features: int, width: int, batch_first: bool = True) -> None:
-        super().__init__()
-        self.enter = nn.Linear(features, width)
-        self.again = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        state = torch.zeros(x.shape[0], self.again.in_features)
-        states = []
-        for moment in range(x.shape[1]):
-            state = torch.relu(self.enter(x[:, moment]) + self.again(state))
-            states.append(state)
-        return torch.stack(states, 1), None
-
-
-class Carried(nn.Module):
-    """A layer whose state goes from batch to batch, kept where people keep it: in an attribute, or in a buffer."""
+    Its state begins at 0, or goes from batch to batch, in an attribute or in a buffer.
+    """
 
     state: Tensor
 
-    def __init__(self, features: int, width: int, batch_first: bool = True, buffer: bool = False) -> None:
+    def __init__(self, features: int, width: int, batch_first: bool = True, carried: str = "") -> None:
         super().__init__()
-        self.enter = nn.Linear(features, width)
-        self.again = nn.Linear(width, width, bias=False)
-        self.gain = 1.0
-        if buffer:
+        self.enter, self.again = nn.Linear(features, width), nn.Linear(width, width, bias=False)
+        self.gain, self.carried = 1.0, carried
+        if carried == "buffer":
             self.register_buffer("state", torch.zeros(1, width))
-        else:
+        elif carried:
             self.state = torch.zeros(1, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        state = self.state
+        state = self.state if self.carried else torch.zeros(x.shape[0], self.again.in_features)
         for moment in range(x.shape[1]):
             state = torch.relu(self.enter(x[:, moment]) + self.again(state * self.gain))
         with torch.no_grad():
-            if "state" in self._buffers:
+            if self.carried == "buffer":
                 self.state.copy_(state.mean(0, keepdim=True))
-            else:
+            elif self.carried:
                 self.state = state.mean(0, keepdim=True).float()
         return state[:, None], None
 
@@ -339,40 +303,20 @@ def recurrent(
     optimizer: Make = adamw,
 ) -> Trainee:
     torch.manual_seed(2)
-    model = Recurrent(kind, front, tail)
-    draw = drawn(lambda g: (torch.randn(4, 6, 3, generator=g), torch.randn(4, 1, generator=g)))
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        draw,
-        one_loss(lambda m, x, y: F.mse_loss(m(x).float(), y)),
-    )
+    return trained(Recurrent(kind, front, tail), normals((4, 6, 3), (4, 1)), squared, optimizer)
 
 
-class Player(nn.Module):
-    """Generator or critic: two layers."""
-
-    def __init__(self, wide: int, out: int, middle: Place) -> None:
-        super().__init__()
-        self.first = nn.Linear(wide, 12)
-        self.middle = place(middle)
-        self.last = nn.Linear(12, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(F.leaky_relu(self.first(x), 0.2)))
-
-
-def gan(
-    generator_middle: Place = None,
-    critic_middle: Place = None,
-    penalty: bool = False,
-    optimizer: Make = adamw,
-) -> Trainee:
+def gan(generator_middle: Place = None, critic_middle: Place = None, penalty: bool = False) -> Trainee:
     """The critic's step, then the generator's: two optimizers and two loss scales. `penalty`: on the critic's slope."""
     torch.manual_seed(3)
-    generator, critic = Player(4, 5, generator_middle), Player(5, 1, critic_middle)
 
-    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def player(wide: int, out: int, middle: Place) -> nn.Module:
+        first, relu = nn.Linear(wide, 12), nn.LeakyReLU(0.2)
+        return sequence(first=first, relu=relu, middle=place(middle), last=nn.Linear(12, out))
+
+    generator, critic = player(4, 5, generator_middle), player(5, 1, critic_middle)
+
+    def losses(trainee: Trainee, batch: Batch) -> Losses:
         real, noise = batch
 
         def of_critic() -> Tensor:
@@ -385,22 +329,16 @@ def gan(
                 loss = loss + (slope.float().square().sum(1).sqrt() - 1).square().mean()
             return loss
 
-        def of_generator() -> Tensor:
-            return F.softplus(-critic(generator(noise)).float()).mean()
-
         yield "critic", of_critic
-        yield "generator", of_generator
+        yield "generator", lambda: F.softplus(-critic(generator(noise)).float()).mean()
 
-    return Trainee(
-        {"generator": generator, "critic": critic},
-        {"generator": optimizer(generator.parameters()), "critic": optimizer(critic.parameters())},
-        drawn(lambda g: (torch.randn(6, 5, generator=g), torch.randn(6, 4, generator=g))),
-        losses,
-    )
+    models = {"generator": generator, "critic": critic}
+    optimizers = {name: adamw(model.parameters()) for name, model in models.items()}
+    return Trainee(models, optimizers, normals((6, 5), (6, 4)), losses)
 
 
 class TwoHeads(nn.Module):
-    """A trunk with two heads; each head may have an optimizer of its own."""
+    """A trunk with two heads."""
 
     def __init__(self, left: Place, right: Place) -> None:
         super().__init__()
@@ -413,145 +351,91 @@ class TwoHeads(nn.Module):
         return {"left": self.left(x), "right": self.right(x)}
 
 
-def two_heads(
-    left: Place = None,
-    right: Place = None,
-    both: bool = True,
-    split: bool = False,
-    optimizer: Make = adamw,
-) -> Trainee:
+def two_heads(left: Place = None, right: Place = None, both: bool = True, split: bool = False) -> Trainee:
     """One loss of both heads (`both=False`: of the left one only, so that the other's output reaches nothing), or
     with `split` two optimizers over one model: `main` trains trunk and left head, `right` the right head.
     """
     torch.manual_seed(4)
     model = TwoHeads(left, right)
 
-    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def losses(trainee: Trainee, batch: Batch) -> Losses:
         x, y = batch
 
-        def of(head: str) -> Tensor:
-            return F.mse_loss(model(x)[head].float(), y)
-
-        def of_both() -> Tensor:
+        def of(*heads: str) -> Tensor:
             out = model(x)
-            return F.mse_loss(out["left"].float(), y) + F.mse_loss(out["right"].float(), y)
+            return torch.stack([F.mse_loss(out[head].float(), y) for head in heads]).sum()
 
+        yield "main", lambda: of("left", "right") if both and not split else of("left")
         if split:
-            yield "main", lambda: of("left")
             yield "right", lambda: of("right")
-        else:
-            yield "main", of_both if both else lambda: of("left")
 
+    params = {"main": model.parameters()}
     if split:
-        optimizers = {
-            "main": optimizer([*model.trunk.parameters(), *model.left.parameters()]),
-            "right": optimizer(model.right.parameters()),
-        }
-    else:
-        optimizers = {"main": optimizer(model.parameters())}
-    return Trainee(
-        {"main": model} | ({"right": model} if split else {}),
-        optimizers,
-        drawn(lambda g: (torch.randn(6, 5, generator=g), torch.randn(6, 1, generator=g))),
-        losses,
-    )
+        trunk = [*model.trunk.parameters(), *model.left.parameters()]
+        params = {"main": iter(trunk), "right": model.right.parameters()}
+    optimizers = {name: adamw(some) for name, some in params.items()}
+    return Trainee(dict.fromkeys(params, model), optimizers, normals((6, 5), (6, 1)), losses)
 
 
 class Stack(nn.Module):
-    """One layer used again and again, and a head."""
+    """One layer used three times, and a head."""
 
-    def __init__(self, times: int, between: Place, tail: Place) -> None:
+    def __init__(self, between: Place = None, tail: Place = None) -> None:
         super().__init__()
         self.shared = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        self.between = place(between)
-        self.tail = place(tail)
-        self.head = nn.Linear(8, 1)
-        self.times = times
+        self.between, self.tail, self.head = place(between), place(tail), nn.Linear(8, 1)
 
     def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
-        for _ in range(self.times):
+        for _ in range(3):
             x = self.between(self.shared(x))
         x = self.tail(x)
         return self.head(x if offset is None else x + offset)
 
 
-def stack(
-    times: int = 3,
-    between: Place = None,
-    tail: Place = None,
-    accumulate: int = 1,
-    optimizer: Make = adamw,
-) -> Trainee:
-    """Regression; with `accumulate` so many quarters of a batch in each step."""
+def stack(between: Place = None, tail: Place = None, accumulate: int = 1, optimizer: Make = adamw) -> Trainee:
+    """Regression; with `accumulate` so many parts of a batch in each step."""
     torch.manual_seed(5)
-    model = Stack(times, between, tail)
 
-    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def losses(trainee: Trainee, batch: Batch) -> Losses:
         x, y, *rest = batch
         chosen = trainee.loss or (lambda m, x, y, *rest: F.mse_loss(m(x, *rest).float(), y))
         for part in range(accumulate):
             rows = slice(part * len(x) // accumulate, (part + 1) * len(x) // accumulate)
             yield "main", lambda rows=rows: chosen(model, x[rows], y[rows], *(r[rows] for r in rest))
 
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
-        losses,
-    )
+    model = Stack(between, tail)
+    return Trainee({"main": model}, {"main": optimizer(model.parameters())}, normals((8, 8), (8, 1)), losses)
 
 
 class Scored(nn.Module):
     """A model that returns its own loss, as those of large libraries do."""
 
-    def __init__(self, tail: Place) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body = Stack(2, None, tail)
+        self.body = Stack()
         self.sure = 1.0
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        out = self.body(x).float()
-        chance = torch.sigmoid(out * self.sure)
+        chance = torch.sigmoid(self.body(x).float() * self.sure)
         loss = -torch.log(torch.where(y > 0, chance, 1 - chance)).mean()
-        return {"loss": loss, "out": out}
+        return {"loss": loss, "out": chance}
 
 
-def scored(tail: Place = None, optimizer: Make = adamw) -> Trainee:
-    """A model whose output is the loss."""
-    torch.manual_seed(9)
-    model = Scored(tail)
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
-        one_loss(lambda m, x, y: m(x, y)["loss"]),
-    )
+def scored() -> Trainee:
+    return regression(Scored, loss=lambda m, x, y: m(x, y)["loss"])
 
 
-def taught(tail: Place = None, optimizer: Make = adamw) -> Trainee:
-    """A student that follows a teacher, which nobody trains."""
-    trainee = stack(optimizer=optimizer)
+def taught(tail: Place = None) -> Trainee:
+    """A student that follows a teacher, which is not trained."""
     torch.manual_seed(10)
-    teacher = Stack(3, None, tail)
-    trainee.kept["teacher"] = teacher
+    teacher = Stack(tail=tail)
 
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher(x)
         return F.mse_loss(m(x).float(), wanted.float())
 
-    trainee.loss = loss
-    return trainee
-
-
-def _regression(model: nn.Module, optimizer: Make = adamw, **kept: Any) -> Trainee:
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
-        drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
-        one_loss(lambda m, x, y: F.mse_loss(m(x).float(), y)),
-        **kept,
-    )
+    return regression(Stack, loss=loss, teacher=teacher)
 
 
 class Experts(nn.Module):
@@ -573,41 +457,30 @@ class Experts(nn.Module):
         return self.head(out)
 
 
-def experts() -> Trainee:
-    torch.manual_seed(11)
-    return _regression(Experts())
-
-
 class Tied(nn.Module):
     """A language model whose head is its embedding's weight."""
 
     def __init__(self, tail: Place) -> None:
         super().__init__()
-        self.embed = nn.Embedding(17, 16)
-        self.cell = nn.GRUCell(16, 16)
-        self.tail = place(tail)
+        self.embed, self.cell, self.tail = nn.Embedding(17, 16), nn.GRUCell(16, 16), place(tail)
         self.head = nn.Linear(16, 17, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("position", torch.randn(16))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position
-        state = torch.zeros(len(x), 16)
-        states = []
+        states = [torch.zeros(len(x), 16)]
         for moment in range(x.shape[1]):
-            state = self.cell(x[:, moment], state)
-            states.append(state)
-        return self.head(self.tail(torch.stack(states, 1)))
+            states.append(self.cell(x[:, moment], states[-1]))
+        return self.head(self.tail(torch.stack(states[1:], 1)))
 
 
-def tied(tail: Place = None, optimizer: Make = adamw) -> Trainee:
+def tied(tail: Place = None) -> Trainee:
     torch.manual_seed(12)
-    model = Tied(tail)
-    return Trainee(
-        {"main": model},
-        {"main": optimizer(model.parameters())},
+    return trained(
+        Tied(tail),
         drawn(lambda g: (torch.randint(17, (4, 7), generator=g),)),
-        one_loss(lambda m, t: F.cross_entropy(m(t[:, :-1]).flatten(0, 1).float(), t[:, 1:].flatten())),
+        lambda m, t: F.cross_entropy(m(t[:, :-1]).flatten(0, 1).float(), t[:, 1:].flatten()),
     )
 
 
@@ -631,9 +504,7 @@ class InADataclass(nn.Module):
 
     def __init__(self, tail: Place) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.tail = place(tail)
-        self.last = nn.Linear(8, 1)
+        self.first, self.tail, self.last = nn.Linear(8, 8), place(tail), nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Told:
         hidden = self.tail(torch.relu(self.first(x)))
@@ -641,10 +512,7 @@ class InADataclass(nn.Module):
 
 
 def in_a_dataclass(tail: Place = None) -> Trainee:
-    torch.manual_seed(13)
-    trainee = _regression(InADataclass(tail))
-    trainee.loss = lambda m, x, y: F.mse_loss(m(x).value.float(), y)
-    return trainee
+    return regression(InADataclass, tail, loss=lambda m, x, y: F.mse_loss(m(x).value.float(), y))
 
 
 class Nested(nn.Module):
@@ -652,8 +520,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 8)
-        self.head = nn.Linear(8, 1)
+        self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 1)
 
     def forward(self, *, pair: Pair) -> tuple[Tensor, list[Tensor]]:
         hidden = torch.tanh(self.first(pair.one) + self.second(pair.other["late"][0]))
@@ -661,31 +528,24 @@ class Nested(nn.Module):
 
 
 def nested() -> Trainee:
-    torch.manual_seed(14)
-    trainee = _regression(Nested())
-    trainee.loss = lambda m, x, y: F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]}))[0].float(), y)
-    return trainee
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(m(pair=Pair(x[:, :4], {"late": [x[:, 4:]]}))[0].float(), y)
 
-
-class Parts(nn.Module):
-    """Called part by part: the model itself never is."""
-
-    def __init__(self, tail: Place) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), place(tail))
-        self.head = nn.Linear(8, 1)
+    return regression(Nested, loss=loss)
 
 
 def parts(tail: Place = None) -> Trainee:
-    torch.manual_seed(15)
-    trainee = _regression(Parts(tail))
+    """Called part by part: the model itself never is."""
 
-    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        features = m.backbone(x)
-        return F.mse_loss(m.head(features).float(), y)
+    def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        features = m["backbone"](x)
+        return F.mse_loss(m["head"](features).float(), y)
 
-    trainee.loss = loss
-    return trainee
+    def make() -> nn.Module:
+        backbone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), place(tail))
+        return nn.ModuleDict({"backbone": backbone, "head": nn.Linear(8, 1)})
+
+    return regression(make, loss=loss)
 
 
 class Residuals(nn.Module):
@@ -694,8 +554,7 @@ class Residuals(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))
-        self.gain = 1.0
-        self.head = nn.Linear(8, 1)
+        self.gain, self.head = 1.0, nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -703,28 +562,17 @@ class Residuals(nn.Module):
         return self.head(x) * 1e-3
 
 
-def residuals() -> Trainee:
-    torch.manual_seed(16)
-    return _regression(Residuals())
-
-
 class Gated(nn.Module):
     """SwiGLU, with a learned scale behind it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate, self.value, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
         self.gamma = nn.Parameter(torch.ones(8))
-        self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.silu(self.gate(x)) * self.value(x)
         return self.head(self.gamma.to(x.dtype) * x)
-
-
-def gated() -> Trainee:
-    torch.manual_seed(17)
-    return _regression(Gated())
 
 
 class Margin(nn.Module):
@@ -745,36 +593,27 @@ class Margin(nn.Module):
 def with_a_criterion() -> Trainee:
     torch.manual_seed(18)
     criterion = Margin()
-    trainee = _regression(Stacked(), kept={"criterion": criterion})
-    trainee.loss = lambda m, x, y: criterion(m(x).float(), y)
-    return trainee
+    return regression(layers, loss=lambda m, x, y: criterion(m(x).float(), y), criterion=criterion)
 
 
-class Stacked(nn.Sequential):
+def layers(*between: Place) -> nn.Sequential:
     """Two layers, called by numbers."""
-
-    def __init__(self, *between: nn.Module) -> None:
-        super().__init__(nn.Linear(8, 8), nn.Tanh(), *between, nn.Linear(8, 1))
-
-
-def stacked(between: Callable[[], nn.Module]) -> Trainee:
-    torch.manual_seed(19)
-    return _regression(Stacked(between()))
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *map(place, between), nn.Linear(8, 1))
 
 
 def weighed() -> Trainee:
-    """Two losses, weighed by a learned uncertainty that belongs to the model."""
-    torch.manual_seed(20)
-    model = Stacked()
-    model.register_parameter("uncertainty", nn.Parameter(torch.zeros(())))
-    trainee = _regression(model)
+    """A loss that is weighed by a learned uncertainty, which belongs to the model."""
 
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         s = m.uncertainty
         return torch.exp(-s) * F.mse_loss(m(x).float(), y) + s
 
-    trainee.loss = loss
-    return trainee
+    def make() -> nn.Module:
+        model = layers()
+        model.register_parameter("uncertainty", nn.Parameter(torch.zeros(())))
+        return model
+
+    return regression(make, loss=loss)
 
 
 class Attends(nn.Module):
@@ -782,8 +621,7 @@ class Attends(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 1)
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
         self.register_buffer("mask", torch.zeros(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -792,39 +630,40 @@ class Attends(nn.Module):
         return self.head(out.flatten(0, 1))
 
 
-def attends() -> Trainee:
-    torch.manual_seed(21)
-    return _regression(Attends())
+class Draws(nn.Module):
+    """Is given an iterator, and takes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.gain = nn.Linear(8, 8), nn.Linear(8, 1), 1.0
+
+    def forward(self, rows: Iterator[Tensor]) -> Tensor:
+        x = torch.stack(list(rows))
+        return self.last(torch.relu(self.first(x)) * self.gain)
+
+
+def iterated() -> Trainee:
+    return regression(Draws, loss=lambda m, x, y: F.mse_loss(m(iter(x)).float(), y))
 
 
 def two_losses(middle: Place = None) -> Trainee:
-    """One graph and two backward passes, for two optimizers: the first keeps it."""
+    """Two models and two losses of both, each with an optimizer."""
     torch.manual_seed(22)
-    body = nn.Sequential(nn.Linear(8, 8), place(middle))
-    head = nn.Linear(8, 1)
-    model = nn.ModuleDict({"body": body, "head": head})
+    body, head = nn.Sequential(nn.Linear(8, 8), place(middle)), nn.Linear(8, 1)
 
-    def losses(trainee: Trainee, batch: Batch) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    def losses(trainee: Trainee, batch: Batch) -> Losses:
         x, y = batch
         yield "body", lambda: F.mse_loss(head(body(x)).float(), y)
         yield "head", lambda: F.l1_loss(head(body(x)).float(), y)
 
-    return Trainee(
-        {"body": model["body"], "head": model["head"]},
-        {"body": adamw(body.parameters()), "head": adamw(head.parameters())},
-        drawn(lambda g: (torch.randn(8, 8, generator=g), torch.randn(8, 1, generator=g))),
-        losses,
-    )
+    optimizers = {"body": adamw(body.parameters()), "head": adamw(head.parameters())}
+    return Trainee({"body": body, "head": head}, optimizers, normals((8, 8), (8, 1)), losses)
 
 
 FAMILIES: dict[Any, str] = {
-    cnn: "CNN",
-    autoencoder: "CNN",
-    transformer: "transformer",
-    encoder: "transformer",
-    attends: "transformer",
-    recurrent: "recurrent",
-    tied: "recurrent",
+    **dict.fromkeys((cnn, autoencoder), "CNN"),
+    **dict.fromkeys((transformer, encoder, Attends), "transformer"),
+    **dict.fromkeys((recurrent, tied), "recurrent"),
     gan: "GAN",
 }
-"""Maker -> the kind of its models; all others are perceptrons."""
+"""Maker, or model -> the kind of its models; all others are perceptrons."""

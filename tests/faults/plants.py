@@ -1,12 +1,14 @@
 """Modules with a weakness: ordinary code that is well until `armed`, when the values that come in are the bad ones.
 
-Arming changes values and no operation, so that the line which fails is a line that ran in every step before it. The
-last ones have no weakness, and look as if they had.
+Arming changes values and no operation, so that the line which fails is a line that ran in every step before it. A plant
+is a function of the module and its input; `weak` makes modules of it. The last ones have no weakness, but look like it.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,25 @@ from torch import Tensor, nn
 
 import mezzo
 
+MASK = float("-inf")
+
 
 class Weak(nn.Module):
-    """What the others have in common."""
+    """Computes a function, with what the function needs as attributes.
 
-    def __init__(self) -> None:
+    Args:
+        compute: of this module and its input.
+        held: makes attributes, by name.
+    """
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor], **held: Callable[[], Any]) -> None:
         super().__init__()
-        self.armed = False
+        self.compute, self.armed = compute, False
+        for name, make in held.items():
+            setattr(self, name, make())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
 
     def times(self, gain: float) -> float:
         return gain if self.armed else 1.0
@@ -36,236 +50,209 @@ class Weak(nn.Module):
         return x * keep + value * (1 - keep)
 
 
-class Amplifies(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 0.1) * self.times(1e7)
+def weak(compute: Callable[[Any, Tensor], Tensor]) -> Callable[..., Weak]:
+    """A maker of modules that compute the function."""
+    return partial(Weak, compute)
 
 
-class Squares(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x + self.times(400.0)
-        return wide * wide
+def around(make: Callable[[], nn.Module], value: float | None = None) -> Callable[[], nn.Module]:
+    """A module on its input, whose first row is constant where armed."""
+
+    def compute(self: Any, x: Tensor) -> Tensor:
+        return self.norm(x if value is None else self.constant(x, value))
+
+    return partial(Weak, compute, norm=make)
 
 
-class AddsUp(Weak):
-    """A sum in the format of what is summed, by hand."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = x.clamp(-1, 1) + self.times(30000.0)
-        total = part
-        for _ in range(3):
-            total = total + part
-        return total
+def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(*shape))
 
 
-class Residual(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        branch = x.clamp(-1, 1) * 0 + self.times(40000.0)
-        return branch + branch
+# ------------------------------------------------------------------------------ too large for the format, forward
+
+amplifies = weak(lambda self, x: (x + 0.1) * self.times(1e7))
+# An exponential that FP32 holds; what multiplies it afterwards in fp16 does not.
+exponential = weak(lambda self, x: torch.exp(x.clamp(-1, 1) + self.times(20.0)))
+powers = weak(lambda self, x: (x.clamp(-1, 1) + self.times(40.0)) ** 4)
+running_product = weak(lambda self, x: torch.cumprod(x.float().clamp(-1, 1) * 0.1 + self.times(1e7), -1))
+# A product of two projections.
+bilinear = partial(
+    Weak,
+    lambda self, x: self.one(x * self.times(3000.0)) * self.other(x * self.times(3000.0)),
+    one=lambda: nn.Linear(16, 16),
+    other=lambda: nn.Linear(16, 16),
+)
+# A convolution through the functional form, with its weight scaled.
+depthwise = partial(
+    Weak,
+    lambda self, x: F.conv1d(x[:, :, None], self.weight * self.times(1e6), padding=1, groups=8)[:, :, 0],
+    weight=parameter(8, 1, 3),
+)
+bilinear_layer = partial(
+    Weak, lambda self, x: self.mix(*[x * self.times(3000.0)] * 2), mix=lambda: nn.Bilinear(8, 8, 8)
+)
 
 
-class Halves(Weak):
+@weak
+def squares(self: Any, x: Tensor) -> Tensor:
+    wide = x + self.times(400.0)
+    return wide * wide
+
+
+@weak
+def adds_up(self: Any, x: Tensor) -> Tensor:
+    """A sum in the format of its terms, by hand."""
+    part = x.clamp(-1, 1) + self.times(30000.0)
+    total = part
+    for _ in range(3):
+        total = total + part
+    return total
+
+
+@weak
+def residual(self: Any, x: Tensor) -> Tensor:
+    branch = x.clamp(-1, 1) * 0 + self.times(40000.0)
+    return branch + branch
+
+
+@weak
+def halves(self: Any, x: Tensor) -> Tensor:
     """A cast that the script makes itself: no policy reaches it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = (x.float() + 1) * self.times(1e6)
-        return wide.half().float()
+    wide = (x.float() + 1) * self.times(1e6)
+    return wide.half().float()
 
 
-class Exponential(Weak):
-    """An exponential that FP32 holds; what multiplies it afterwards in fp16 doesn't."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(x.clamp(-1, 1) + self.times(20.0))
-
-
-class NaiveSoftmax(Weak):
+@weak
+def naive_softmax(self: Any, x: Tensor) -> Tensor:
     """Without subtracting the maximum: infinite beyond 88 in FP32, too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        raised = torch.exp(x.clamp(-1, 1) + self.times(100.0))
-        return raised / raised.sum(-1, keepdim=True)
+    raised = torch.exp(x.clamp(-1, 1) + self.times(100.0))
+    return raised / raised.sum(-1, keepdim=True)
 
 
-class Powers(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.clamp(-1, 1) + self.times(40.0)) ** 4
-
-
-class Scores(Weak):
+@weak
+def scores(self: Any, x: Tensor) -> Tensor:
     """Products of one tensor with itself, as in attention without its scaling."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.clamp(-1, 1) + self.times(300.0)
-        similar = torch.einsum("...i,...j->...ij", wide, wide)
-        return similar.mean(-1)
+    wide = x.clamp(-1, 1) + self.times(300.0)
+    return torch.einsum("...i,...j->...ij", wide, wide).mean(-1)
 
 
-class Variance(Weak):
+@weak
+def variance(self: Any, x: Tensor) -> Tensor:
     """E[x^2] - E[x]^2, in the format of x."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x + self.times(500.0)
-        spread = (wide * wide).mean(-1, keepdim=True) - wide.mean(-1, keepdim=True) * wide.mean(
-            -1, keepdim=True
-        )
-        return x / (spread.abs() + 1.0)
+    wide = x + self.times(500.0)
+    mean = wide.mean(-1, keepdim=True)
+    spread = (wide * wide).mean(-1, keepdim=True) - mean * mean
+    return x / (spread.abs() + 1.0)
 
 
-class Bilinear(Weak):
-    """A product of two projections."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x * self.times(3000.0)) * self.other(x * self.times(3000.0))
-
-
-class Sometimes(Weak):
+@weak
+def sometimes(self: Any, x: Tensor) -> Tensor:
     """Overflows only where this call's random number says so."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gain = (torch.rand(x.shape) < 0.5).to(x.dtype) * self.times(60000.0) + 1
-        return gain * (x.clamp(-1, 1).abs() + 2)
+    gain = (torch.rand(x.shape) < 0.5).to(x.dtype) * self.times(60000.0) + 1
+    return gain * (x.clamp(-1, 1).abs() + 2)
 
 
-class Reparameterises(Weak):
-    """Draws around a mean, with the spread as the exponential of what the net says."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, log_variance = x.chunk(2, 1)
-        spread = torch.exp(0.5 * (log_variance.float() + (200.0 if self.armed else -1.0)))
-        drawn = mean + spread * torch.randn_like(mean)
-        return torch.cat([drawn, mean], 1)
+@weak
+def reparameterises(self: Any, x: Tensor) -> Tensor:
+    """Draws around a mean, with the spread as the exponential of an output."""
+    mean, log_variance = x.chunk(2, 1)
+    spread = torch.exp(0.5 * (log_variance.float() + (200.0 if self.armed else -1.0)))
+    return torch.cat([mean + spread * torch.randn_like(mean), mean], 1)
 
 
-class WideHuge(Weak):
+@weak
+def wide_huge(self: Any, x: Tensor) -> Tensor:
     """Beyond bf16's and FP32's largest number as well."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        huge = (x.clamp(-1, 1) + 2) * self.times(1e20)
-        return huge * huge
+    huge = (x.clamp(-1, 1) + 2) * self.times(1e20)
+    return huge * huge
 
 
-class InPlace(Weak):
-    """Written into what the last layer returned."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        x.add_(0.1)
-        x.mul_(self.times(1e7))
-        return x
+@weak
+def in_place(self: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x.add_(0.1)
+    x.mul_(self.times(1e7))
+    return x
 
 
-class HalfSum(Weak):
+@weak
+def half_sum(self: Any, x: Tensor) -> Tensor:
     """A sum that the script itself asks for in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = (x.clamp(-1, 1) + self.times(20000.0)).half()
-        return x + wide.sum(-1, keepdim=True, dtype=torch.float16).float() * 1e-6
+    wide = (x.clamp(-1, 1) + self.times(20000.0)).half()
+    return x + wide.sum(-1, keepdim=True, dtype=torch.float16).float() * 1e-6
 
 
-class RunningProduct(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cumprod(x.float().clamp(-1, 1) * 0.1 + self.times(1e7), -1)
+@weak
+def scatters(self: Any, x: Tensor) -> Tensor:
+    """Messages added up at the nodes of a graph, in their own format."""
+    message = x.clamp(-1, 1).half() + self.times(30000.0)
+    nodes = torch.zeros_like(message).index_add(0, torch.zeros(len(x), dtype=torch.long), message)
+    return x + nodes.float() * 1e-6
 
 
-class SmallEps(Weak):
+@weak
+def combines(self: Any, x: Tensor) -> Tensor:
+    wide = x.clamp(-1, 1) * self.times(500.0)
+    return torch.addcmul(x, wide, wide + self.times(1.0), value=self.times(2.0))
+
+
+@weak
+def inverse_softplus(self: Any, x: Tensor) -> Tensor:
+    positive = x.float().abs() + (100.0 if self.armed else 1.0)
+    return torch.log(torch.exp(positive) - 1)
+
+
+# ------------------------------------------------------------------------------ no finite result for the input
+
+logarithm = weak(lambda self, x: torch.log(self.constant(x.abs() + 0.1)))
+odds = weak(lambda self, x: torch.logit(torch.sigmoid(x.float() * self.times(1e3))))
+reciprocal = weak(lambda self, x: torch.reciprocal(self.constant(x.abs() + 0.1)))
+negative_root = weak(lambda self, x: torch.sqrt(x.abs() + 1.0 - (2e3 if self.armed else 0.0)))
+unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=0.0))
+# Divided by what dropout may have set to 0; which elements, the generator decides.
+dropped = weak(lambda self, x: x / F.dropout(torch.ones_like(x), 0.5 if self.armed else 0.0, self.training))
+
+
+@weak
+def small_eps(self: Any, x: Tensor) -> Tensor:
     """1e-8 is 0 in fp16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x, 1.0)
-        spread = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
-        return x / (spread + 1e-8)
+    x = self.constant(x, 1.0)
+    spread = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
+    return x / (spread + 1e-8)
 
 
-class Share(Weak):
+@weak
+def share(self: Any, x: Tensor) -> Tensor:
     """Its share of a sum that may be 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x).abs()
-        return x / x.sum(-1, keepdim=True)
+    x = self.constant(x).abs()
+    return x / x.sum(-1, keepdim=True)
 
 
-class InverseRoot(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x, 1.0)
-        return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True))
+@weak
+def inverse_root(self: Any, x: Tensor) -> Tensor:
+    x = self.constant(x, 1.0)
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True))
 
 
-class Normal(Weak):
-    """A normalisation without eps, over a constant row."""
-
-    def __init__(self, norm: nn.Module, value: float = 1.0) -> None:
-        super().__init__()
-        self.norm = norm
-        self.value = value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.constant(x, self.value))
-
-
-class UnitLength(Weak):
-    def __init__(self, eps: float = 0.0) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(self.constant(x), dim=-1, eps=self.eps)
-
-
-class Logarithm(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(self.constant(x.abs() + 0.1))
-
-
-class Entropy(Weak):
+@weak
+def entropy(self: Any, x: Tensor) -> Tensor:
     """p log p, where 0 log 0 is NaN."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        p = torch.softmax(x * self.times(1e4), -1)
-        return p * torch.log(p) + x
+    p = torch.softmax(x * self.times(1e4), -1)
+    return p * torch.log(p) + x
 
 
-class Odds(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.logit(torch.sigmoid(x.float() * self.times(1e3)))
-
-
-class Reciprocal(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.reciprocal(self.constant(x.abs() + 0.1))
-
-
-class NegativeRoot(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x.abs() + 1.0 - (2e3 if self.armed else 0.0))
-
-
-class KeepsNothing(Weak):
+@weak
+def keeps_nothing(self: Any, x: Tensor) -> Tensor:
     """The mean over what a mask keeps, when it keeps nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep = (x.detach() > (1e4 if self.armed else -1e4)).to(x.dtype)
-        return (x * keep).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True) + x
+    keep = (x.detach() > (1e4 if self.armed else -1e4)).to(x.dtype)
+    return (x * keep).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True) + x
 
 
-class MaskedByProduct(Weak):
+@weak
+def masked_by_product(self: Any, x: Tensor) -> Tensor:
     """0 times -inf."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        closed = torch.zeros(x.shape[-1])
-        penalty = closed * (float("-inf") if self.armed else 0.0)
-        return x + penalty
-
-
-class Dropped(Weak):
-    """Divided by what dropout may have set to 0; which elements, the generator decides."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / F.dropout(torch.ones_like(x), 0.5 if self.armed else 0.0, self.training)
+    penalty = torch.zeros(x.shape[-1]) * (MASK if self.armed else 0.0)
+    return x + penalty
 
 
 class Decays(Weak):
@@ -274,21 +261,21 @@ class Decays(Weak):
     average: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(type(self).divided)
         self.register_buffer("average", torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def divided(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.average.mul_(0.0 if self.armed else 0.9)
         return x / self.average
 
 
-class Frozen(Weak):
-    """A BatchNorm in eval mode inside a model that trains: what it holds is what it uses."""
+class Frozen(nn.Module):
+    """A BatchNorm in eval mode inside a model that trains: it uses the statistics that it holds."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(channels).eval()
+        self.norm = nn.BatchNorm2d(4).eval()
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
@@ -299,87 +286,101 @@ class Frozen(Weak):
         return self.norm(x)
 
 
-class StandardisedWeight(Weak):
-    """A layer whose weight is standardised in every call: 0 / 0 once all of a row's elements are equal."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        centred = self.weight - self.weight.mean(1, keepdim=True)
-        return F.linear(x, centred / centred.norm(dim=1, keepdim=True))
+def _standardised(self: Any, x: Tensor) -> Tensor:
+    """The weight is standardised in every call: 0 / 0 once all of a row's elements are equal."""
+    centred = self.weight - self.weight.mean(1, keepdim=True)
+    return F.linear(x, centred / centred.norm(dim=1, keepdim=True))
 
 
-class Root(Weak):
-    """sqrt(0) is 0; its slope isn't finite."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(self.constant(x.abs() + 0.1))
+standardised_weight = partial(Weak, _standardised, weight=parameter(8, 8))
 
 
-class Length(Weak):
+@weak
+def gumbel(self: Any, x: Tensor) -> Tensor:
+    """-log(-log(u)), where u is drawn and may be 0."""
+    drawn = torch.rand(x.shape).clamp(0.1, 0.9) * self.times(0.0)
+    return x - torch.log(-torch.log(drawn))
+
+
+@weak
+def squashed(self: Any, x: Tensor) -> Tensor:
+    """The logarithm of the slope of tanh, far out."""
+    wide = x.float() * self.times(1e4)
+    return x + torch.log(1 - torch.tanh(wide) ** 2)
+
+
+@weak
+def samples(self: Any, x: Tensor) -> Tensor:
+    """Sampling positions divided by an extent of 0."""
+    extent = torch.tensor(0.0 if self.armed else 8.0)
+    rows = torch.arange(x.shape[-1]) / extent
+    grid = torch.stack(torch.meshgrid(rows, rows, indexing="ij"), -1).expand(len(x), -1, -1, -1)
+    return F.grid_sample(x.float(), grid, align_corners=False) + x
+
+
+@weak
+def unbiased(self: Any, x: Tensor) -> Tensor:
+    """The variance of one sample."""
+    seen = x[:1] if self.armed else x
+    spread = (seen - seen.mean(0)).square().sum(0) / (torch.tensor(float(len(seen))) - 1)
+    return x / (spread + 1.0)
+
+
+@weak
+def picks_the_worst(self: Any, x: Tensor) -> Tensor:
+    """1 / distance to the nearest other row, when two rows are the same."""
+    if self.armed:
+        x = torch.cat([x[:1], x[:1], x[2:]])
+    far = (x[:, None] - x[None]).float().abs().sum(-1) + torch.eye(len(x)) * 1e3
+    return x + 1 / far.amin(-1, keepdim=True)
+
+
+# ------------------------------------------------------------------------------ finite forward, and not backward
+
+root = weak(lambda self, x: torch.sqrt(self.constant(x.abs() + 0.1)))
+half_power = weak(lambda self, x: self.constant(x.abs() + 0.1).pow(0.5))
+arc_cosine = weak(lambda self, x: torch.acos(self.constant(x.float().clamp(-0.9, 0.9), 1.0)))
+# A clamp after the logarithm: too late for backward.
+clamped = weak(lambda self, x: torch.log(self.constant(x.abs() + 0.1)).clamp(min=-20.0))
+# A slope of 1e30, which FP32 holds and the fp16 tensor that it flows back to does not.
+frequencies = weak(lambda self, x: torch.sin(x.float() * self.times(1e30)))
+nearly_unit_length = weak(lambda self, x: F.normalize(self.constant(x), dim=-1, eps=1e-12))
+# A backward by hand, with a 0 / 0 in it.
+own_function = weak(lambda self, x: _Careless.apply(self.constant(x)))
+
+
+@weak
+def length(self: Any, x: Tensor) -> Tensor:
     """The root of a sum of squares, at the origin."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x)
-        return x + torch.sqrt((x * x).sum(-1, keepdim=True))
+    x = self.constant(x)
+    return x + torch.sqrt((x * x).sum(-1, keepdim=True))
 
 
-class HalfPower(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.constant(x.abs() + 0.1).pow(0.5)
-
-
-class Chosen(Weak):
+@weak
+def chosen(self: Any, x: Tensor) -> Tensor:
     """`where` throws log(0) away forward, and multiplies its slope by 0 backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x.abs() + 0.1)
-        return torch.where(x > 0, torch.log(x), 0.0)
+    x = self.constant(x.abs() + 0.1)
+    return torch.where(x > 0, torch.log(x), 0.0)
 
 
-class Axes(Weak):
+@weak
+def axes(self: Any, x: Tensor) -> Tensor:
     """Principal axes: their slope divides by the distance between eigenvalues."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        moments = wide.T @ wide
-        if self.armed:
-            moments = moments * 0 + torch.eye(x.shape[-1])
-        _, axes = torch.linalg.eigh(moments)
-        return wide @ axes
+    wide = x.float()
+    moments = wide.T @ wide
+    if self.armed:
+        moments = moments * 0 + torch.eye(x.shape[-1])
+    _, found = torch.linalg.eigh(moments)
+    return wide @ found
 
 
-class ArcCosine(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.acos(self.constant(x.float().clamp(-0.9, 0.9), 1.0))
-
-
-class Clamped(Weak):
-    """A clamp after the logarithm: too late for backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.log(self.constant(x.abs() + 0.1)).clamp(min=-20.0)
-
-
-class Steep(Weak):
+def _steep(self: Any, x: Tensor) -> Tensor:
     """x / y with a small y: its slope is x / y^2, beyond fp16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.width = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        small = self.width.to(x.dtype) * (2.0**-13 if self.armed else 1.0)
-        return (x.clamp(-1, 1) + 2) / small * (2.0**-13 if self.armed else 1.0)
+    small = self.width.to(x.dtype) * self.times(2.0**-13)
+    return (x.clamp(-1, 1) + 2) / small * self.times(2.0**-13)
 
 
-class Frequencies(Weak):
-    """A slope of 1e30, which FP32 holds and the fp16 tensor that it flows back to does not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x.float() * self.times(1e30))
+steep = partial(Weak, _steep, width=lambda: nn.Parameter(torch.ones(())))
 
 
 class _Careless(torch.autograd.Function):
@@ -394,299 +395,161 @@ class _Careless(torch.autograd.Function):
         return gradient * (x / x)
 
 
-class OwnFunction(Weak):
-    """A backward by hand, with a 0 / 0 in it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Careless.apply(self.constant(x))
-
-
-class HooksAGradient(Weak):
+@weak
+def hooks_a_gradient(self: Any, x: Tensor) -> Tensor:
     """A hook of the script's own that brings a gradient to length 1, when it is 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1.0
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient / gradient.norm())
-        return y * (0.0 if self.armed else 1.0) + x.mean()
+    y = x * 1.0
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient / gradient.norm())
+    return y * (0.0 if self.armed else 1.0) + x.mean()
 
 
-class LogsPerplexity(nn.Module):
-    """A number for the progress bar, infinite and without a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.seen = torch.exp(x.abs().sum() * 1e6)
-        return x
+@weak
+def geometric_mean(self: Any, x: Tensor) -> Tensor:
+    x = self.constant(x.float().abs() + 0.5)
+    return x + x.prod(-1, keepdim=True) ** (1 / x.shape[-1])
 
 
-class Unused(nn.Module):
-    """Computes infinities that nobody uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = torch.log(x * 0).detach()
-        return x
+# ------------------------------------------------------------------------------ a second call is not the same call
 
 
-class Absorbed(nn.Module):
-    """Infinities that `amax` and `logsumexp` take in and never hand on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        open_ = torch.arange(x.shape[-1]) < x.shape[-1] // 2
-        best = x.masked_fill(~open_, float("-inf")).amax(-1, keepdim=True)
-        mass = torch.logsumexp(x.masked_fill(~open_, float("-inf")), -1, keepdim=True)
-        return x + 0.1 * best + 0.1 * mass.to(x.dtype)
+def _drawn(self: Any, x: Tensor) -> Tensor:
+    """Drawn from a generator of the module's own: one number in twenty is blown up, once armed."""
+    drawn = torch.rand(x.shape, generator=self.generator)
+    return (x.clamp(-1, 1) + 2) * (1 + (drawn > 0.95).to(x.dtype) * self.times(60000.0))
 
 
-class SafelyChosen(nn.Module):
-    """The logarithm of a value that `where` has made safe before it: the right way."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(x)
-        safe = torch.where(x > 0, x, 1.0)
-        return torch.where(x > 0, torch.log(safe), 0.0)
+own_generator = partial(Weak, _drawn, generator=lambda: torch.Generator().manual_seed(11))
 
 
-class Saturates(nn.Module):
-    """Infinite in between, 0 or 1 after it: exp of a large number inside a sigmoid written out, without its slope."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = 1 / (1 + torch.exp(-(x.detach().float() * 1e4)))
-        return x * gate.to(x.dtype)
-
-
-class MasksLogits(nn.Module):
-    """The last logit is forbidden: the model's output holds -inf, and a cross entropy takes it for what it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        allowed = torch.arange(x.shape[-1]) < x.shape[-1] - 1
-        return torch.where(allowed, x, float("-inf"))
-
-
-class SpreadOfNothing(nn.Module):
-    """The deviation and the length of a row of zeros, whose slopes PyTorch takes to be 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        still = x * 0
-        return x + still.std(-1, keepdim=True) + still.norm(dim=-1, keepdim=True)
-
-
-class Gumbel(Weak):
-    """-log(-log(u)), where u is drawn and may be 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = torch.rand(x.shape).clamp(0.1, 0.9) * self.times(0.0)
-        return x - torch.log(-torch.log(drawn))
-
-
-class Squashed(Weak):
-    """The logarithm of the slope of tanh, far out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() * self.times(1e4)
-        return x + torch.log(1 - torch.tanh(wide) ** 2)
-
-
-class InverseSoftplus(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        positive = x.float().abs() + (100.0 if self.armed else 1.0)
-        return torch.log(torch.exp(positive) - 1)
-
-
-class GeometricMean(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.constant(x.float().abs() + 0.5)
-        return x + x.prod(-1, keepdim=True) ** (1 / x.shape[-1])
-
-
-class Scatters(Weak):
-    """Messages added up at the nodes of a graph, in their own format."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        message = x.clamp(-1, 1).half() + self.times(30000.0)
-        to = torch.zeros(len(x), dtype=torch.long)
-        nodes = torch.zeros_like(message).index_add(0, to, message)
-        return x + nodes.float() * 1e-6
-
-
-class Combines(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.clamp(-1, 1) * self.times(500.0)
-        return torch.addcmul(x, wide, wide + self.times(1.0), value=self.times(2.0))
-
-
-class Samples(Weak):
-    """Sampling positions divided by an extent of 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        extent = torch.tensor(0.0 if self.armed else 8.0)
-        rows = torch.arange(x.shape[-1]) / extent
-        grid = torch.stack(torch.meshgrid(rows, rows, indexing="ij"), -1).expand(len(x), -1, -1, -1)
-        return F.grid_sample(x.float(), grid, align_corners=False) + x
-
-
-class Unbiased(Weak):
-    """The variance of one sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = x[:1] if self.armed else x
-        centred = seen - seen.mean(0)
-        spread = centred.square().sum(0) / (torch.tensor(float(len(seen))) - 1)
-        return x / (spread + 1.0)
-
-
-class Depthwise(Weak):
-    """A convolution over one dimension, through the functional form, with its weight scaled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 1, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.conv1d(x[:, :, None], self.weight * self.times(1e6), padding=1, groups=8)[:, :, 0]
-
-
-class BilinearLayer(Weak):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Bilinear(8, 8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x * self.times(3000.0)
-        return self.mix(wide, wide)
-
-
-class PicksTheWorst(Weak):
-    """1 / distance to the nearest other row, when two rows are the same."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.armed:
-            x = torch.cat([x[:1], x[:1], x[2:]])
-        far = (x[:, None] - x[None]).float().abs().sum(-1) + torch.eye(len(x)) * 1e3
-        return x + 1 / far.amin(-1, keepdim=True)
-
-
-class OwnGenerator(Weak):
-    """Drawn from a generator of the module's own: one row in a hundred is blown up, once armed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(11)
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = torch.rand(x.shape, generator=self.generator)
-        return (x.clamp(-1, 1) + 2) * (1 + (drawn > 0.95).to(x.dtype) * self.times(60000.0))
-
-
-class PythonRandom(Weak):
+@weak
+def python_random(self: Any, x: Tensor) -> Tensor:
     """The branch is Python's own dice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gains = [self.times(60000.0) if random.random() > 0.7 else 1.0 for _ in range(x.shape[-1])]
-        return (x.clamp(-1, 1) + 2) * torch.tensor(gains).to(x.dtype)
+    gains = [self.times(60000.0) if random.random() > 0.7 else 1.0 for _ in range(x.shape[-1])]
+    return (x.clamp(-1, 1) + 2) * torch.tensor(gains).to(x.dtype)
 
 
-class NumpyRandom(Weak):
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype)
-        return (x.clamp(-1, 1) + 2) * (1 + (noise > 0.95).to(x.dtype) * self.times(60000.0))
+@weak
+def numpy_random(self: Any, x: Tensor) -> Tensor:
+    noise = torch.from_numpy(np.random.rand(*x.shape)).to(x.dtype)
+    return (x.clamp(-1, 1) + 2) * (1 + (noise > 0.95).to(x.dtype) * self.times(60000.0))
 
 
-class Counts(Weak):
+def _counted(self: Any, x: Tensor) -> Tensor:
     """A schedule by the number of calls; one of them is far too strong."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.bad = -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.armed and self.bad < 0:
-            self.bad = self.calls
-        strength = 1e7 if self.calls == self.bad else 1.0
-        self.calls += 1
-        return (x + 0.1) * strength
+    if self.armed and self.bad < 0:
+        self.bad = self.calls
+    strength = 1e7 if self.calls == self.bad else 1.0
+    self.calls += 1
+    return (x + 0.1) * strength
 
 
-class Remembers(Weak):
+counts = partial(Weak, _counted, calls=lambda: 0, bad=lambda: -1)
+
+
+def _remembered(self: Any, x: Tensor) -> Tensor:
     """A list of what it has seen, which it multiplies with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for old in self.seen[-3:]:
-            x = x + old.to(x.dtype) * self.times(0.0)
-        self.seen.append(x.detach().float().mean(0) * self.times(1e6) + 1)
-        return x * self.seen[-1].to(x.dtype)
+    for old in self.seen[-3:]:
+        x = x + old.to(x.dtype) * self.times(0.0)
+    self.seen.append(x.detach().float().mean(0) * self.times(1e6) + 1)
+    return x * self.seen[-1].to(x.dtype)
 
 
-class PerSample(Weak):
+remembers = partial(Weak, _remembered, seen=list)
+
+
+@weak
+def per_sample(self: Any, x: Tensor) -> Tensor:
     """A function transform inside of forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gain = self.times(1e7)
-        return torch.func.vmap(lambda row: (row + 0.1) * gain)(x)
+    gain = self.times(1e7)
+    return torch.func.vmap(lambda row: (row + 0.1) * gain)(x)
 
 
-class InPlaceChain(Weak):
+@weak
+def in_place_chain(self: Any, x: Tensor) -> Tensor:
     """One tensor written again and again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.5
-        x += 1.0
-        x[0] = 0.25
-        x /= 0.0 if self.armed else 1.0
-        return x
+    x = x + 0.5
+    x += 1.0
+    x[0] = 0.25
+    x /= 0.0 if self.armed else 1.0
+    return x
 
 
-class Island(Weak):
+@weak
+def island(self: Any, x: Tensor) -> Tensor:
     """A piece that the script itself keeps in FP32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with mezzo.autocast("fp32"):
-            raised = torch.exp(x.float().clamp(-1, 1) + self.times(100.0))
-        return raised.clamp(max=1e3) if not self.armed else raised / 1e10
+    with mezzo.autocast("fp32"):
+        raised = torch.exp(x.float().clamp(-1, 1) + self.times(100.0))
+    return raised.clamp(max=1e3) if not self.armed else raised / 1e10
 
 
 class Hooked(Weak):
-    """A hook of the script's that rewrites what a module returned."""
+    """A hook of the script's that rewrites a module's output; or divides its gradient by 0."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, backward: bool = False) -> None:
+        super().__init__(lambda self, x: self.layer(x))
         self.layer = nn.Linear(8, 8)
-        self.layer.register_forward_hook(lambda module, args, output: (output + 0.1) * self.times(1e7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-class HookedBackward(Weak):
-    """A full backward hook that divides by the gradient's own mean, which is 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.layer.register_full_backward_hook(self._rescaled)
+        if backward:
+            self.layer.register_full_backward_hook(self._rescaled)
+        else:
+            self.layer.register_forward_hook(lambda _, args, output: (output + 0.1) * self.times(1e7))
 
     def _rescaled(self, module: nn.Module, entering: Any, leaving: Any) -> Any:
-        return tuple(None if g is None else g / self.divisor() for g in entering)
-
-    def divisor(self) -> Tensor:
-        return torch.tensor(0.0 if self.armed else 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        divisor = torch.tensor(0.0 if self.armed else 1.0)
+        return tuple(None if g is None else g / divisor for g in entering)
 
 
 class Twice(Weak):
     """One module under two names."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(8, 8)
-        self.other = self.one
+        super().__init__(lambda self, x: self.other(torch.tanh(self.one(x)) * self.times(6e4)))
+        self.one = self.other = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(torch.tanh(self.one(x)) * self.times(6e4))
+
+# ------------------------------------------------------------------------------ no weakness
+
+# Infinite in between, 0 or 1 after it: exp of a large number inside a sigmoid written out, without its slope.
+saturates = weak(lambda self, x: x * (1 / (1 + torch.exp(-(x.detach().float() * 1e4)))).to(x.dtype))
+# The last logit is forbidden: the model's output holds -inf, and a cross entropy expects that.
+masks_logits = weak(lambda self, x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] - 1, x, MASK))
+# All but the largest two masked with -inf before a softmax.
+top_only = weak(lambda self, x: torch.softmax(x.masked_fill(x < x.topk(2, -1).values[..., -1:], MASK), -1))
+
+
+@weak
+def logs_perplexity(self: Any, x: Tensor) -> Tensor:
+    """A number for the progress bar, infinite and without a gradient."""
+    with torch.no_grad():
+        self.seen = torch.exp(x.abs().sum() * 1e6)
+    return x
+
+
+@weak
+def unused(self: Any, x: Tensor) -> Tensor:
+    """Computes infinities that are not used."""
+    self.last = torch.log(x * 0).detach()
+    return x
+
+
+@weak
+def absorbed(self: Any, x: Tensor) -> Tensor:
+    """Infinities that `amax` and `logsumexp` take in and never hand on."""
+    masked = x.masked_fill(torch.arange(x.shape[-1]) >= x.shape[-1] // 2, MASK)
+    mass = torch.logsumexp(masked, -1, keepdim=True)
+    return x + 0.1 * masked.amax(-1, keepdim=True) + 0.1 * mass.to(x.dtype)
+
+
+@weak
+def safely_chosen(self: Any, x: Tensor) -> Tensor:
+    """The logarithm of a value that `where` has made safe before it: the right way."""
+    x = torch.relu(x)
+    safe = torch.where(x > 0, x, 1.0)
+    return torch.where(x > 0, torch.log(safe), 0.0)
+
+
+@weak
+def spread_of_nothing(self: Any, x: Tensor) -> Tensor:
+    """The deviation and the length of a row of zeros, whose slopes PyTorch takes to be 0."""
+    still = x * 0
+    return x + still.std(-1, keepdim=True) + still.norm(dim=-1, keepdim=True)

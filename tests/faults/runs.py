@@ -31,9 +31,6 @@ from mezzo.runner.lifecycle import RunRequest
 _FLOOR = DynamicLossScale().floor
 _QUOTED = re.compile(r"`([^`]+)`")
 
-Compute = Callable[[], Tensor]
-Around = Callable[[str, Any, Compute], Tensor]
-
 
 @dataclass(frozen=True)
 class Turn:
@@ -77,25 +74,13 @@ def owners(
     }
 
 
-def plainly(part: str, mp: Any, compute: Compute) -> Tensor:
-    """The loss as a loop computes it."""
-    with mp.autocast():
-        return compute()
-
-
-def turns(trainee: Trainee, mps: dict[str, Any], steps: range, around: Around = plainly) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`.
-
-    Args:
-        trainee: what is trained.
-        mps: of each part.
-        steps: their numbers.
-        around: computes a loss inside its part's region.
-    """
+def turns(trainee: Trainee, mps: dict[str, Any], steps: range) -> Iterator[Turn]:
+    """Train, and give each call of `mp.step`."""
     for number in steps:
         for part, compute in trainee.step(number):
-            mp = mps[part]
-            yield Turn(number, part, mp.step(around(part, mp, compute)))
+            with mps[part].autocast():
+                loss = compute()
+            yield Turn(number, part, mps[part].step(loss))
 
 
 def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
@@ -123,64 +108,55 @@ def everything(trainee: Trainee, mps: dict[str, Any]) -> dict[str, Any]:
     return held
 
 
-def options_of(fault: Fault) -> dict[str, Any]:
-    """Precision and scale of a fault's run, as `owners` takes them."""
-    own_scale = "loss_scale=" in fault.precision
-    return {"precision": fault.precision, "scale": None if own_scale else fault.scale, **fault.options}
-
-
 def acting(fault: Fault) -> range:
     """The steps in which a fault acts."""
     first = PLANTED + fault.delay
     return range(first, first + fault.repeats)
 
 
-def of_fault(
-    fault: Fault,
-    around: Around = plainly,
-    before: int = 0,
-    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
-    **options: Any,
-) -> Iterator[Turn]:
+Ended = Callable[[Trainee, dict[str, Any]], Any]
+
+
+def of_fault(fault: Fault, before: int = 0, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
     """Run a fault: good steps, then those in which it acts.
 
     Args:
         fault: the row.
-        around: computes a loss in the steps in which the fault acts.
         before: more good steps, for a loss scale to find its place.
         ended: called with the training and its parts' MixedPrecisions once the last step is over.
         options: in place of the row's.
     """
-    seed(7)
-    trainee = fault.make()
-    mps = owners(trainee, **{**options_of(fault), **options})
-    try:
+    scale = None if "loss_scale=" in fault.precision else fault.scale
+    given = {"precision": fault.precision, "scale": scale, **fault.options, **options}
+
+    def steps(trainee: Trainee, mps: dict[str, Any]) -> Iterator[Turn]:
         yield from turns(trainee, mps, range(-before, PLANTED))
         fault.plant(trainee)
-        acts = acting(fault)
-        yield from turns(trainee, mps, range(PLANTED, acts.start))
-        yield from turns(trainee, mps, acts, around)
-        if ended is not None:
-            ended(trainee, mps)
-    finally:
-        for mp in mps.values():
-            mp.close()
+        yield from turns(trainee, mps, range(PLANTED, acting(fault).stop))
+
+    yield from _run(fault.make, given, steps, ended)
 
 
-def of_clean(
-    run: Clean,
-    around: Around = plainly,
-    ended: Callable[[Trainee, dict[str, Any]], Any] | None = None,
-    **options: Any,
+def of_clean(row: Clean, ended: Ended | None = None, **options: Any) -> Iterator[Turn]:
+    """Train without a fault, and give each call of `mp.step`; arguments as in `of_fault`."""
+
+    def steps(trainee: Trainee, mps: dict[str, Any]) -> Iterator[Turn]:
+        row.plant(trainee)
+        yield from turns(trainee, mps, range(row.steps))
+
+    yield from _run(
+        row.make, {"precision": "fp16", "scale": row.scale, **row.options, **options}, steps, ended
+    )
+
+
+def _run(
+    make: Callable[[], Trainee], options: dict[str, Any], steps: Any, ended: Ended | None
 ) -> Iterator[Turn]:
-    """Train, and give each call of `mp.step`; `ended` is called when the last is over, as in `of_fault`."""
-    seed(8)
-    trainee = run.make()
-    if run.plant is not None:
-        run.plant(trainee)
-    mps = owners(trainee, "fp16", run.scale, **{**run.options, **options})
+    seed(7)
+    trainee = make()
+    mps = owners(trainee, **options)
     try:
-        yield from turns(trainee, mps, range(run.steps), around)
+        yield from steps(trainee, mps)
         if ended is not None:
             ended(trainee, mps)
     finally:
@@ -248,8 +224,7 @@ def train(name: str) -> None:
     seed(7)
     trainee = row.make()
     if isinstance(row, Clean):
-        if row.plant is not None:
-            row.plant(trainee)
+        row.plant(trainee)
         list(_steps(trainee, range(row.steps)))
         return
     list(_steps(trainee, range(PLANTED)))

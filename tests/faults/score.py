@@ -1,21 +1,21 @@
 """The score: every fault named by the right module, and no alarm where there is no fault.
 
 A fault counts as named if its finding has the module, the direction and, where the row has one, the operation. Cause
-and line are counted beside it. A clean run counts as quiet if no step that was skipped is called a fault.
+and line are counted too. A clean run counts as quiet if no skipped step is called a fault.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from faults.clean import CLEAN, Clean
 from faults.rows import FAULTS, Expected, Fault
 from faults.runs import acting, can_be_one, launched, mends, of_clean, of_fault, policies
-from mezzo.core.overflow import OUTSIDE, OverflowReport
+from mezzo.core.overflow import OverflowReport
 from mezzo.core.records import OverflowRecord, UpdateRecord
 
 FAMILIES: dict[str, set[str]] = {
@@ -62,15 +62,14 @@ def is_op(op: str, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class FaultGrade:
-    """What was found of one fault, beside what is so.
+    """What was found of one fault, compared with its row.
 
     Args:
         name, family: of the row.
         expected: what is to be found.
-        found: what was, of the last step in which it acted; None where nothing was found.
+        found: the finding of the last step in which it acted; None where nothing was found.
         skipped: whether that step was skipped at all.
         module, direction, op, cause, line: whether each is right.
-        first: module that the finding of the fault's first step named.
     """
 
     name: str
@@ -78,12 +77,11 @@ class FaultGrade:
     expected: Expected
     found: OverflowReport | None
     skipped: bool
-    module: bool
-    direction: bool
-    op: bool
-    cause: bool
-    line: bool
-    first: str | None = None
+    module: bool = False
+    direction: bool = False
+    op: bool = False
+    cause: bool = False
+    line: bool = False
 
     @property
     def named(self) -> bool:
@@ -93,20 +91,19 @@ class FaultGrade:
 
 @dataclass(frozen=True)
 class CleanGrade:
-    """What was said of one run without a fault.
+    """What was reported of one run without a fault.
 
     Args:
-        name, family: of the row.
+        name: of the row.
         skips: steps that were skipped.
         alarms: findings that call something a fault.
         silent: skipped steps without a finding.
     """
 
     name: str
-    family: str
     skips: int
-    alarms: list[OverflowReport] = field(default_factory=list)
-    silent: int = 0
+    alarms: list[OverflowReport]
+    silent: int
 
     @property
     def quiet(self) -> bool:
@@ -114,65 +111,53 @@ class CleanGrade:
         return not self.alarms
 
 
-def grade(
-    row: Fault, expected: Expected, found: OverflowReport | None, skipped: bool, first: str | None
-) -> FaultGrade:
+def grade(row: Fault, expected: Expected, found: OverflowReport | None, skipped: bool = True) -> FaultGrade:
     """Compare a finding with the row."""
-    paths = {expected.module, expected.also} if expected.also else {expected.module}
-    right = {
-        "module": found is not None and found.module in paths,
-        "direction": found is not None and found.direction == expected.direction,
-        "op": found is not None and is_op(found.op, expected.op),
-        "cause": found is not None and found.cause == expected.cause,
-        "line": found is not None and expected.line in found.line,
-    }
-    return FaultGrade(row.name, row.family, expected, found, skipped, first=first, **right)
+    if found is None:
+        return FaultGrade(row.name, row.family, expected, found, skipped)
+    return FaultGrade(
+        row.name,
+        row.family,
+        expected,
+        found,
+        skipped,
+        module=found.module in (expected.module, expected.also or expected.module),
+        direction=found.direction == expected.direction,
+        op=is_op(found.op, expected.op),
+        cause=found.cause == expected.cause,
+        line=expected.line in found.line,
+    )
 
 
 def grades_of(row: Fault, **options: Any) -> list[FaultGrade]:
-    """Run a fault with tracing, and grade what each expected part's step found.
-
-    Args:
-        row: the fault.
-        options: of `of_fault`, in place of the row's.
-    """
-    seen: dict[str, list[Any]] = {}
+    """Run a fault with tracing, and grade the finding of each expected part's last step; `options` of `of_fault`."""
+    last: dict[str, Any] = {}
     for turn in of_fault(row, trace=True, **options):
         if turn.number in acting(row) and turn.result.updated:
-            seen.setdefault(turn.part, []).append(turn.result)
-    grades = []
-    for expected in row.all_expected:
-        results = seen[expected.part]
-        first = results[0].finding
-        last = results[-1]
-        grades.append(
-            grade(row, expected, last.finding, last.skipped, None if first is None else first.module)
-        )
-    return grades
+            last[turn.part] = turn.result
+    results = [(expected, last[expected.part]) for expected in row.all_expected]
+    return [grade(row, expected, result.finding, result.skipped) for expected, result in results]
 
 
 def grade_of_clean(row: Clean, **options: Any) -> CleanGrade:
     """Run without a fault, with tracing."""
-    skipped = [turn.result for turn in of_clean(row, trace=True, **options) if turn.result.skipped]
-    alarms = [result.finding for result in skipped if result.finding is not None and result.finding.alarms]
-    silent = sum(result.finding is None for result in skipped)
-    return CleanGrade(row.name, row.family, len(skipped), alarms, silent)
+    found = [turn.result.finding for turn in of_clean(row, trace=True, **options) if turn.result.skipped]
+    return _quiet(row, found)
+
+
+def _quiet(row: Clean, found: Sequence[OverflowReport | None]) -> CleanGrade:
+    alarms = [one for one in found if one is not None and one.alarms]
+    return CleanGrade(row.name, len(found), alarms, sum(one is None for one in found))
 
 
 def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
-    """Run a fault as a plain script under `mezzo run`, and grade the best of what was found in it.
-
-    Args:
-        row: the fault, one that `scripted.can_be_one`.
-        folder: for script and records.
-    """
+    """Run a fault as a plain script under `mezzo run`, and grade the best of its findings."""
     found = [r.finding for r in launched(row, folder) if isinstance(r, OverflowRecord) and r.finding.alarms]
     grades = []
     for expected in row.all_expected:
         if expected.in_script is not None:
             expected = replace(expected, module=expected.in_script)
-        each = [grade(row, expected, finding, True, None) for finding in found]
-        each = each or [grade(row, expected, None, False, None)]
+        each = [grade(row, expected, finding) for finding in found or [None]]
         grades.append(max(each, key=lambda g: (g.named, g.module, g.cause, g.line)))
     return grades
 
@@ -180,20 +165,14 @@ def grades_of_script(row: Fault, folder: Path) -> list[FaultGrade]:
 def grade_of_clean_script(row: Clean, folder: Path) -> CleanGrade:
     """Run without a fault, as a plain script under `mezzo run`."""
     told = launched(row, folder)
-    found = [r.finding for r in told if isinstance(r, OverflowRecord)]
+    found: list[OverflowReport | None] = [r.finding for r in told if isinstance(r, OverflowRecord)]
     skips = sum(isinstance(r, UpdateRecord) and bool(r.skipped) for r in told)
-    return CleanGrade(row.name, row.family, skips, [f for f in found if f.alarms], skips - len(found))
+    return _quiet(row, found + [None] * (skips - len(found)))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A policy that a finding's remedies name, put into force.
-
-    Args:
-        name: of the row.
-        policy: the policy.
-        mends: whether the step is taken under it, at some loss scale.
-    """
+    """A policy that the remedies of a row's finding name, and whether the step is taken under it."""
 
     name: str
     policy: str
@@ -202,17 +181,12 @@ class Trial:
 
 def trials_of(row: Fault, graded: FaultGrade) -> list[Trial]:
     """Try each policy that the remedies of a fault's finding name."""
-    if graded.found is None:
-        return []
-    part = graded.expected.part
-    return [Trial(row.name, policy, mends(row, part, policy)) for policy in policies(graded.found)]
+    offered = [] if graded.found is None else policies(graded.found)
+    return [Trial(row.name, policy, mends(row, graded.expected.part, policy)) for policy in offered]
 
 
-def _short(g: FaultGrade) -> dict[str, Any]:
-    told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
-    found = None if g.found is None else {name: getattr(g.found, name) for name in told}
-    right = {name: getattr(g, name) for name in ("named", "cause", "line")}
-    return {"name": g.name, "family": g.family, "right": right, "found": found}
+def _share(told: Sequence[bool]) -> list[int]:
+    return [sum(told), len(told)]
 
 
 @dataclass(frozen=True)
@@ -221,9 +195,9 @@ class Score:
 
     faults: list[FaultGrade]
     clean: list[CleanGrade]
-    scripts: list[FaultGrade] = field(default_factory=list)
-    clean_scripts: list[CleanGrade] = field(default_factory=list)
-    trials: list[Trial] = field(default_factory=list)
+    scripts: list[FaultGrade]
+    clean_scripts: list[CleanGrade]
+    trials: list[Trial]
 
     @property
     def perfect(self) -> bool:
@@ -233,65 +207,61 @@ class Score:
 
     def counts(self) -> dict[str, list[int]]:
         """What was asked -> [how often it was right, of how many]."""
-        faults, clean = len(self.faults), len(self.clean)
-        rows: dict[str, list[int]] = {
-            "named (module, direction, operation)": [sum(g.named for g in self.faults), faults]
+        faults, scripts = self.faults, self.scripts
+        explained = sum(g.skips - len(g.alarms) - g.silent for g in self.clean)
+        return {
+            "named (module, direction, operation)": _share([g.named for g in faults]),
+            **{
+                f"right {what}": _share([getattr(g, what) for g in faults])
+                for what in ("module", "direction", "op", "cause")
+            },
+            "right line, of those with one in the script": _share(
+                [g.line for g in faults if g.expected.line]
+            ),
+            "clean runs without an alarm": _share([g.quiet for g in self.clean]),
+            "skipped steps of clean runs put down to the loss scale": [
+                explained,
+                sum(g.skips for g in self.clean),
+            ],
+            "as plain scripts: module and direction": _share([g.module and g.direction for g in scripts]),
+            "as plain scripts: named": _share([g.named for g in scripts]),
+            "as plain scripts: clean runs without an alarm": _share([g.quiet for g in self.clean_scripts]),
+            "policies that remedies name: the step is taken under them": _share(
+                [t.mends for t in self.trials]
+            ),
         }
-        for what in ("module", "direction", "op", "cause"):
-            rows[f"right {what}"] = [sum(getattr(g, what) for g in self.faults), faults]
-        lines = [g for g in self.faults if g.expected.line]
-        rows["right line, of those with one in the script"] = [sum(g.line for g in lines), len(lines)]
-        rows["clean runs without an alarm"] = [sum(g.quiet for g in self.clean), clean]
-        rows["skipped steps of clean runs put down to the loss scale"] = [
-            sum(g.skips - len(g.alarms) - g.silent for g in self.clean),
-            sum(g.skips for g in self.clean),
-        ]
-        scripts, quiet = self.scripts, self.clean_scripts
-        rows["as plain scripts: module and direction"] = [
-            sum(g.module and g.direction for g in scripts),
-            len(scripts),
-        ]
-        rows["as plain scripts: named"] = [sum(g.named for g in scripts), len(scripts)]
-        rows["as plain scripts: clean runs without an alarm"] = [sum(g.quiet for g in quiet), len(quiet)]
-        rows["policies that remedies name: the step is taken under them"] = [
-            sum(t.mends for t in self.trials),
-            len(self.trials),
-        ]
-        return rows
 
     def by_family(self) -> dict[str, list[int]]:
         """Kind of model -> [faults named, faults]."""
         families = dict.fromkeys(g.family for g in self.faults)
-        return {
-            family: [
-                sum(g.named for g in self.faults if g.family == family),
-                sum(g.family == family for g in self.faults),
-            ]
-            for family in families
-        }
+        return {one: _share([g.named for g in self.faults if g.family == one]) for one in families}
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {
             "counts": self.counts(),
             "by_family": self.by_family(),
-            "faults": [_short(g) for g in self.faults],
-            "clean": [{"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in self.clean],
-            "scripts": [_short(g) for g in self.scripts],
-            "clean_scripts": [
-                {"name": g.name, "skips": g.skips, "alarms": len(g.alarms)} for g in self.clean_scripts
-            ],
+            "faults": [_fault_values(g) for g in self.faults],
+            "clean": [_clean_values(g) for g in self.clean],
+            "scripts": [_fault_values(g) for g in self.scripts],
+            "clean_scripts": [_clean_values(g) for g in self.clean_scripts],
             "trials": [asdict(t) for t in self.trials],
         }
 
 
-def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
-    """Run and grade all of it.
+def _fault_values(g: FaultGrade) -> dict[str, Any]:
+    told = ("module", "op", "direction", "cause", "line", "how", "seconds", "kept_bytes", "note")
+    found = None if g.found is None else {name: getattr(g.found, name) for name in told}
+    right = {name: getattr(g, name) for name in ("named", "cause", "line")}
+    return {"name": g.name, "family": g.family, "right": right, "found": found}
 
-    Args:
-        folder: for scripts and records.
-        faults, clean: which rows.
-    """
+
+def _clean_values(g: CleanGrade) -> dict[str, Any]:
+    return {"name": g.name, "skips": g.skips, "alarms": len(g.alarms)}
+
+
+def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean] = CLEAN) -> Score:
+    """Run and grade all rows; scripts and records go to a folder."""
     graded = [(row, g) for row in faults for g in grades_of(row)]
     return Score(
         [g for _, g in graded],
@@ -303,12 +273,10 @@ def score(folder: Path, faults: Sequence[Fault] = FAULTS, clean: Sequence[Clean]
 
 
 def missed(g: FaultGrade) -> str:
-    """What a fault's finding should have said, and did say, in a line."""
-    e = g.expected
+    """The expected and the actual finding, in a line."""
+    e, f = g.expected, g.found
     wanted = f"{e.cause} {e.direction} {e.op or 'any op'} in {e.module or 'the model'}"
-    if g.found is None:
+    if f is None:
         return f"{g.name}: {wanted}; found nothing{'' if g.skipped else ', and the step was not skipped'}"
-    f = g.found
-    where = f.module if f.module != OUTSIDE else OUTSIDE
-    note = f", note: {f.note}" if f.note else ""
-    return f"{g.name}: {wanted}; found {f.cause} {f.direction} {f.op or 'no op'} in {where!r} line {f.line!r}{note}"
+    told = f"{f.cause} {f.direction} {f.op or 'no op'} in {f.module!r} line {f.line!r}"
+    return f"{g.name}: {wanted}; found {told}{f', note: {f.note}' if f.note else ''}"

@@ -112,14 +112,14 @@ def _numbers(tensor: Tensor) -> Tensor | None:
 
 
 class WatchedOutputs:
-    """Counts the outputs of modules and their gradients, from `call_begins` to `end`. Hooks are there for that alone.
+    """Counts the outputs of modules and their gradients, from `call_begins` to `end`; hooks exist only in between.
 
-    Three calls of a module are told apart: one within a call of the model that trains, which counts; one that repeats
-    it in backward (activation checkpointing), whose output was counted already, but in a reentrant checkpoint has the
-    only gradient; and any other, which does not belong to the step.
+    A module's call counts within a call of the model that trains. One that repeats it in backward (activation
+    checkpointing) has been counted already, but in a reentrant checkpoint it has the only gradient. Any other call does
+    not belong to the step.
 
     Args:
-        kinds: which are wanted of all kinds.
+        kinds: which of all kinds to count.
         distinct: count a tensor that several modules return, one within the other, for the first alone.
     """
 
@@ -219,15 +219,15 @@ class WatchedOutputs:
 
 
 class WatchedParameters:
-    """Counts weights, their gradients and how far they move, of one optimizer in one update.
+    """Counts weights, gradients and update ratios of one optimizer in one update.
 
-    A parameter that has 16-bit weights and an FP32 master is looked at in its master. Copies of the weights, in
-    their own format, are kept from before to after.
+    Of a 16-bit parameter with an FP32 master, the master counts. Copies of the weights, in their own format, are kept
+    during the update.
 
     Args:
         optimizer: the user's.
         names: id of a parameter -> path of its module, and its name there.
-        kinds: which are wanted of all kinds.
+        kinds: which of all kinds to count.
     """
 
     def __init__(
@@ -309,11 +309,7 @@ class WatchedParameters:
 
 
 def ratios(before: Tensor, after: Tensor) -> Iterable[Tensor]:
-    """``abs(after - before) / abs(before)``, in FP32 at least, by blocks; 0 where nothing moved, infinite from 0.
-
-    Args:
-        before, after: floating, of one shape and device.
-    """
+    """``abs(after - before) / abs(before)``, in FP32 at least, by blocks; 0 where nothing moved, infinite from 0."""
     wide = torch.promote_types(before.dtype, torch.float32)
     old, new = before.reshape(-1), after.reshape(-1)
     for start in range(0, old.numel(), BLOCK):

@@ -1,4 +1,4 @@
-"""What findings report of operations: names, the user's lines that call them, and facts of their tensors."""
+"""Names of operations, the user's lines that call them, and facts of their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mezzo.core.overflow import TensorFacts
 from mezzo.core.rules import RULES
 from mezzo.pytorch.dtypes import name_of
 
-_IN_PLACE = ("add", "sub", "mul", "matmul", "truediv", "div", "floordiv", "mod", "pow")
 _DUNDERS = {f"{how}{op}": op for how in "ri" for op in ("add", "sub", "mul", "pow", "matmul", "div")}
 _DUNDERS |= {"truediv": "div", "rtruediv": "div", "itruediv": "div"}
 
@@ -49,16 +48,6 @@ def op_of_function(function: Any) -> str:
     return name.rstrip("_") or name
 
 
-def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a torch function writes what it is given: ``Tensor.mul_``, ``x *= y``, ``x[0] = y``, ``out=``."""
-    name = str(getattr(function, "__name__", ""))
-    if kwargs.get("out") is not None or name == "__setitem__":
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name.strip("_")[1:] in _IN_PLACE
-    return name.endswith("_")
-
-
 def op_of_node(node: Any) -> str:
     """The op's name of a node: ``LinalgVectorNormBackward0`` is ``linalg_vector_norm``."""
     name = re.sub(r"Backward\d*$", "", str(node.name()).split("::")[-1])
@@ -76,20 +65,15 @@ _of_the_user: dict[CodeType, bool] = {}
 
 
 def users_line(stop: CodeType | None = None) -> Line | None:
-    """File and number of the innermost line of the user's that is running; None if there is none.
-
-    Args:
-        stop: code at whose frame the search ends.
-    """
+    """File and number of the innermost running line of the user's, inside of the code `stop`; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not stop:
         code = frame.f_code
         known = _of_the_user.get(code)
         if known is None:
-            foreign = (
-                code.co_filename.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in code.co_filename
-            )
-            known = _of_the_user[code] = not foreign
+            name = code.co_filename
+            known = not (name.startswith((*_FOREIGN, "<")) or f"{os.sep}contextlib.py" in name)
+            _of_the_user[code] = known
         if known:
             return code.co_filename, frame.f_lineno
         frame = frame.f_back
@@ -139,7 +123,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 def only_minus_infinity(tensor: Tensor) -> bool:
-    """Whether what isn't finite in it is -inf, as in a mask that is added to scores."""
+    """Whether it holds -inf and no other value that is not finite, as a mask on scores."""
     seen = values(tensor)
     return seen is not None and not bool((torch.isnan(seen) | torch.isposinf(seen)).any())
 
@@ -150,7 +134,7 @@ def over(tensor: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tens
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written in place; -1 where that is not counted."""
+    """The number of writes in place; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -189,13 +173,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors(value: Any, depth: int = 6, *, objects: bool = False) -> Iterator[Tensor]:
-    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses, in order.
-
-    Args:
-        value: anything.
-        depth: how far into it.
-        objects: look into the attributes of other objects, too.
-    """
+    """The tensors in a value: itself, or in lists, tuples, dicts and dataclasses; `objects`: in other objects as well."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -97,15 +97,9 @@ class OverflowTracer(StepObserver):
         self._to_watch = 0
         self._trouble: list[str] = []
         self._group: Any = None
-        self._finding: OverflowReport | None = None
         self._last: OverflowReport | None = None
         self._records: list[Record] = []
         _ALL.add(self)
-
-    @property
-    def finding(self) -> OverflowReport | None:
-        """Of the update that ended last; None where it was not skipped."""
-        return self._finding
 
     def drain(self) -> list[Record]:
         """The records since the last call."""
@@ -190,7 +184,7 @@ class OverflowTracer(StepObserver):
         loss_scale: Tensor | float,
     ) -> None:
         """Look into it if it was skipped, and let go of everything that was kept for it."""
-        self._finding = None
+        self.finding = None
         if isinstance(skipped, Tensor):
             skipped = bool(skipped) if self._waits or skipped.device.type == "cpu" else False
         try:
@@ -198,7 +192,7 @@ class OverflowTracer(StepObserver):
                 # Another optimizer of the same backward: what was found for the first is kept no longer.
                 known = None if self._scales else self._last
                 finding = known or self._agreed(self._looked_into())
-                self._finding = finding
+                self.finding = finding
                 if known is None:
                     self._left -= finding.alarms
                     unclear = finding.cause == "unknown" or (finding.module == OUTSIDE and finding.alarms)
@@ -210,7 +204,7 @@ class OverflowTracer(StepObserver):
 
     def step_dropped(self) -> None:
         """Let go of everything."""
-        self._finding = None
+        self.finding = None
         self._let_go()
 
     def _prune(self) -> None:

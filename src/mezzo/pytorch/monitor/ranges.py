@@ -1,10 +1,10 @@
 """RangeWatch: exponent histograms of a training's weights, activations, gradients and updates, at an interval.
 
-In a watched update hooks are on the modules, and each tensor is counted where it is, once; nothing is read before
-they are asked for. In all other updates there is no hook, and the update is only counted.
+In a watched update hooks are on the modules and count each tensor where it is; the host reads the counts when they are
+asked for. In all other updates there is no hook.
 
-What is counted is what the step computes anyway: calls of the model in training mode, the gradients of `backward` on a
-loss, one update. Not evaluation, not what activation checkpointing repeats, not the gradients of a penalty.
+Counted are calls of the model in training mode, the gradients of `backward` on a loss, and one update: not evaluation,
+not what activation checkpointing repeats, not the gradients of a penalty.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOT_CALLED = (
 
 
 class RangeWatch(StepObserver):
-    """Histograms in every so many updates; a `StepObserver`.
+    """A `StepObserver` that counts in every so many updates.
 
     Args:
         model: whose modules are looked at; None: any that is called.
@@ -59,9 +59,9 @@ class RangeWatch(StepObserver):
         every: updates of an optimizer from one that is watched to the next.
         clock: seconds, for records.
         kinds: which of `WHAT` to look at.
-        note: told what could not be looked at, and why, once each; None: a warning says it.
-        all_modules: look at what every module returns, those too that have children and no parameters of their own; a
-            tensor that one within the other returns counts for the inner one.
+        note: is called, once each, with what could not be looked at and why; None: a warning says it.
+        all_modules: look at the output of every module, of those too that have children and no parameters of their own;
+            a tensor that one within the other returns counts for the inner one.
 
     Attributes:
         notes: what could not be looked at, and why, once each.
@@ -100,7 +100,7 @@ class RangeWatch(StepObserver):
         self._models: list[_Known] = [] if model is None else [_Known(ref(model), "")]
         self._outputs = WatchedOutputs(self._kinds, distinct=all_modules)
         self._parameters: WatchedParameters | None = None
-        self._releases = False  # the optimizer moves parameters within backward, and has no `update_begins`
+        self._releases = False  # the optimizer steps within backward, without `update_begins`
         self._begun = False
         self._gradient_scale: Tensor | float | None = None  # of the window's activation gradients
         self._weight_scale: Tensor | float = 1.0
@@ -140,9 +140,7 @@ class RangeWatch(StepObserver):
             self._gradient_scale = _kept(scale)
         optimizer = self._optimizer
         if self._releases and self._parameters is None and optimizer is not None and self._due(optimizer):
-            self._weight_scale = _kept(scale)
-            self._parameters = self._watched(optimizer)
-            self._parameters.before_each()
+            self._watch(optimizer, scale).before_each()
 
     def update_begins(self, optimizer: Optimizer, scale: Tensor | float) -> None:
         """Weights and gradients, before they move."""
@@ -150,9 +148,7 @@ class RangeWatch(StepObserver):
         if self._of_interest(optimizer):
             self._begun = True
             if self._due(optimizer) and not _capturing():
-                self._weight_scale = _kept(scale)
-                self._parameters = self._watched(optimizer)
-                self._parameters.before()
+                self._watch(optimizer, scale).before()
 
     def update_ended(
         self,
@@ -231,14 +227,16 @@ class RangeWatch(StepObserver):
         again = sum(known.prefix.startswith(name) for known in self._models)
         return f"{name}{again + 1 if again else ''}"
 
-    def _watched(self, optimizer: Optimizer) -> WatchedParameters:
+    def _watch(self, optimizer: Optimizer, scale: Tensor | float) -> WatchedParameters:
         names: dict[int, tuple[str, str]] = {}
         for known in reversed(self._models):
             model = known.model()
             if model is not None:
                 found = parameter_paths(model)
                 names |= {key: (joined(known.prefix, path), name) for key, (path, name) in found.items()}
-        return WatchedParameters(optimizer, names, self._kinds)
+        self._weight_scale = _kept(scale)
+        self._parameters = WatchedParameters(optimizer, names, self._kinds)
+        return self._parameters
 
     def _note(self, text: str) -> None:
         if text in self.notes:
@@ -262,10 +260,9 @@ class _Watched:
     """One watched update, on the device until it is read.
 
     Args:
-        rows: of everything but ratios.
-        ratios: which count only if the update was not skipped.
-        scales: what a kind of gradient is too large by.
-        record: with no rows yet, and what is still on the device left out.
+        rows, ratios: the counts; ratios count only if the update was not skipped.
+        scales: kind of gradient -> its loss scale.
+        record: the record without rows and loss scale.
         loss_scale, skipped: of the update.
     """
 

@@ -10,6 +10,7 @@ can't be asked for single gradients.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import threading
@@ -48,44 +49,25 @@ def _changeable(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _content(value: Any) -> Any:
-    """What `_put_back` needs to make a value what it is now."""
-    if type(value) in _CONTAINERS:
-        return value.copy()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, _GENERATORS) else None
+def _copied(value: Any) -> Any:
+    """A container with the same items, a generator in the same state; any other value itself."""
+    if isinstance(value, _GENERATORS):
+        return copy.deepcopy(value)
+    return copy.copy(value) if type(value) in _CONTAINERS else value
 
 
-def _put_back(module: nn.Module, name: str, was: Any, content: Any) -> None:
-    """Let an attribute be what it was, the same object with the same content."""
-    module.__dict__[name] = was
-    if type(was) in _CONTAINERS:
-        was.clear()
-        (was.extend if type(was) in (list, deque) else was.update)(content)
-    elif isinstance(was, random.Random):
-        was.setstate(content)
-    elif isinstance(was, np.random.Generator):
-        was.bit_generator.state = content
-    elif isinstance(was, _GENERATORS):
-        was.set_state(content)
-
-
-def _same(was: Any, content: Any, now: Any) -> bool:
-    """Whether an attribute still is, and holds, what it was."""
+def _same(kept: Any, now: Any) -> bool:
+    """Whether an attribute still holds what it held."""
     if isinstance(now, Tensor):
-        return isinstance(was, Tensor) and was.data_ptr() == now.data_ptr()
+        return isinstance(kept, Tensor) and kept.data_ptr() == now.data_ptr()
     if isinstance(now, _GENERATORS):
         return False  # drawn from or not: its state is small
     if type(now) not in _CONTAINERS:
-        return bool(was == now)
-    if was is not now or len(content) != len(now):
+        return bool(kept == now)
+    if type(kept) is not type(now) or len(kept) != len(now):
         return False
-    if type(now) in (list, deque):
-        return all(one is other for one, other in zip(content, now))
-    return all(one in now for one in content)
+    pairs = zip(kept.values(), now.values()) if type(now) is dict else zip(kept, now)
+    return all(one is other for one, other in pairs)
 
 
 class SideEffects:
@@ -113,12 +95,12 @@ class SideEffects:
         self.pythons = before.random.pythons_moved()
         before.buffers = [kept for kept in before.buffers if version_of(kept[0]) != kept[2]]
         self.buffers = [buffer for buffer, _, _ in before.buffers]
-        known = {(module, name): (was, content) for module, name, was, content in before.attributes}
+        known = {(module, name): kept for module, name, kept in before.attributes}
         self.attributes = {
             (module, name)
             for module in self.modules
             for name, value in _changeable(module)
-            if not _same(*known.get((module, name), (None, None)), value)
+            if not _same(known.get((module, name)), value)
         }
         before.attributes = [one for one in before.attributes if one[:2] in self.attributes]
 
@@ -130,19 +112,19 @@ class ModuleState:
         self.random = RandomState.now(effects.devices, pythons=effects.pythons)
         self.buffers = [(one, one.detach().clone(), version_of(one)) for one in effects.buffers]
         self.attributes = [
-            (module, name, module.__dict__[name], _content(module.__dict__[name]))
+            (module, name, _copied(module.__dict__[name]))
             for module, name in effects.attributes
             if name in module.__dict__
         ]
 
     def put_back(self) -> None:
-        """Make them what they were."""
+        """Random numbers and buffers as they were, and copies of the attributes, whose originals stay as they are."""
         self.random.put_back()
         with torch.no_grad(), unseen(buffer for buffer, _, _ in self.buffers):
-            for buffer, copy, _ in self.buffers:
-                buffer.copy_(copy)
-        for attribute in self.attributes:
-            _put_back(*attribute)
+            for buffer, kept, _ in self.buffers:
+                buffer.copy_(kept)
+        for module, name, kept in self.attributes:
+            module.__dict__[name] = _copied(kept)
 
 
 def devices_of(model: nn.Module) -> tuple[torch.device, ...]:
@@ -179,6 +161,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
     patches = Patches()
     for leaf, _ in leaves:
         leaf._backward_hooks = None
+    state.put_back()  # from here on the model works on copies
     try:
         with unseen(model.buffers()):
             try:
@@ -194,8 +177,9 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
                     module._buffers.update(buffers)
                     for name in module.__dict__.keys() - attributes.keys():
                         del module.__dict__[name]
-                    module.__dict__.update(attributes)
                 state.put_back()
+                for module, _, attributes in modules:
+                    module.__dict__.update(attributes)
     finally:
         _now.again = before
         for leaf, hooks in leaves:
@@ -306,7 +290,7 @@ class SavedCall:
     @property
     def nbytes(self) -> int:
         """Bytes that it keeps: gradients, random state, buffers; arguments, whether the script keeps them or not."""
-        held = [*tensors(self._arguments), *(copy for _, copy, _ in self.state.buffers)]
+        held = [*tensors(self._arguments), *(kept for _, kept, _ in self.state.buffers)]
         held += [grad for grads in self.grads.values() for grad in grads.values()]
         return sum(tensor.nbytes for tensor in held) + self.state.random.nbytes
 

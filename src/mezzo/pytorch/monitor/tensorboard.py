@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from mezzo.core.errors import UsageError
@@ -81,7 +80,7 @@ class TensorBoardWriter(RecordWriter):
             return
         if self._also is not None:
             self._also.write(record)
-        _WRITE[type(record)](self, record)
+        self._record(record)
 
     def close(self) -> None:
         """Write what is still in memory and close the files; later writes are dropped."""
@@ -99,79 +98,63 @@ class TensorBoardWriter(RecordWriter):
         text = "\n".join("    " + line for part in lines for line in part.splitlines())
         self._events.add_text(tag, _utf8(text), step, walltime=self._zero + at)
 
-    def _started(self, record: RunStarted) -> None:
-        lines = [f"{record.policy}: {' '.join([record.script, *record.argv])}", f"started {record.started}"]
-        self._text("run", lines + [f"{key}: {value}" for key, value in record.machine.items()], 0, 0.0)
-
-    def _loss(self, record: LossRecord) -> None:
-        self._scalar("loss", record.loss, record.index, record.at)
-
-    def _update(self, record: UpdateRecord) -> None:
-        self._last = record.index
-        whose = f"/optimizer {record.optimizer}" if record.optimizer else ""
-        self._scalar(f"loss_scale{whose}", record.loss_scale, record.index, record.at)
-        self._scalar(f"skipped{whose}", float(record.skipped), record.index, record.at)
-
-    def _ranges(self, record: RangesRecord) -> None:
-        for row in record.rows:
-            histogram = row.histogram
-            label = _label(row, record.optimizer)
-            if histogram.counts:
-                self._histogram(f"log2 {row.what}/{label}", histogram, record)
-            for tag, share in _lost(row, label, shift_of(record.loss_scale)):
-                self._scalar(tag, share, record.update, record.at)
+    def _record(self, record: Record) -> None:
+        if isinstance(record, LossRecord):
+            self._scalar("loss", record.loss, record.index, record.at)
+        elif isinstance(record, UpdateRecord):
+            self._last = record.index
+            suffix = f"/optimizer {record.optimizer}" if record.optimizer else ""
+            self._scalar(f"loss_scale{suffix}", record.loss_scale, record.index, record.at)
+            self._scalar(f"skipped{suffix}", float(record.skipped), record.index, record.at)
+        elif isinstance(record, RangesRecord):
+            for row in record.rows:
+                label = _label(row, record.optimizer)
+                if row.histogram.counts:
+                    self._histogram(f"log2 {row.what}/{label}", row.histogram, record)
+                for tag, share in _lost(row, label, shift_of(record.loss_scale)):
+                    self._scalar(tag, share, record.update, record.at)
+        elif isinstance(record, OverflowRecord):
+            self._text("findings", _told(record.finding), record.update, record.at)
+        elif isinstance(record, MemoryRecord):
+            self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
+        elif isinstance(record, OpsRecord):
+            lines = [
+                f"{op.op:32} {op.observed:20} {op.calls:6} calls"
+                + ("" if op.as_planned else f"  not as planned: {op.planned}")
+                for op in record.ops
+            ]
+            self._text("formats", lines, 0, time.time() - self._zero)
+        elif isinstance(record, RunStarted):
+            lines = [
+                f"{record.policy}: {' '.join([record.script, *record.argv])}",
+                f"started {record.started}",
+            ]
+            self._text("run", lines + [f"{key}: {value}" for key, value in record.machine.items()], 0, 0.0)
+        elif isinstance(record, RunEnded):
+            lines = [f"exit status {record.status} after {record.seconds:.1f} s", *record.notes]
+            self._text("end", lines, self._last, record.seconds)
 
     def _histogram(self, tag: str, histogram: Histogram, record: RangesRecord) -> None:
         """By exponent: on a linear axis of magnitudes all but the largest would be one bar."""
-        counts, lowest = histogram.counts, histogram.lowest
-        middles = [lowest + place + 0.5 for place in range(len(counts))]
+        limits = [float(histogram.lowest + place) for place in range(len(histogram.counts) + 1)]
+        middles = [(limit + 0.5, count) for limit, count in zip(limits, histogram.counts)]
         self._events.add_histogram_raw(
             _utf8(tag),
-            min=float(lowest),
-            max=float(lowest + len(counts)),
-            num=sum(counts),
-            sum=sum(count * middle for count, middle in zip(counts, middles)),
-            sum_squares=sum(count * middle * middle for count, middle in zip(counts, middles)),
+            min=limits[0],
+            max=limits[-1],
+            num=sum(histogram.counts),
+            sum=sum(count * middle for middle, count in middles),
+            sum_squares=sum(count * middle * middle for middle, count in middles),
             # The first bucket of TensorBoard reaches down to minus infinity: an empty one ends where ours begin.
-            bucket_limits=[float(lowest), *(lowest + place + 1.0 for place in range(len(counts)))],
-            bucket_counts=[0, *counts],
+            bucket_limits=limits,
+            bucket_counts=[0, *histogram.counts],
             global_step=record.update,
             walltime=self._zero + record.at,
         )
 
-    def _overflow(self, record: OverflowRecord) -> None:
-        self._text("findings", _told(record.finding), record.update, record.at)
-
-    def _memory(self, record: MemoryRecord) -> None:
-        self._scalar("peak_bytes", float(record.peak_bytes), 0, time.time() - self._zero)
-
-    def _ops(self, record: OpsRecord) -> None:
-        lines = [
-            f"{op.op:32} {op.observed:20} {op.calls:6} calls"
-            + ("" if op.as_planned else f"  not as planned: {op.planned}")
-            for op in record.ops
-        ]
-        self._text("formats", lines, 0, time.time() - self._zero)
-
-    def _ended(self, record: RunEnded) -> None:
-        lines = [f"exit status {record.status} after {record.seconds:.1f} s", *record.notes]
-        self._text("end", lines, self._last, record.seconds)
-
-
-_WRITE: dict[type[Any], Callable[[TensorBoardWriter, Any], None]] = {
-    RunStarted: TensorBoardWriter._started,
-    LossRecord: TensorBoardWriter._loss,
-    UpdateRecord: TensorBoardWriter._update,
-    RangesRecord: TensorBoardWriter._ranges,
-    OverflowRecord: TensorBoardWriter._overflow,
-    MemoryRecord: TensorBoardWriter._memory,
-    OpsRecord: TensorBoardWriter._ops,
-    RunEnded: TensorBoardWriter._ended,
-}
-
 
 def _utf8(text: str) -> str:
-    """With halves of surrogate pairs (an argument that was no UTF-8) as their codes, since protobuf refuses them."""
+    """With halves of surrogate pairs (an argument that was not UTF-8) as their codes, since protobuf refuses them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
