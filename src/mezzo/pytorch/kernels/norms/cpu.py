@@ -20,7 +20,8 @@ import struct
 import sys
 from array import array
 from ctypes import addressof, c_int64
-from math import sqrt
+from math import prod, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,7 +47,9 @@ from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
 from mezzo.pytorch.kernels.cpu import store_bf16 as store_x  # bound
 from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
 from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
-from mezzo.pytorch.kernels.norms.reference import Form
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.kernels.norms import Form
 
 # The words of a job; 0 for a tensor that is not wanted. SUMS: FP32 [2, blocks, columns], of weight and bias (rms_norm
 # has none). EPSILON is an FP32's pattern.
@@ -71,8 +74,19 @@ Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows and their statistics; see `reference.forward`."""
-    columns, epsilon, is_centred = form
+    """The normalised rows, and their statistics for backward.
+
+    Args:
+        x: contiguous, fp16 or bf16, with rows of `form.shape`.
+        weight: FP32, contiguous, of a row's size; None for ones.
+        bias: likewise; None for zeros.
+        form: see `Form`.
+
+    Returns:
+        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
+        the means.
+    """
+    (*_, epsilon, is_centred), columns = form, prod(form.shape)
     rows = x.numel() // columns
     out = torch.empty_like(x)
     statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
@@ -101,8 +115,15 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias; see `reference.backward`."""
-    columns, _, is_centred = form
+    """dx of `x`'s shape and dtype, dweight and dbias FP32 [columns]; None where not wanted.
+
+    Args:
+        dy: the gradient of the output, of `x`'s shape and dtype, contiguous.
+        x, weight, form: the arguments of `forward`.
+        kept: the statistics that `forward` returned.
+        wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
+    """
+    columns, is_centred = prod(form.shape), form.is_centred
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
     blocks = -(-rows // block_rows)
