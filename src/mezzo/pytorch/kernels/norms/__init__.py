@@ -180,14 +180,15 @@ class _Normalised(torch.autograd.Function):
         )
 
 
-def _twice(ctx: Any, *tensors_and_dy: Tensor) -> list[Tensor | None]:
+def _twice(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor
+) -> list[Tensor | None]:
     """Gradients by PyTorch operations, which can be differentiated again or batched."""
-    *tensors, dy = tensors_and_dy
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        out = _naive(*tensors, ctx.form)
+        out = _naive(x, weight, bias, ctx.form)
     needs = ctx.needs_input_grad
-    wanted = [tensor for tensor, needed in zip(tensors, needs) if needed]
+    wanted = [tensor for tensor, needed in zip((x, weight, bias), needs) if needed and tensor is not None]
     found = iter(torch.autograd.grad(out, wanted, dy, create_graph=again))
     return [next(found) if needed else None for needed in needs[:3]]
 
