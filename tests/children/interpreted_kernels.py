@@ -1,11 +1,10 @@
-"""Tests of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs them, in a process of their own.
+"""Parts of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs them in a process of their own.
 
 Triton decides at its import whether it interprets, for the whole process: `TRITON_INTERPRET=1` comes from outside.
 """
 
 from __future__ import annotations
 
-import math
 import os
 
 import numpy as np
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import formulas, reference
+from mezzo.pytorch.kernels.optimizer_step import formulas
 from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper, f, power
 from test_fma import CASES as FMA_CASES
 from test_fma import assert_exact
@@ -29,25 +28,7 @@ SPLIT = ("split", "fp32", torch.bfloat16)
 ONE = torch.ones(())
 
 
-# Whole steps: every mode in one launch.
-
-
-@pytest.mark.parametrize("number", range(len(cases.HYPERS)))
-def test_step_equals_the_reference(number: int) -> None:
-    """Many modes in one launch: for AdamW a fourth of all, for the others a ninth."""
-    name = sorted(cases.HYPERS)[number]
-    hyper = cases.HYPERS[name]
-    ours = cases.rows(hyper, cases.MODES[::4] if name == "adamw" else cases.MODES[number % 9 :: 9])
-    expected = cases.copied(ours)
-    stepper = DeviceStepper()
-    overflows = torch.zeros(()), torch.zeros(())
-    for step in (1, 2):
-        given = {"multiplier": torch.tensor(0.37)} if step > 1 else {}
-        cases.move(stepper, hyper, ours, overflow=overflows[0], **given)
-        cases.reference_move(hyper, expected, overflow=overflows[1], **given)
-        cases.assert_same(ours, expected)
-        cases.new_gradients(step, ours, expected)
-    assert overflows[0] == overflows[1] == 1
+# Programs and tables. `test_step_kernels.py` has whole steps.
 
 
 def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,97 +44,6 @@ def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch
         cases.assert_same(ours, expected)
         cases.new_gradients(step, ours, expected)
     assert [table.programs for table in stepper._tables.values()] == [6]
-
-
-def test_step_edge_several_groups_with_settings_of_their_own_and_rows_without_gradient() -> None:
-    first, second = cases.HYPERS["adam-l2-up"], cases.HYPERS["adam"]
-    ours = cases.rows(first, cases.MODES[::9])
-    expected = cases.copied(ours)
-    ours[1].grad = expected[1].grad = None
-    before = cases.copied(ours[1:2])
-    stepper = DeviceStepper()
-    for step in (1, 2):
-        for moved, of in ((stepper, ours), (reference.DeviceStepper(), expected)):
-            moved([(first, of[:4]), (second, of[4:])], multiplier=None, found_inf=None, overflow=None)
-        cases.assert_same(ours, expected)
-        assert ours[1].step == 0
-        cases.new_gradients(step, ours[2:], expected[2:])
-    ours[1].grad = before[0].grad = torch.zeros_like(ours[1].weight)
-    cases.assert_same(ours[1:2], before)
-
-
-def test_step_edge_settings_gradients_and_weights_that_change_between_steps() -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::11])
-    expected = cases.copied(ours)
-    stepper = DeviceStepper()
-    for step, lr in ((1, 1e-3), (2, 2e-3), (3, 2e-3)):
-        hyper = cases.adam_hyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
-        cases.move(stepper, hyper, ours)
-        cases.reference_move(hyper, expected)
-        cases.assert_same(ours, expected)
-        cases.new_gradients(step, ours, expected)
-        for one, other in zip(ours, expected):
-            one.weight = one.weight.clone()  # moved elsewhere, and so are the gradients
-            if step == 2:
-                one.grad = other.grad = one.grad.to(torch.float16)  # type: ignore[union-attr]
-    assert len(stepper._tables) == 2
-
-
-@pytest.mark.parametrize("found", [1.0, math.nan])
-def test_step_edge_found_inf_leaves_everything(found: float) -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::13])
-    cases.move(DeviceStepper(), ADAMW, ours)
-    before = cases.copied(ours)
-    overflow = torch.zeros(())
-    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(found), overflow=overflow)
-    cases.assert_same(ours, before)
-    assert overflow == 0
-    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(0.0), overflow=overflow)
-    assert [int(each.step) for each in ours] == [2] * len(ours)
-
-
-@pytest.mark.parametrize("masters", [name for name in cases.WEIGHTS if name != "own"])
-def test_step_edge_overflow_is_told_of_16_bit_weights_alone(masters: str) -> None:
-    sgd = cases.HYPERS["sgd"]
-    # In a whole block, in the last one, and nowhere.
-    for kind, infinite, at in (
-        (masters, True, 0),
-        (masters, True, 1500),
-        (masters, False, 0),
-        ("own", True, 0),
-    ):
-        ours = cases.row(sgd, (kind, "fp32", torch.float32), 1501, 0, special=False)
-        ours.grad = torch.zeros(1501)
-        ours.weight[:] = 1
-        if ours.master is not None:
-            ours.master[:] = int(kind in ("fp32", "fp16"))
-        if infinite:
-            ours.grad[at] = -math.inf
-        overflow = torch.zeros(())
-        cases.move(DeviceStepper(), sgd, [ours], overflow=overflow)
-        assert bool(ours.weight[at].isinf()) == infinite
-        assert float(overflow) == (infinite and kind != "own")
-
-
-def test_step_edge_empty_parameter_counts_its_moves() -> None:
-    ours = cases.row(ADAMW, SPLIT, 0, 0)
-    cases.move(DeviceStepper(), ADAMW, [ours])
-    assert int(ours.step) == 1
-
-
-def test_step_edge_nothing_to_move() -> None:
-    DeviceStepper()([(ADAMW, [])], multiplier=None, found_inf=None, overflow=None)
-
-
-def test_step_edge_a_late_step_and_a_large_ordinal() -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::11], special=False)
-    for each in ours:
-        each.step.fill_(123_456)
-        each.ordinal += 70_000
-    expected = cases.copied(ours)
-    cases.move(DeviceStepper(), ADAMW, ours)
-    cases.reference_move(ADAMW, expected)
-    cases.assert_same(ours, expected)
 
 
 def test_step_edge_tables_of_the_rows_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
