@@ -31,38 +31,6 @@ def values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 # Row functions.
 
-MATRICES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-@pytest.mark.parametrize("implementation", ["reference", pytest.param("numba", marks=NEEDS_NUMBA)])
-@pytest.mark.parametrize("options", [{"weight": torch.linspace(0.5, 1.5, 1500)}, {"label_smoothing": 0.1}])
-@pytest.mark.parametrize("dtype", MATRICES)
-def test_rows(
-    dtype: torch.dtype, options: dict, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MEZZO_KERNELS", implementation)
-    rows = backend.load(kernel.__name__, "cpu")
-    logits, target = values(4, 1500, dtype=dtype), torch.tensor([1, -100, 1499, 7])
-    given = Rows(logits, target, **options)
-    wide = logits.double().requires_grad_()
-    in_fp64 = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
-    want = F.cross_entropy(wide, target, reduction="none", **in_fp64)
-    got, lse = rows.rows_loss(given)
-    assert (got.dtype, lse.dtype) == (torch.float32, torch.float64)
-    torch.testing.assert_close(got.double(), want.detach(), rtol=3e-7, atol=0)
-    torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), rtol=2e-7, atol=0)
-    scale = torch.tensor([0.5, math.nan, -2.0, 0.0])
-    (gradient,) = torch.autograd.grad(want, wide, scale.double().nan_to_num())
-    out = torch.full_like(logits, 9.0)
-    rows.rows_gradient(given, lse, scale, out)
-    torch.testing.assert_close(out.double(), gradient, rtol=torch.finfo(dtype).eps / 2 + 3e-6, atol=1e-7)
-    assert not out[1].any()
-    assert not out[3].any()
-    in_place = torch.empty_like(logits)
-    rows.rows_gradient(given, lse, scale, in_place)
-    rows.rows_gradient(given, lse, scale, logits)
-    assert torch.equal(logits, in_place)
-
 
 @NEEDS_NUMBA
 def test_the_exponential_is_within_two_ulp_where_it_counts() -> None:
@@ -97,21 +65,6 @@ def test_ties_go_to_even_and_what_is_too_large_to_infinity(dtype: torch.dtype, b
 
 
 # Which calls are PyTorch's.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_logits_are_pytorchs(dtype: torch.dtype) -> None:
-    mine, its = (values(3, 5, dtype=dtype).requires_grad_() for _ in range(2))
-    out = cross_entropy_loss(mine, TARGET, None, 1, -100, 0.1)
-    want = F.cross_entropy(its, TARGET, label_smoothing=0.1)
-    out.backward()
-    want.backward()
-    assert out.dtype is dtype
-    assert torch.equal(out, want)
-    assert mine.grad is not None
-    assert its.grad is not None
-    assert torch.equal(mine.grad, its.grad)
-    assert type(out.grad_fn).__name__ == type(want.grad_fn).__name__
 
 
 def test_a_few_logits_are_pytorchs_and_many_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,20 +144,6 @@ def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, way:
 
 
 @both
-def test_an_empty_input_and_shapes_that_do_not_fit(scaling: str) -> None:
-    found = run(*given((0,), 64, 48), scaling)
-    assert not found["dw"].any()
-    assert not found["db"].any()
-    x, w, b, _ = given((17,), 64, 48)
-    assert b is not None
-    assert not torch.equal(
-        fp8_linear(x, w, b, scaling=scaling), F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
-    )
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        fp8_linear(x, w[:, :48], b, scaling=scaling)
-
-
-@both
 def test_nan_and_infinities_stay_visible(scaling: str, way: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         x, w, b, g = given((20,), 64, 48)
@@ -214,29 +200,6 @@ def test_an_outlier_costs_its_own_row_and_column_only(name: str, way: str) -> No
         error[scaling] = float((rest - exact).norm() / exact.norm())
     assert error[ROWWISE] < 0.1
     assert error[TENSORWISE] == 1.0, "nothing is left"
-
-
-@both
-@pytest.mark.parametrize(
-    "powers",
-    [(1e30, 1.0, 1.0), (1e30, 1e-30, 1e30), (1e-30, 1e-30, 1e-30)],
-    ids=str,
-)
-def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
-    x, w, _, g = given((17,), 64, 48, bias=False)
-    x, w = ((t.detach() * power).requires_grad_() for t, power in zip((x, w), powers))
-    g = (g.float() * powers[2]).bfloat16()
-    exact = Exact(x, w, None, g, scaling)
-    largest = torch.finfo(torch.bfloat16).max
-    for name, found in run(x, w, None, g, scaling).items():
-        beyond = exact.of[name].abs() > largest
-        if beyond.any():  # 1e30 by 1e30
-            assert found[beyond].isinf().all()
-            assert powers[0] * powers[2] > largest
-            continue
-        assert exact.holds(name, found), name
-        if powers[0] != powers[1] or name != "y":
-            assert found.any() or powers.count(1e-30) > 1, name
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mezzo
-from mezzo.core import compute
-from mezzo.core.compute import GRANULARITIES, scaling_of
+from mezzo.core.compute import scaling_of
 from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.core.policy import policy
 from mezzo.pytorch.autocast.modules import heads_of, with_heads
@@ -111,17 +108,6 @@ def test_explain_says_which_layers_and_why() -> None:
     ).as_text(200)
 
 
-def test_one_module_in_fp8_where_the_rest_is_bf16() -> None:
-    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), values(4, 32)
-    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16,module.1=fp8")
-    with mp.autocast():
-        out, inner = model(x), model[0](x)
-    with mezzo.autocast("bf16", "cpu"):
-        assert torch.equal(inner, F.linear(x, model[0].weight, model[0].bias))
-    assert torch.equal(out, fp8_linear(inner, model[1].weight, model[1].bias))
-    mp.close()
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
     layer, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), values(4, 32)
@@ -144,12 +130,6 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
 
 
 # The word that says how factors are scaled.
-
-
-def test_it_reads_what_it_knows() -> None:
-    for word in GRANULARITIES:
-        assert scaling_of(f" {word} ") == word
-    assert doctest.testmod(compute).failed == 0
 
 
 # Text, error, what the message must have.
