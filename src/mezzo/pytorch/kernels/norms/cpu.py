@@ -55,10 +55,8 @@ if TYPE_CHECKING:
 # has none). EPSILON is an FP32's pattern.
 (
     COUNTER, TAKEN, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS, BIAS, OUT, EPSILON,
-    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
-) = range(19)  # fmt: skip
-
-PIECE = 256  # columns whose sums over the blocks are added up at once
+    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, JOB_WORDS,
+) = range(17)  # fmt: skip
 
 ALONE = 1 << 15
 """Elements up to which one thread is done before a second has begun."""
@@ -91,11 +89,8 @@ def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -
     out = torch.empty_like(x)
     statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
     if rows:
-        scale, shift, means = (
-            _address(weight, columns, 1.0),
-            _address(bias, columns, -0.0),
-            statistics.data_ptr(),
-        )
+        scale, shift = _address(weight, columns, 1.0), _address(bias, columns, -0.0)
+        means = statistics.data_ptr()
         rstds = means + (4 * rows if is_centred else 0)
         taken = max(_shared(rows), _LEAST // columns)
         job = _Job(
@@ -127,23 +122,22 @@ def backward(
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
     blocks = -(-rows // block_rows)
-    size = blocks * columns
     dx = torch.empty_like(x) if wants_dx else None
-    sums = torch.empty(2 * size if is_centred else size, dtype=torch.float32) if wants_sums else None
-    dweight = torch.empty(columns, dtype=torch.float32) if wants_sums else None
-    dbias = torch.empty(columns, dtype=torch.float32) if wants_sums and is_centred else None
+    sums = torch.empty((1 + is_centred, blocks, columns), dtype=torch.float32) if wants_sums else None
     scale, means = _address(weight, columns, 1.0), kept.data_ptr()
     rstds = means + (4 * rows if is_centred else 0)
     job = _Job(
         *(0, _shared(blocks), rows, columns, x.data_ptr(), scale, means, rstds, 0, 0, 0),
-        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums, dweight, dbias))),
+        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums))),
     )
     if rows:
         _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
-    if wants_sums:
-        job[COUNTER] = 0
-        _run(_kernel("add_up", torch.bfloat16, True, True), job, size)
-    return dx, dweight, dbias
+    if sums is None:
+        return dx, None, None
+    totals = (
+        sums[:, 0] if blocks == 1 else sums.sum(1)
+    )  # split between threads by columns, so always in order
+    return dx, totals[0], totals[1] if is_centred else None
 
 
 def _run(kernel: int, job: object, elements: int) -> None:
@@ -321,28 +315,3 @@ def differentiate(job: Pointer) -> None:
             sums = float32_at(at), float32_at(at + 4 * job[BLOCKS] * columns)
             start, stop = number * rows, min(number * rows + rows, job[ROWS])
             differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
-
-
-@loop
-def add_blocks(sums: Pointer, totals: Pointer, blocks: int, columns: int, count: int) -> None:
-    """The sums of some columns over all blocks."""
-    for i in range(count):
-        totals[i] = f32(0.0)
-    for block in range(blocks):
-        for i in range(count):
-            totals[i] = totals[i] + sums[block * columns + i]
-
-
-def add_up(job: Pointer) -> None:
-    """Take pieces of the parameters' gradients until none is left."""
-    columns, blocks = job[COLUMNS], job[BLOCKS]
-    while True:
-        start = take(job) * PIECE
-        if start >= columns:
-            break
-        count = min(PIECE, columns - start)
-        sums = job[SUMS] + 4 * start
-        add_blocks(float32_at(sums), float32_at(job[DWEIGHT] + 4 * start), blocks, columns, count)
-        if job[DBIAS] != 0:
-            of_bias = float32_at(sums + 4 * blocks * columns)
-            add_blocks(of_bias, float32_at(job[DBIAS] + 4 * start), blocks, columns, count)
