@@ -100,21 +100,22 @@ def run(x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: str) -> dict
     return {"y": y, **dict(zip(inputs, grads))}
 
 
-# Leading dimensions, K, N, format.
+# Leading dimensions, K, N, format, and what multiplies the input and divides the weight.
 SHAPES = [
-    ((), 64, 48, torch.float32),
-    ((1,), 16, 16, torch.float32),
-    ((17,), 64, 48, torch.bfloat16),
-    ((3, 5), 80, 32, torch.float64),
-    ((16,), 1024, 16, torch.float32),
-    ((2, 1, 7), 16, 96, torch.float16),
+    ((), 64, 48, torch.float32, 1.0),
+    ((1,), 16, 16, torch.float32, 1e30),
+    ((17,), 64, 48, torch.bfloat16, 1e-30),
+    ((3, 5), 80, 32, torch.float64, 1.0),
+    ((16,), 1024, 16, torch.float32, 1.0),
+    ((2, 1, 7), 16, 96, torch.float16, 1.0),
 ]
 
 
 @both
 def test_products_are_those_of_the_8_bit_values(scaling: str, way: str) -> None:
-    for (batch, K, N, dtype), bias in itertools.product(SHAPES, (True, False)):
+    for (batch, K, N, dtype, power), bias in itertools.product(SHAPES, (True, False)):
         x, w, b, g = given(batch, K, N, bias, dtype)
+        x, w = ((t.detach() * factor).requires_grad_() for t, factor in ((x, power), (w, 1 / power)))
         exact = Exact(x, w, b, g, scaling)
         for name, found in run(x, w, b, g, scaling).items():
             assert exact.holds(name, found), (name, bias)
