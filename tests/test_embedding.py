@@ -193,18 +193,3 @@ def test_compiled() -> None:
     (eager(TOKENS) ** 2).sum().backward()
     (run(TOKENS) ** 2).sum().backward()
     assert torch.equal(eager.token.weight.grad, compiled.token.weight.grad)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own use
-def test_forward_mode_and_batches_of_gradients() -> None:
-    table = torch.randn(ROWS, COLUMNS).bfloat16().requires_grad_()
-    tangent, tokens = torch.randn(ROWS, COLUMNS).bfloat16(), torch.tensor([1, 1, 4])
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(table, tangent)
-        out = torch.autograd.forward_ad.unpack_dual(looked_up(dual, "bf16", lambda t: F.embedding(tokens, t)))
-    assert torch.equal(out.tangent, tangent[tokens])
-    rows = looked_up(table, "bf16", lambda t: F.embedding(tokens, t))
-    seeds = torch.randn(2, 3, COLUMNS).bfloat16()
-    (found,) = torch.autograd.grad(rows, table, seeds, is_grads_batched=True, retain_graph=True)
-    for one, seed in zip(found, seeds):
-        assert torch.equal(one, torch.autograd.grad(rows, table, seed, retain_graph=True)[0])

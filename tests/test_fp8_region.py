@@ -134,9 +134,7 @@ def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
 
 # Text, error, what the message must have.
 WRONG = [
-    ("colwise", UnknownNameError, "Use one of rowwise, tensorwise."),
     ("tensorwize", UnknownNameError, "Did you mean 'tensorwise'?"),
-    ("", UnknownNameError, "Use one of rowwise, tensorwise."),
     ("tensorwise(history=16)", UsageError, "write tensorwise"),
     ("tensorwise(margin=1)", UsageError, "leave it out"),
     ("rowwise(pays_from=360)", UsageError, "module.NAME=bf16"),

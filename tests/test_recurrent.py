@@ -284,40 +284,6 @@ def test_compiled(kind: str, spec: str) -> None:
             torch.testing.assert_close(got, true, rtol=0, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own, of `mkldnn.flags`
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)  # and of its forward mode
-@pytest.mark.parametrize("spec", ["fp16", "fp16,hidden=fp32"])
-@pytest.mark.parametrize(("kind", "of"), [("lstm", "layer"), ("gru", "cell")])
-def test_torch_func_and_higher_derivatives(kind: str, of: str, spec: str) -> None:
-    module = Row(kind, {"num_layers": 2}).module() if of == "layer" else CELLS[kind](IN, WIDTH)
-    x, along = torch.randn(STEPS, BATCH, IN), torch.randn(STEPS, BATCH, IN)
-
-    def loss(x: Tensor, spec: str = spec) -> Tensor:
-        if of == "layer":
-            out: Tensor = inside(spec, module, x)[0]
-        else:
-            out = inside(spec, chain, module, x)[-1]
-        return out.float().square().sum()
-
-    def second(spec: str) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(loss(leaf, spec), leaf, create_graph=True)
-        return torch.autograd.grad((first * along).sum(), leaf)[0]
-
-    with torch.backends.mkldnn.flags(
-        enabled=False
-    ):  # whose LSTM has first derivatives only, of plain tensors
-        leaf = x.clone().requires_grad_()
-        (truth,) = torch.autograd.grad(loss(leaf), leaf)
-        close = {"rtol": 0, "atol": 0.02 * float(truth.abs().max())}
-        torch.testing.assert_close(torch.func.grad(loss)(x), truth, **close)
-        _, slope = torch.func.jvp(loss, (x,), (along,))
-        torch.testing.assert_close(slope, (truth * along).sum(), rtol=0.02, atol=0.02)
-        assert off(second(spec), second("")) < 0.05
-
-
 # Why a state is kept in FP32: what a step adds to a state 256 times larger is lost in bf16.
 
 LONG = 4000
