@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import shutil
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alive import bytes_alive
-from mezzo.core.errors import UsageError
+from mezzo.core.errors import UnknownNameError, UsageError
 from mezzo.pytorch.kernels import fp8
-from mezzo.pytorch.kernels.fp8 import fp8_linear, quantize
+from mezzo.pytorch.kernels.fp8 import Quantized, fp8_linear, quantize
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSORWISE, ROWWISE = "tensorwise", "rowwise"
@@ -25,6 +29,12 @@ WAYS = {
     "fp32 products": {"MEZZO_ASSUME_NATIVE": "", "MEZZO_FP8": "emulated"},
     "_scaled_mm": {"MEZZO_ASSUME_NATIVE": "bf16", "MEZZO_FP8": "native"},
 }
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not fp8.is_native(torch.device("cuda")), reason="needs a CUDA device of compute capability 8.9"
+    ),
+]
 both = pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 
 
@@ -90,42 +100,50 @@ def run(x: Tensor, w: Tensor, b: Tensor | None, g: Tensor, scaling: str) -> dict
     return {"y": y, **dict(zip(inputs, grads))}
 
 
+# Leading dimensions, K, N, format, and what multiplies the input and divides the weight.
 SHAPES = [
-    ((), 64, 48),
-    ((1,), 16, 16),
-    ((17,), 64, 48),
-    ((3, 5), 80, 32),
-    ((16,), 1024, 16),
-    ((2, 1, 7), 16, 96),
+    ((), 64, 48, torch.float32, 1.0),
+    ((1,), 16, 16, torch.float32, 1e30),
+    ((17,), 64, 48, torch.bfloat16, 1e-30),
+    ((3, 5), 80, 32, torch.float64, 1.0),
+    ((16,), 1024, 16, torch.float32, 1.0),
+    ((2, 1, 7), 16, 96, torch.float16, 1.0),
 ]
 
 
 @both
 def test_products_are_those_of_the_8_bit_values(scaling: str, way: str) -> None:
-    for (batch, K, N), bias in itertools.product(SHAPES, (True, False)):
-        x, w, b, g = given(batch, K, N, bias)
+    for (batch, K, N, dtype, power), bias in itertools.product(SHAPES, (True, False)):
+        x, w, b, g = given(batch, K, N, bias, dtype)
+        x, w = ((t.detach() * factor).requires_grad_() for t, factor in ((x, power), (w, 1 / power)))
         exact = Exact(x, w, b, g, scaling)
         for name, found in run(x, w, b, g, scaling).items():
             assert exact.holds(name, found), (name, bias)
+    with pytest.raises(UsageError, match=r"weight is torch\.int64.*float32, bfloat16"):
+        fp8_linear(torch.ones(2, 16), torch.ones(16, 16).long(), scaling=scaling)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fp8_linear(torch.ones(2, 16), torch.ones(16, 32), scaling=scaling)
+
+
+@both
+def test_what_needs_no_gradient_costs_none(scaling: str) -> None:
+    x, w, b, g = given((17,), 64, 48)
+    for for_x, for_w in itertools.product((True, False), repeat=2):
+        left, right = x.detach().requires_grad_(for_x), w.detach().requires_grad_(for_w)
+        y = fp8_linear(left, right, b, scaling=scaling)
+        assert y.grad_fn is not None
+        weight, codes, _ = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+        assert (weight is not None, codes is not None) == (for_x, for_w)
+        y.backward(g)
+        assert (left.grad is not None, right.grad is not None) == (for_x, for_w)
+    with torch.no_grad():
+        assert not fp8_linear(x, w, b, scaling=scaling).requires_grad
 
 
 def test_an_fp32_weight_s_gradient_is_fp32_where_the_product_gives_it(way: str) -> None:
     for scaling, expected in ((TENSORWISE, way != "bf16 products"), (ROWWISE, way == "fp32 products")):
         found = run(*given((32,), 64, 48), scaling)["dw"]
         assert (not torch.equal(found, found.bfloat16().float())) is expected
-
-
-@both
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=lambda d: str(d)[6:]
-)
-def test_formats_of_inputs(dtype: torch.dtype, scaling: str, way: str) -> None:
-    x, w, b, g = given((17,), 64, 48, dtype=dtype)
-    exact = Exact(x, w, b, g, scaling)
-    for name, found in run(x, w, b, g, scaling).items():
-        assert exact.holds(name, found), name
-    with pytest.raises(UsageError, match=r"weight is torch\.int64.*float32, bfloat16"):
-        fp8_linear(x, w.detach().long(), b, scaling=scaling)
 
 
 @pytest.mark.parametrize(("batch", "K", "N"), [((17,), 60, 48), ((2, 0), 64, 10), ((), 8, 8)])
@@ -141,20 +159,6 @@ def test_other_sizes_are_bf16_s_own(batch: tuple[int, ...], K: int, N: int, way:
         )
     else:
         assert all(torch.equal(found[n], expected[n]) for n in found)
-
-
-@both
-def test_an_empty_input_and_shapes_that_do_not_fit(scaling: str) -> None:
-    found = run(*given((0,), 64, 48), scaling)
-    assert not found["dw"].any()
-    assert not found["db"].any()
-    x, w, b, _ = given((17,), 64, 48)
-    assert b is not None
-    assert not torch.equal(
-        fp8_linear(x, w, b, scaling=scaling), F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16())
-    )
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        fp8_linear(x, w[:, :48], b, scaling=scaling)
 
 
 @both
@@ -214,69 +218,6 @@ def test_an_outlier_costs_its_own_row_and_column_only(name: str, way: str) -> No
         error[scaling] = float((rest - exact).norm() / exact.norm())
     assert error[ROWWISE] < 0.1
     assert error[TENSORWISE] == 1.0, "nothing is left"
-
-
-@both
-@pytest.mark.parametrize(
-    "powers",
-    [(1e30, 1.0, 1.0), (1e30, 1e-30, 1e30), (1e-30, 1e-30, 1e-30)],
-    ids=str,
-)
-def test_magnitudes(powers: tuple[float, ...], scaling: str, way: str) -> None:
-    x, w, _, g = given((17,), 64, 48, bias=False)
-    x, w = ((t.detach() * power).requires_grad_() for t, power in zip((x, w), powers))
-    g = (g.float() * powers[2]).bfloat16()
-    exact = Exact(x, w, None, g, scaling)
-    largest = torch.finfo(torch.bfloat16).max
-    for name, found in run(x, w, None, g, scaling).items():
-        beyond = exact.of[name].abs() > largest
-        if beyond.any():  # 1e30 by 1e30
-            # On a CPU with AMX infinities of both signs meet in the sum and give NaN; elsewhere it is infinite.
-            assert not found[beyond].isfinite().any()
-            assert powers[0] * powers[2] > largest
-            continue
-        assert exact.holds(name, found), name
-        if powers[0] != powers[1] or name != "y":
-            assert found.any() or powers.count(1e-30) > 1, name
-
-
-def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The forms of the products that are made from now on."""
-    made: list[str] = []
-    real = fp8.product
-
-    def counted(form: str, *args: Any, **kwargs: Any) -> Tensor:
-        made.append(form)
-        return real(form, *args, **kwargs)
-
-    monkeypatch.setattr(fp8, "product", counted)
-    return made
-
-
-@both
-def test_what_needs_no_gradient_costs_none(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = products(monkeypatch)
-    x, w, b, g = given((17,), 64, 48)
-    rows = [
-        ((True, True), ["NT", "NN", "TN"], (True, True)),
-        ((False, True), ["NT", "TN"], (False, True)),
-        ((True, False), ["NT", "NN"], (True, False)),
-        ((False, False), ["NT"], (False, False)),  # only the bias
-    ]
-    for (for_x, for_w), expected, (weight_held, codes_held) in rows:
-        made.clear()
-        left, right = x.detach().requires_grad_(for_x), w.detach().requires_grad_(for_w)
-        y = fp8_linear(left, right, b, scaling=scaling)
-        assert y.grad_fn is not None
-        held = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
-        assert (held[0] is not None, held[1] is not None) == (weight_held, codes_held)
-        y.backward(g)
-        assert made == expected
-        assert (left.grad is not None, right.grad is not None) == (for_x, for_w)
-    made.clear()
-    with torch.no_grad():
-        assert not fp8_linear(x, w, b, scaling=scaling).requires_grad
-    assert made == ["NT"]
 
 
 def test_one_byte_an_element_is_held() -> None:
@@ -381,3 +322,92 @@ def test_compiled_whole(backend: str, scaling: str) -> None:
     compiled: Callable[..., Tensor] = torch.compile(weighed, backend=backend, fullgraph=True)
     for found, expected in zip(gradients(compiled, scaling), gradients(weighed, scaling)):
         assert close(found, expected)
+
+
+@pytest.mark.parametrize("scaling", [pytest.param(scaling, marks=GPU) for scaling in SCALINGS])
+def test_products_on_a_gpu(scaling: str) -> None:
+    x, w, b, g = given((4099,), 1024, 512)
+    exact = Exact(x, w, b, g, scaling)
+    there = [t.detach().cuda().requires_grad_() for t in (x, w, b)]  # type: ignore[union-attr]
+    for name, found in run(*there, g.cuda(), scaling).items():
+        assert exact.holds(name, found.cpu()), name
+
+
+# Native products without a GPU.
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("batch", [(32,), (3, 7)], ids=str)
+def test_on_a_gpu_every_product_has_the_layout_that_it_needs(
+    batch: tuple[int, ...], scaling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one: PyTorch's meta kernel checks shapes, strides and dtypes as its CUDA kernel does."""
+    monkeypatch.setenv("MEZZO_FP8", "native")
+    made: list[dict[str, Any]] = []
+    real = torch._scaled_mm
+
+    def noted(a: Tensor, b: Tensor, *scales: Tensor, **kwargs: Any) -> Tensor:
+        assert a.stride()[1] == 1
+        assert b.stride()[0] == 1
+        assert all(size % 16 == 0 for size in (a.shape[1], *b.shape))
+        assert kwargs["use_fast_accum"] is False
+        made.append(kwargs | {"dtypes": (a.dtype, b.dtype), "scales": [tuple(s.shape) for s in scales]})
+        return real(a, b, *scales, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    rows = max(1, torch.Size(batch).numel())
+    with FakeTensorMode(), torch.no_grad():  # autograd would ask CUDA itself
+        x = torch.empty(rows, 64, device="cuda", dtype=torch.bfloat16)
+        w, b = torch.empty(48, 64, device="cuda"), torch.empty(48, device="cuda")
+        y, codes, inv_scale = fp8._Fp8Linear.forward(x, w, b, scaling, True)
+        assert codes is not None
+        assert inv_scale is not None
+        ctx = types.SimpleNamespace(
+            scaling=scaling, dtypes=(x.dtype, w.dtype, b.dtype), needs_input_grad=[True] * 3
+        )
+        grads = fp8._gradients(ctx, torch.empty_like(y), w, Quantized(codes, inv_scale))
+    assert (y.shape, y.dtype, y.device.type) == ((rows, 48), torch.bfloat16, "cuda")
+    for grad, of in zip(grads, (x, w, b)):
+        assert grad is not None
+        assert (grad.shape, grad.dtype, grad.device) == (of.shape, of.dtype, of.device)
+    assert [row["dtypes"] for row in made] == [(E4, E4), (E5, E4), (E5, E4)]
+    if scaling == "rowwise":
+        assert [row["scales"] for row in made] == [
+            [(rows, 1), (1, 48)],
+            [(rows, 1), (1, 64)],
+            [(48, 1), (1, 64)],
+        ]
+        assert [row["out_dtype"] for row in made] == [torch.bfloat16] * 3
+    else:
+        assert [row["scales"] for row in made] == [[(), ()]] * 3
+        assert [row["out_dtype"] for row in made] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_which_way_a_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEZZO_FP8", raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (
+        ((8, 0), False),
+        ((8, 6), False),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 0), True),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, c=capability: c)
+        assert fp8.is_native(cuda) is expected
+    assert not fp8.is_native(cpu)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not fp8.is_native(cuda)
+    monkeypatch.setenv("MEZZO_FP8", "native")
+    assert fp8.is_native(cpu)
+    monkeypatch.setenv("MEZZO_FP8", "nativ")
+    with pytest.raises(UnknownNameError, match=r"MEZZO_FP8='nativ'.*emulated, native. Did you mean 'native'"):
+        fp8.is_native(cpu)
+
+
+def test_the_page_and_the_docstrings_are_true() -> None:
+    page = Path(__file__).parent.parent / "docs" / "fp8.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert (failed, tried >= 2) == (0, True)
+    assert doctest.testmod(fp8).failed == 0

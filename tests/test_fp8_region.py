@@ -106,17 +106,6 @@ def test_explain_says_which_layers_and_why() -> None:
     ).as_text(200)
 
 
-def test_one_module_in_fp8_where_the_rest_is_bf16() -> None:
-    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), values(4, 32)
-    mp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16,module.1=fp8")
-    with mp.autocast():
-        out, inner = model(x), model[0](x)
-    with mezzo.autocast("bf16", "cpu"):
-        assert torch.equal(inner, F.linear(x, model[0].weight, model[0].bias))
-    assert torch.equal(out, fp8_linear(inner, model[1].weight, model[1].bias))
-    mp.close()
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_recomputes_the_same(use_reentrant: bool) -> None:
     layer, x = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), values(4, 32)

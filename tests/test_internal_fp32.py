@@ -212,19 +212,20 @@ CASES = [
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("name", "shape", "low"), CASES)
-def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> None:
-    check(name, shape, low, fmt, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("name", "shape", "low"), CASES)
-def test_fp32_inside_on_a_gpu(name: str, shape: tuple[int, ...], low: bool, fmt: str) -> None:
-    check(name, shape, low, fmt, "cuda")
-
-
-def check(name: str, shape: tuple[int, ...], low: bool, fmt: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=(
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ),
+        ),
+    ],
+)
+def test_fp32_inside(name: str, shape: tuple[int, ...], low: bool, fmt: str, device: str) -> None:
     row, dtype = ROWS[name], dtype_of(fmt)
     op = name.partition(",")[0]
     rule = "internal_fp32" if op in ASKED_FOR else plan(policy(fmt), device)[op].rule
@@ -297,40 +298,6 @@ def test_lower_takes_the_own_kernel_with_fp32_parameters(op: str, fmt: str) -> N
     assert torch.equal(out, expected)
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, theirs, strict=True))
     assert {g.dtype for g in ours} == {torch.float32}
-
-
-# What gives FP32 from 16 bits: the loss.
-
-LOGITS = ((65_536, 8), (33, -64))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("shape", LOGITS)
-def test_cross_entropy_reads_16_bits_and_gives_fp32(shape: tuple[int, ...], fmt: str) -> None:
-    (x,) = made(shape, Row(F.cross_entropy), dtype_of(fmt), torch.float32)
-    target = torch.randint(0, x.shape[1], (x.shape[0],))
-
-    def call(logits: Tensor, *_: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, label_smoothing=0.1)
-
-    def in_policy(logits: Tensor, *_: Tensor) -> Tensor:
-        with mezzo.autocast(fmt, "cpu"):
-            return call(logits)
-
-    assert plan(policy(fmt))["cross_entropy_loss"].how == "kernel"
-    one = torch.ones(())
-    out, (mine,) = gradients(in_policy, [x], one)
-    _, (naive,) = gradients(call, [x], one)
-    expected, (true,) = gradients(call, [x.double()], one.double())
-    assert out.dtype is torch.float32
-    assert mine.dtype is x.dtype
-    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=1e-6)
-    floor = (
-        torch.finfo(x.dtype).smallest_normal * x.numel() ** 0.5
-    )  # 65,536 rows make fp16's gradients subnormal
-    assert (
-        distance(mine, true) <= distance(naive, true) + 2.0 ** -(BITS[fmt] + 1) * float(true.norm()) + floor
-    )
 
 
 # What FP32 ops keep of 16-bit inputs: those inputs, not the FP32 copies that were made of them.

@@ -40,33 +40,23 @@ def threads() -> Iterator[None]:
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
-def counter() -> tuple[int, Any, Callable[[], None]]:
-    """A C function that counts its calls, the data for it, and a check that Python's lock was free."""
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+@pytest.mark.parametrize("openmp", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_function_runs_once_on_each_thread(
+    count: int, openmp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not openmp:  # Python's threads serve
+        monkeypatch.setattr(jit, "_openmp", lambda: None)
+        assert not jit.has_openmp()
+    torch.set_num_threads(count)
     seen: list[int] = []
-    function = kind(lambda data: seen.append(data))
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(seen.append)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    return address, seen, function  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_region_runs_once_on_each_thread(count: int) -> None:
-    torch.set_num_threads(count)
-    address, seen, _function = counter()
     jit.parallel(address, 42)
     assert seen == [42] * count
     jit.alone(address, 7)
     assert seen == [42] * count + [7]
-
-
-def test_python_threads_serve_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "_openmp", lambda: None)
-    torch.set_num_threads(3)
-    assert not jit.has_openmp()
-    address, seen, _function = counter()
-    jit.parallel(address, 5)
-    assert seen == [5] * 3
 
 
 def _in_a_child(step: cpu.DeviceStepper, of: Row, results: Any) -> None:
@@ -229,16 +219,12 @@ USED: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o002])
 @pytest.mark.parametrize("what", USED)
-def test_a_cache_of_ones_own_is_used(
-    tmp_path: Path, what: str, umask: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_ones_own_is_used(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     (tmp_path / "readable").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(tmp_path / "readable")
-    os.umask(umask)
     cache = USED[what](tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

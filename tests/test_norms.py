@@ -31,12 +31,7 @@ OPS: dict[str, tuple[Norm, Norm]] = {
 BOTH = pytest.mark.parametrize("op", OPS)
 
 
-@pytest.fixture(autouse=True, params=["reference", "numba"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numba" and not backend.is_installed("numba"):
-        pytest.skip("numba is not installed")
-    monkeypatch.setenv(backend.KERNELS, request.param)
-    return str(request.param)
+pytestmark = pytest.mark.skipif(not backend.is_installed("numba"), reason="needs numba")
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,27 +117,8 @@ def test_forward_is_fp32s_within_an_ulp_and_backward_is_rounded_once(
             assert ((grad.double() - truth).abs() <= half * (1 + 2**-8) + 2**-19 * float(most)).all()
 
 
-@HALVES
-@BOTH
-@pytest.mark.parametrize("own", [False, True])
-def test_the_parameters_gradients_are_summed_in_fp32_and_no_worse_than_the_naive_16_bit_path(
-    dtype: torch.dtype, op: str, own: bool
-) -> None:
-    its = OPS[op][1]
-    inputs = leaves(inputs_of(op, (65_536,), (16,), dtype, (dtype, dtype) if own else (FP32, FP32)))
-    dy = (normal(65_536, 16, seed=3) * 0.5 + 0.3).to(dtype)
-    truths = run(its, leaves(inputs, torch.float64), (16,), dy.double())[1:]
-    naive, mine = (run(norm, inputs, (16,), dy)[1:] for norm in OPS[op][::-1])
-    for grad, other, truth in zip(mine, naive, truths):
-        assert error(grad, truth) <= error(other, truth) * 1.001 + 1e-6
-    for grad, truth in zip(mine[1:], truths[1:]):
-        assert error(grad, truth) <= (1.05 * error(truth.to(dtype), truth) if own else 1e-5)
-
-
 @pytest.fixture
-def threads(implementation: str) -> Iterator[Callable[[int], None]]:
-    if implementation == "reference":
-        pytest.skip("PyTorch's own operations share out their sums themselves")
+def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -174,8 +150,8 @@ def test_saved_for_backward_are_the_16_bit_input_itself_and_a_few_numbers_a_row(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         OPS[op][0](inputs[0], (64,), *inputs[1:])
-    others = [t for t in saved if t.data_ptr() not in (inputs[0].data_ptr(), inputs[1].data_ptr())]
-    assert len(others) == len(saved) - 2
+    others = [t for t in saved if t.data_ptr() not in {given.data_ptr() for given in inputs}]
+    assert len(others) == len(saved) - len(inputs)
     assert sum(t.numel() * t.element_size() for t in others) == 32 * 4 * (len(inputs) - 1)
 
 
@@ -213,31 +189,6 @@ def test_strides_make_no_difference_and_no_rows_are_fine(op: str) -> None:
     out, dx, *sums = run(ours, empty, (8,), torch.zeros(0, 3, 8))
     assert out.shape == dx.shape == (0, 3, 8)
     assert [each.tolist() for each in sums] == [[0.0] * 8] * len(sums)
-
-
-@HALVES
-@BOTH
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_is_as_fp32_has_it_and_the_others_stay(
-    op: str, dtype: torch.dtype, bad: float
-) -> None:
-    ours, its = OPS[op]
-    x = normal(5, 100).to(dtype)
-    clean = ours(x, (100,))
-    x[2, 70] = bad
-    got = ours(x, (100,))
-    assert torch.equal(got[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
-    expected = its(x.float(), (100,))[2].to(dtype)
-    torch.testing.assert_close(got[2], expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("bits", [-1, 0x7FFFFFFF, 0x7F800001])
-def test_a_nan_of_any_pattern_stays_nan(bits: int) -> None:
-    weight = torch.ones(8)
-    weight.view(torch.int32)[3] = bits
-    got = layer_norm(normal(4, 8).bfloat16(), (8,), weight)
-    assert got[:, 3].isnan().all()
-    assert not got[:, :3].isnan().any()
 
 
 def test_an_output_beyond_the_format_overflows_to_infinity_and_ties_go_to_even() -> None:
@@ -336,15 +287,6 @@ def test_transforms_tracers_and_batches_of_gradients(op: str) -> None:
     found = (torch.autograd.grad(call(*inputs), inputs, dys[0]) for call in (compiled, mine))
     for a, b in zip(*found):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("dtype", [FP32, torch.float64])
-def test_wider_input_is_pytorchs_own(dtype: torch.dtype) -> None:
-    x, weight = normal(4, 8).to(dtype).requires_grad_(), normal(8).to(dtype)
-    out = layer_norm(x, (8,), weight)
-    assert torch.equal(out, torch.layer_norm(x, (8,), weight))
-    assert "NativeLayerNorm" in type(out.grad_fn).__name__
-    assert torch.equal(rms_norm(x, (8,), weight), torch.rms_norm(x, (8,), weight))
 
 
 BAD: list[tuple[tuple[int, ...], Tensor | None, Tensor | None]] = [

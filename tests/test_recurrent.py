@@ -203,24 +203,6 @@ def test_gradients_are_no_further_off_than_pytorchs(kind: str, built: dict[str, 
         assert bf16 <= layer, (name, layer, bf16)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_fp64_is_left_alone(spec: str) -> None:
-    x = torch.randn(STEPS, BATCH, IN, dtype=torch.float64)
-    for kind in LAYERS:
-        module = Row(kind, {"num_layers": 2}).module().double()
-        for got, truth in zip(floating(inside(spec, module, x)), floating(module(x)), strict=True):
-            assert torch.equal(got, truth)
-
-
-@pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
-def test_an_empty_batch(spec: str) -> None:
-    for kind in LAYERS:
-        out, *ends = floating(inside(spec, Row(kind).module(), torch.zeros(STEPS, 0, IN)))
-        assert out.shape == (STEPS, 0, WIDTH)
-        assert out.dtype is compute_of(spec)
-        assert {end.dtype for end in ends} == {state_of(spec)}
-
-
 @pytest.mark.parametrize("spec", ["fp16", "bf16,hidden=fp32"])
 @KINDS
 def test_nan_and_infinity_stay_in_their_sequence(kind: str, spec: str) -> None:
@@ -270,20 +252,6 @@ def test_a_loop_of_cells_gives_what_pytorch_gives(kind: str, spec: str) -> None:
         assert off(gradient, true) < 6 * eps
 
 
-@KINDS
-def test_a_weight_that_changed_is_rounded_anew(kind: str) -> None:
-    """An optimizer's step may lie between any two calls."""
-    cell, xs = CELLS[kind](IN, WIDTH), torch.randn(2, BATCH, IN)
-    with mezzo.autocast("bf16,hidden=fp32", "cpu"):
-        state = cell(xs[0])
-        with torch.no_grad():
-            cell.weight_hh.add_(1.0)
-        got = floating(cell(xs[1], state))
-    fresh = floating(inside("bf16,hidden=fp32", copy.deepcopy(cell), xs[1], state))
-    for one, other in zip(got, fresh, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "spec"), [("lstm", "fp16"), ("gru", "bf16,hidden=fp32")])
@@ -314,40 +282,6 @@ def test_compiled(kind: str, spec: str) -> None:
         assert [t.dtype for t in found] == [t.dtype for t in truth]
         for got, true in zip(found, truth, strict=True):
             torch.testing.assert_close(got, true, rtol=0, atol=0.02)
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # PyTorch's own, of `mkldnn.flags`
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)  # and of its forward mode
-@pytest.mark.parametrize("spec", ["fp16", "fp16,hidden=fp32"])
-@pytest.mark.parametrize(("kind", "of"), [("lstm", "layer"), ("gru", "cell")])
-def test_torch_func_and_higher_derivatives(kind: str, of: str, spec: str) -> None:
-    module = Row(kind, {"num_layers": 2}).module() if of == "layer" else CELLS[kind](IN, WIDTH)
-    x, along = torch.randn(STEPS, BATCH, IN), torch.randn(STEPS, BATCH, IN)
-
-    def loss(x: Tensor, spec: str = spec) -> Tensor:
-        if of == "layer":
-            out: Tensor = inside(spec, module, x)[0]
-        else:
-            out = inside(spec, chain, module, x)[-1]
-        return out.float().square().sum()
-
-    def second(spec: str) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(loss(leaf, spec), leaf, create_graph=True)
-        return torch.autograd.grad((first * along).sum(), leaf)[0]
-
-    with torch.backends.mkldnn.flags(
-        enabled=False
-    ):  # whose LSTM has first derivatives only, of plain tensors
-        leaf = x.clone().requires_grad_()
-        (truth,) = torch.autograd.grad(loss(leaf), leaf)
-        close = {"rtol": 0, "atol": 0.02 * float(truth.abs().max())}
-        torch.testing.assert_close(torch.func.grad(loss)(x), truth, **close)
-        _, slope = torch.func.jvp(loss, (x,), (along,))
-        torch.testing.assert_close(slope, (truth * along).sum(), rtol=0.02, atol=0.02)
-        assert off(second(spec), second("")) < 0.05
 
 
 # Why a state is kept in FP32: what a step adds to a state 256 times larger is lost in bf16.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alive import bytes_alive
 from mezzo.core.errors import UsageError
@@ -16,6 +16,7 @@ from mezzo.pytorch.kernels.exponents import LARGEST, WORDS, count
 from mezzo.pytorch.kernels.gradient_norm import reference as norm_reference
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.memory import PeakTensorBytes
+from mezzo.pytorch.monitor.ranges import RangeWatch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EACH = pytest.mark.usefixtures("implementation")
@@ -210,3 +211,47 @@ def test_the_number_of_threads_does_not_move_a_bit() -> None:
 def test_gradients_of_several_devices_are_refused() -> None:
     with pytest.raises(UsageError, match=r"gradients on cpu, meta\."):
         sum_of_squares([torch.ones(1), torch.ones(1, device="meta")])
+
+
+# On a GPU.
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU, id=str(dtype)) for dtype in DTYPES])
+def test_counts_on_a_gpu_equal_those_on_a_cpu(dtype: torch.dtype) -> None:
+    x, row = awkward(dtype, 3 * (1 << 18) + 5), torch.zeros(WORDS, dtype=torch.int64, device="cuda")
+    count(x.cuda()[1:], row)
+    assert torch.equal(row.cpu(), counted(x[1:]))
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=GPU)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own and Triton's, at their imports
+def test_a_watched_update_on_a_gpu_waits_for_nothing(every: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    watch = RangeWatch(model, optimizer, every=every)
+    x = torch.randn(32, 64, device="cuda")
+    scale, skipped = torch.tensor(8.0, device="cuda"), torch.tensor(False, device="cuda")
+    for index in range(2):
+        if index:  # the first one compiles
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            watch.call_begins(model, (x,), {})
+            out = model(x)
+            watch.call_ended(model, out)
+            loss = out.square().mean()
+            watch.backward_begins(loss, scale)
+            (loss * scale).backward()
+            watch.update_begins(optimizer, scale)
+            optimizer.step()
+            watch.update_ended(optimizer, index=index, number=0, skipped=skipped, loss_scale=scale)
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    first, second = watch.drain()
+    assert len(watch.rows) == 3 * 2 + 3 * 4
+    assert first.rows != second.rows

@@ -14,16 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import Groups
-from mezzo.pytorch.kernels.optimizer_step.pointer_table import CURRENT_WORDS, PointerTable, kind
-from mezzo.pytorch.optim.optimizers import adam_hyper
 
 CHILDREN = Path(__file__).parent / "children"
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-ADAMW = cases.HYPERS["adamw"]
 
 
 def child(*words: str, **variables: str) -> str:
@@ -40,7 +33,8 @@ def child(*words: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        ("children/interpreted_kernels.py", "codec or step"),
+        ("children/interpreted_kernels.py", ""),
+        ("test_step_kernels.py", "every_mode or edge"),
         ("test_cross_entropy.py", "every_option or special or scale or ignored"),
     ],
 )
@@ -95,51 +89,3 @@ def test_the_compiled_step_contracts_nothing_loads_vectors_and_fits_four_program
 
 
 # The tables, on the host's side.
-
-
-def table_of(rows: list[cases.Row]) -> tuple[PointerTable, Groups]:
-    groups = [(ADAMW, rows[:2]), (cases.HYPERS["adam-l2-up"], rows[2:])]
-    return PointerTable(groups), groups
-
-
-def some_rows() -> list[cases.Row]:
-    modes = [
-        ("own", "fp32", torch.float32),
-        ("split", "int8", torch.bfloat16),
-        ("fp16", "bf16", torch.float16),
-    ]
-    return [cases.row(ADAMW, mode, count, i) for i, (mode, count) in enumerate(zip(modes, (5, 3000, 0)))]
-
-
-def test_a_table_has_a_line_a_parameter_and_a_word_a_program() -> None:
-    rows = some_rows()
-    table, groups = table_of(rows)
-    lines = table.rows.view(3, -1)
-    assert lines[:, 6].tolist() == [5, 3000, 0]
-    assert lines[:, 7].tolist() == [0, 1, 2]
-    assert lines[:, 9].tolist() == [0, 0, 1]
-    assert [table.kinds[i] for i in lines[:, 8].tolist()] == [0, 3 + 8 * 2 + 32, 2 + 8 + 64 + 128 * (8 + 16)]
-    assert table.blocks == 1
-    assert table.chunks.tolist() == [0, 1 << 32, (1 << 32) + 1, (1 << 32) + 2, 2 << 32]
-    assert table.hypers.view(2, -1).tolist() == [[hyper.l2, *hyper.numbers] for hyper, _ in groups]
-
-
-def test_a_table_follows_gradients_weights_and_settings() -> None:
-    rows = some_rows()
-    table, groups = table_of(rows)
-    before = table.current.clone()
-    table.refresh(groups)
-    assert torch.equal(table.current, before)
-    rows[1].grad = torch.zeros(3008, dtype=torch.bfloat16)[1:3001]
-    hyper = adam_hyper(3.0, 0.9, 0.999, 1e-8, 0.5, decoupled=True)
-    table.refresh([(hyper, rows[:2]), groups[1]])
-    current = table.current[: 3 * CURRENT_WORDS].view(3, CURRENT_WORDS)
-    assert current[1].tolist() == [rows[1].weight.data_ptr(), rows[1].grad.data_ptr(), 0]
-    assert current[0, 2] == 1
-    assert float(table.hypers[5]) == 3.0
-
-
-def test_every_mode_has_a_kind_of_its_own() -> None:
-    rows = cases.rows(ADAMW, special=False)
-    kinds = {kind(row, hyper) for row in rows for hyper in cases.HYPERS.values()}
-    assert len(kinds) == (len(cases.HYPERS) - 1) * len(cases.MODES)  # Adam without decay is AdamW

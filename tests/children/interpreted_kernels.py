@@ -1,11 +1,10 @@
-"""Tests of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs them, in a process of their own.
+"""Parts of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs them in a process of their own.
 
 Triton decides at its import whether it interprets, for the whole process: `TRITON_INTERPRET=1` comes from outside.
 """
 
 from __future__ import annotations
 
-import math
 import os
 
 import numpy as np
@@ -13,10 +12,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 import stepper_cases as cases
-from mezzo.pytorch.kernels.optimizer_step import formulas, reference
 from mezzo.pytorch.kernels.optimizer_step.triton import DeviceStepper, f, power
 from test_fma import CASES as FMA_CASES
 from test_fma import assert_exact
@@ -29,25 +26,7 @@ SPLIT = ("split", "fp32", torch.bfloat16)
 ONE = torch.ones(())
 
 
-# Whole steps: every mode in one launch.
-
-
-@pytest.mark.parametrize("number", range(len(cases.HYPERS)))
-def test_step_equals_the_reference(number: int) -> None:
-    """Many modes in one launch: for AdamW a fourth of all, for the others a ninth."""
-    name = sorted(cases.HYPERS)[number]
-    hyper = cases.HYPERS[name]
-    ours = cases.rows(hyper, cases.MODES[::4] if name == "adamw" else cases.MODES[number % 9 :: 9])
-    expected = cases.copied(ours)
-    stepper = DeviceStepper()
-    overflows = torch.zeros(()), torch.zeros(())
-    for step in (1, 2):
-        given = {"multiplier": torch.tensor(0.37)} if step > 1 else {}
-        cases.move(stepper, hyper, ours, overflow=overflows[0], **given)
-        cases.reference_move(hyper, expected, overflow=overflows[1], **given)
-        cases.assert_same(ours, expected)
-        cases.new_gradients(step, ours, expected)
-    assert overflows[0] == overflows[1] == 1
+# Programs and tables. `test_step_kernels.py` has whole steps.
 
 
 def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,97 +42,6 @@ def test_step_whose_programs_take_several_blocks(monkeypatch: pytest.MonkeyPatch
         cases.assert_same(ours, expected)
         cases.new_gradients(step, ours, expected)
     assert [table.programs for table in stepper._tables.values()] == [6]
-
-
-def test_step_edge_several_groups_with_settings_of_their_own_and_rows_without_gradient() -> None:
-    first, second = cases.HYPERS["adam-l2-up"], cases.HYPERS["adam"]
-    ours = cases.rows(first, cases.MODES[::9])
-    expected = cases.copied(ours)
-    ours[1].grad = expected[1].grad = None
-    before = cases.copied(ours[1:2])
-    stepper = DeviceStepper()
-    for step in (1, 2):
-        for moved, of in ((stepper, ours), (reference.DeviceStepper(), expected)):
-            moved([(first, of[:4]), (second, of[4:])], multiplier=None, found_inf=None, overflow=None)
-        cases.assert_same(ours, expected)
-        assert ours[1].step == 0
-        cases.new_gradients(step, ours[2:], expected[2:])
-    ours[1].grad = before[0].grad = torch.zeros_like(ours[1].weight)
-    cases.assert_same(ours[1:2], before)
-
-
-def test_step_edge_settings_gradients_and_weights_that_change_between_steps() -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::11])
-    expected = cases.copied(ours)
-    stepper = DeviceStepper()
-    for step, lr in ((1, 1e-3), (2, 2e-3), (3, 2e-3)):
-        hyper = cases.adam_hyper(lr, 0.9, 0.999, 1e-8, 1e-2, decoupled=True)
-        cases.move(stepper, hyper, ours)
-        cases.reference_move(hyper, expected)
-        cases.assert_same(ours, expected)
-        cases.new_gradients(step, ours, expected)
-        for one, other in zip(ours, expected):
-            one.weight = one.weight.clone()  # moved elsewhere, and so are the gradients
-            if step == 2:
-                one.grad = other.grad = one.grad.to(torch.float16)  # type: ignore[union-attr]
-    assert len(stepper._tables) == 2
-
-
-@pytest.mark.parametrize("found", [1.0, math.nan])
-def test_step_edge_found_inf_leaves_everything(found: float) -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::13])
-    cases.move(DeviceStepper(), ADAMW, ours)
-    before = cases.copied(ours)
-    overflow = torch.zeros(())
-    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(found), overflow=overflow)
-    cases.assert_same(ours, before)
-    assert overflow == 0
-    cases.move(DeviceStepper(), ADAMW, ours, found_inf=torch.tensor(0.0), overflow=overflow)
-    assert [int(each.step) for each in ours] == [2] * len(ours)
-
-
-@pytest.mark.parametrize("masters", [name for name in cases.WEIGHTS if name != "own"])
-def test_step_edge_overflow_is_told_of_16_bit_weights_alone(masters: str) -> None:
-    sgd = cases.HYPERS["sgd"]
-    # In a whole block, in the last one, and nowhere.
-    for kind, infinite, at in (
-        (masters, True, 0),
-        (masters, True, 1500),
-        (masters, False, 0),
-        ("own", True, 0),
-    ):
-        ours = cases.row(sgd, (kind, "fp32", torch.float32), 1501, 0, special=False)
-        ours.grad = torch.zeros(1501)
-        ours.weight[:] = 1
-        if ours.master is not None:
-            ours.master[:] = int(kind in ("fp32", "fp16"))
-        if infinite:
-            ours.grad[at] = -math.inf
-        overflow = torch.zeros(())
-        cases.move(DeviceStepper(), sgd, [ours], overflow=overflow)
-        assert bool(ours.weight[at].isinf()) == infinite
-        assert float(overflow) == (infinite and kind != "own")
-
-
-def test_step_edge_empty_parameter_counts_its_moves() -> None:
-    ours = cases.row(ADAMW, SPLIT, 0, 0)
-    cases.move(DeviceStepper(), ADAMW, [ours])
-    assert int(ours.step) == 1
-
-
-def test_step_edge_nothing_to_move() -> None:
-    DeviceStepper()([(ADAMW, [])], multiplier=None, found_inf=None, overflow=None)
-
-
-def test_step_edge_a_late_step_and_a_large_ordinal() -> None:
-    ours = cases.rows(ADAMW, cases.MODES[::11], special=False)
-    for each in ours:
-        each.step.fill_(123_456)
-        each.ordinal += 70_000
-    expected = cases.copied(ours)
-    cases.move(DeviceStepper(), ADAMW, ours)
-    cases.reference_move(ADAMW, expected)
-    cases.assert_same(ours, expected)
 
 
 def test_step_edge_tables_of_the_rows_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,92 +64,7 @@ def test_step_edge_tables_of_replaced_rows_are_let_go() -> None:
     assert [key[1] for key in stepper._tables] == [(id(ours[1]),), (id(replaced[0]),)]
 
 
-# The formulas on blocks: those of the reference, which have other words.
-
-
-@triton.jit
-def _apply(
-    inputs: tl.tensor, noise_in: tl.tensor, first: tl.tensor, second: tl.tensor, NAME: tl.constexpr
-) -> None:
-    index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    pattern = tl.load(inputs + index)
-    x = pattern.to(tl.float32, bitcast=True)
-    r = tl.load(noise_in + index)
-    high, low = pattern >> 16, (pattern << 16) >> 16
-    if NAME == "bf16":
-        weight, _ = f.encode_bf16(x, r)
-        value = f.decode_bf16(high, x)
-    elif NAME == "fp16":
-        weight, _ = f.encode_fp16(x, r)
-        value = f.decode_fp16(high, x)
-    elif NAME == "split":
-        weight, _ = f.encode_split(x, r)
-        value = f.decode_split(high, low)
-    elif NAME == "split8":
-        weight, _ = f.encode_split8(x, r & 0xFF)
-        value = f.decode_split8(high, low >> 8)
-    elif NAME == "none":
-        weight, _ = f.encode_none(x, r & 0xFFFF)
-        value = f.decode_none(high, 0)
-    elif NAME == "signed":
-        weight = f.encode_signed(f.cut(x, f.magnitude(x)), f.group_inverse(f.magnitude(x)), r)
-        value = f.decode_signed(low >> 8, x)
-    elif NAME == "unsigned":
-        x = tl.abs(x)
-        weight = f.encode_unsigned(f.cut(x, f.magnitude(x)), f.group_inverse(f.magnitude(x)), r)
-        value = f.decode_unsigned((low >> 8) & 0xFF, x)
-    else:
-        word = f.noise(f.noise_key(r, r, 1), f.place(index))
-        weight = f.first_noise(word) ^ (f.second_noise(word) * 3)
-        value = (f.remainder_noise(word) * 5 + f.weight_noise(word)).to(tl.float32)
-    tl.store(first + index, weight)
-    tl.store(second + index, value.to(tl.int32, bitcast=True))
-
-
-def expected(name: str, pattern: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_apply` makes, in the words of tensors."""
-    x = pattern.view(torch.float32)
-    high, low = pattern >> 16, (pattern << 16) >> 16
-    if name == "noise":
-        index = torch.arange(len(pattern))
-        word = formulas.noise(formulas.noise_key(r, r, 1), formulas.place(index))
-        value = formulas.remainder_noise(word) * 5 + formulas.weight_noise(word)
-        return formulas.first_noise(word) ^ (formulas.second_noise(word) * 3), value.float()
-    if name in ("signed", "unsigned"):
-        x = x if name == "signed" else x.abs()
-        largest = formulas.magnitude(x)
-        encode, decode = (getattr(formulas, f"{verb}_{name}") for verb in ("encode", "decode"))
-        made = encode(formulas.cut(x, largest), formulas.group_inverse(largest), r)
-        return made, decode(low >> 8 if name == "signed" else (low >> 8) & 0xFF, x)
-    noise = r & {"split8": 0xFF, "none": 0xFFFF}.get(name, 0)
-    kept = {"bf16": x, "fp16": x, "split": low, "split8": low >> 8}.get(name)
-    made, _ = getattr(formulas, f"encode_{name}")(x, noise)
-    return made, getattr(formulas, f"decode_{name}")(high, kept)
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16", "split", "split8", "none", "signed", "unsigned", "noise"])
-def test_codec_equals_the_reference(name: str) -> None:
-    x = patterns()
-    r = torch.randint(0, 1 << 20, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    first, second = torch.empty_like(x), torch.empty_like(x)
-    _apply[(len(x) // 1024,)](x, r, first, second, name)
-    made, value = expected(name, x, r)
-    same = (second == value.view(torch.int32)) | (value.isnan() & second.view(torch.float32).isnan())
-    of_nan = x.view(torch.float32).isnan() if name == "fp16" else torch.zeros_like(x, dtype=torch.bool)
-    assert torch.equal(first[~of_nan], made[~of_nan])  # of a NaN in fp16 no one promises the payload
-    assert same.all()
-
-
-def patterns(count: int = 1 << 17) -> Tensor:
-    """FP32 patterns, the edges of every exponent among them."""
-    generator = torch.Generator().manual_seed(1)
-    made = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, dtype=torch.int64)
-    edges = [(sign << 31) + (e << 23) + m for sign in (0, 1) for e in range(256) for m in EDGES]
-    made[: len(edges)] = torch.tensor(edges)
-    return made.to(torch.int32)
-
-
-EDGES = (0, 1, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x3FFFFF, 0x400000, 0x7F7FFF, 0x7F8000, 0x7FFFFF)
+# Two formulas that depend on the interpreter's or the device's own arithmetic.
 
 
 @triton.jit
@@ -273,7 +76,7 @@ def _fmas(a: tl.tensor, b: tl.tensor, c: tl.tensor, results: tl.tensor, count: t
 
 
 @pytest.mark.parametrize("case", FMA_CASES)
-def test_codec_fma_rounds_once(case: str) -> None:
+def test_fma_rounds_once(case: str) -> None:
     rows = FMA_CASES[case]()
     result = torch.empty(len(rows))
     _fmas[(1,)](*(column.contiguous() for column in rows.unbind(1)), result, len(rows))
@@ -286,7 +89,7 @@ def _powers(bases: tl.tensor, exponents: tl.tensor, results: tl.tensor) -> None:
     tl.store(results + at, power(tl.load(bases + at), tl.load(exponents + at)))
 
 
-def test_codec_power_gives_the_bias_corrections_of_the_reference() -> None:
+def test_power_gives_the_bias_corrections_of_the_reference() -> None:
     steps = [1, 2, 3, 7, 10, 99, 1000, 4097, 65_535, 1_000_000, 1 << 24]
     bases = [0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 0.9999]
     pairs = [(base, step) for base in bases for step in steps]

@@ -1,9 +1,8 @@
-"""What kernels that Numba compiles are made of: C's words and pointers, elements in memory, sums in lanes, exp.
+"""Primitives of the kernels that Numba compiles: words and pointers, elements in memory, sums in lanes, exp.
 
-Numba computes with 64-bit integers unless told otherwise, and that halves a vector twice over. So `i32` and `u32`
-cut an expression back to 32 bits, and LLVM then computes all of it in 32. Everything here is a name that a
-compiled function may use; nothing can be called from Python. FP32 arithmetic is IEEE and in the order written:
-no fast math, no contraction; what is fused says so (`fma`).
+Numba computes with 64-bit integers by default, which halves a vector twice. `i32` and `u32` cut an expression back, and
+LLVM then computes all of it in 32 bits. These names are for compiled functions; none can be called from Python. FP32
+arithmetic is IEEE and in the order written: no fast math, no contraction except `fma`.
 """
 
 from __future__ import annotations
@@ -36,22 +35,19 @@ f64: Callable[[float], float] = types.float64
 
 
 def inline(function: F) -> F:
-    """Mark a function that becomes part of the loop that calls it."""
+    """Mark a function that is inlined into the loop that calls it."""
     compiled: F = njit(forceinline=True, error_model="numpy")(function)
     return compiled
 
 
 def expand(function: F) -> F:
-    """Mark a function with loops in it that becomes part of another: LLVM sees them only there.
-
-    What is `inline` is optimised on its own first, when neither its counts nor what its pointers lead to is known.
-    """
+    """Mark a function with loops that is inlined before LLVM sees it, so that its counts and pointers are known."""
     compiled: F = njit(inline="always", error_model="numpy")(function)
     return compiled
 
 
 class _Distinct(_numba.core.compiler.Compiler):  # type: ignore[misc]  # a class without a type
-    """Numba's compiler, promised that pointers among a function's arguments never meet (C's `restrict`)."""
+    """Numba's compiler, with pointer arguments that never alias (C's `restrict`)."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -59,7 +55,7 @@ class _Distinct(_numba.core.compiler.Compiler):  # type: ignore[misc]  # a class
 
 
 def loop(function: F) -> F:
-    """Mark a function whose pointers lead to distinct memory, so that its loops are vectorised unguarded."""
+    """Mark a function whose pointers never alias, so that its loops are vectorised without checks."""
     compiled: F = njit(pipeline_class=_Distinct, error_model="numpy")(function)
     return compiled
 
@@ -157,7 +153,7 @@ def _scratch(element: Any) -> Callable[[int], Pointer]:
     return made
 
 
-# So many elements on the stack (a literal number), for as long as the function runs.
+# An array on the stack, of a literal number of elements.
 float32_scratch = _scratch(types.float32)
 float64_scratch = _scratch(types.float64)
 uint32_scratch = _scratch(types.uint32)
@@ -188,7 +184,7 @@ def load_fp16(x: Pointer, i: int) -> float:
 
 @inline
 def load_quiet_fp32(x: Pointer, i: int) -> float:
-    """As it is, but for NaN: the lowest bits of 16-bit ones are 0, which `exp` relies on."""
+    """As it is, but one pattern for NaN: `exp` relies on low bits that are 0, as those of 16-bit NaNs are."""
     value = f32(x[i])
     return float_of(i32(_NAN)) if value != value else value
 
@@ -198,7 +194,7 @@ load_quiet_bf16, load_quiet_fp16 = load_bf16, load_fp16
 
 @inline
 def store_bf16(out: Pointer, i: int, value: float) -> None:
-    """Ties to even; every NaN as one pattern, since a carry out of the cut bits could make another an infinity."""
+    """Ties to even; one pattern for NaN, because a carry could turn another into an infinity."""
     pattern = bits(value)
     rounded = i32(pattern + i32(0x7FFF) + (i32(pattern >> 16) & i32(1)))
     out[i] = i16(i32(0x7FC0) if value != value else i32(rounded >> 16))
@@ -239,9 +235,8 @@ def no() -> bool:
     return False
 
 
-# The largest of elements. Seen as integers, with the magnitude's bits flipped where the sign is set,
-# patterns are in the numbers' own order, and 32 of 16 bits are compared at once. NaNs are beyond the
-# infinities on either side.
+# The largest element. As integers, with the magnitude's bits flipped where the sign is set, patterns are ordered as
+# their numbers, and 32 of 16 bits are compared at once. NaNs are beyond the infinities on either side.
 
 
 @expand
@@ -252,13 +247,13 @@ def largest_bf16(x: Pointer, start: int, stop: int) -> float:
 
 @expand
 def largest_fp16(x: Pointer, start: int, stop: int) -> float:
-    """The like of `largest_bf16`."""
+    """See `largest_bf16`."""
     return float_of_half(_largest16(x, start, stop))
 
 
 @expand
 def largest_fp32(x: Pointer, start: int, stop: int) -> float:
-    """The like of `largest_bf16`."""
+    """See `largest_bf16`."""
     top = i32(-0x80000000)
     for i in range(start, stop):
         pattern = bits(load_quiet_fp32(x, i))
@@ -275,8 +270,8 @@ def _largest16(x: Pointer, start: int, stop: int) -> int:
     return i16(top ^ i16(i16(top >> 15) & i16(0x7FFF)))
 
 
-# A sum over a row is kept in 64 lanes, element i in lane i mod 64, and the lanes are halved until one is left. So its
-# order depends on the row's length alone, not on vectors or threads, and its error grows with the length over 64.
+# A sum over a row is kept in 64 lanes, element i in lane i mod 64, and the lanes are halved until one is left. The
+# order depends only on the row's length, not on vectors or threads, and the error grows with the length over 64.
 
 LANES = 64  # four AVX-512 registers of FP32
 
@@ -314,23 +309,18 @@ def total(builder: Any, address: Any) -> Any:
     return builder.extract_element(lanes, ir.Constant(_WORD, 0))
 
 
-# exp in FP32 for a loop over many numbers: no branches, 12 operations, so that 16 lanes compute at once.
+# exp in FP32 without branches, 12 operations, so that 16 lanes compute at once.
 #
-# ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)`` and ``|r| <= log(2) / 2``.
-# Added to 1.5 * 2**23 a number is rounded to an integer, which is then the sum's lowest bits; shifted by 23
-# they are an exponent. The polynomial is the one of degree 6 that starts with ``1 + r`` and has the least
-# relative error on the interval, 3e-9 (Lawson's iteration, weights of the errors). log(2) is one FP32
-# number: what is lost to it is a twentieth of what is lost in ``x`` itself, which is a difference of two
-# rounded numbers. Measured on a grid of FP32 numbers: 1.3 ulp from -16 to 0, and 4.5 at -87. Degree 5 would
-# be 2.5 ulp.
+# ``exp(x) = 2**n * exp(r)`` with ``n`` the nearest integer to ``x / log(2)`` and ``|r| <= log(2) / 2``. Adding
+# 1.5 * 2**23 rounds to an integer in the sum's lowest bits; shifted by 23 they are an exponent. The polynomial of
+# degree 6 starts with ``1 + r`` and has the least relative error on the interval, 3e-9 (Lawson). Measured on
+# a grid of FP32 numbers: 1.3 ulp from -16 to 0, and 4.5 at -87. Degree 5 would be 2.5 ulp.
 #
-# The constants are handed over, from `constants`, once for each row. Seen as constants they are loaded
-# again and again: LLVM moves them out of all loops, where calls of other functions leave no register for
-# them, and then back to where they are used. That doubles the loads of the loop, and it takes half as long
-# again.
+# `constants` are passed once per row: LLVM would load visible constants again in each round of the loop, which then
+# takes half as long again.
 
 EXP_BIAS = 64
-"""The exponential times 2**64 is far from subnormal numbers wherever what it is scaled to later is not zero."""
+"""The exponential times 2**64 is far from subnormal wherever its final scaled value is not zero."""
 
 Constants = tuple[float, ...]
 
@@ -340,42 +330,37 @@ _LEAST = f32(-126 * math.log(2))
 _LEAST_BIASED = f32(-(126 + EXP_BIAS) * math.log(2))
 _PER_LOG2 = f32(1 / math.log(2))
 _LOG2 = f32(-math.log(2))
-C6 = f32(0.0013814540579915047)
-C5 = f32(0.00836874540614519)
-C4 = f32(0.04166838899254799)
-C3 = f32(0.1666652113199234)
-C2 = f32(0.4999999403953552)
-_ONE = f32(1.0)
+_C6, _C5, _C4 = f32(0.0013814540579915047), f32(0.00836874540614519), f32(0.04166838899254799)
+_C3, _C2, _ONE = f32(0.1666652113199234), f32(0.4999999403953552), f32(1.0)
 
 
 @inline
 def hold(value: float) -> float:
-    """The same FP32, of which the compiler knows nothing."""
+    """The same FP32, which the optimizer treats as unknown."""
     return float_of(held(bits(value)))
+
+
+@inline
+def _shared_constants() -> Constants:
+    return hold(_PER_LOG2), hold(_LOG2), hold(_C6), hold(_C5), hold(_C4), hold(_C3), hold(_C2), hold(_ONE)
 
 
 @inline
 def constants() -> Constants:
     """For `exp`, up to 88. Of less than -87.3, where it would be subnormal, it is 2**-126 or less."""
-    return (
-        hold(_LEAST), hold(_PER_LOG2), hold(_ROUND), hold(_LOG2),
-        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
-    )  # fmt: skip
+    return hold(_LEAST), hold(_ROUND), *_shared_constants()
 
 
 @inline
 def biased_constants() -> Constants:
     """For 2**64 times the exponential, up to 44. Of less than -131.7 it is 2**-126 or less."""
-    return (
-        hold(_LEAST_BIASED), hold(_PER_LOG2), hold(_ROUND_BIASED), hold(_LOG2),
-        hold(C6), hold(C5), hold(C4), hold(C3), hold(C2), hold(_ONE),
-    )  # fmt: skip
+    return hold(_LEAST_BIASED), hold(_ROUND_BIASED), *_shared_constants()
 
 
 @inline
 def exp(x: float, given: Constants) -> float:
-    """exp, or what the constants make of it; NaN if x is, with its lowest 9 bits 0."""
-    least, per_log2, rounding, log2, c6, c5, c4, c3, c2, one = given
+    """exp, or its scaled form by the constants; NaN for a NaN whose lowest 9 bits are 0."""
+    least, rounding, per_log2, log2, c6, c5, c4, c3, c2, one = given
     x = least if x < least else x  # in this order a NaN is kept
     t = fma(x, per_log2, rounding)
     r = fma(f32(t - rounding), log2, x)

@@ -162,13 +162,7 @@ def decode(codes: Tensor) -> Tensor:
 
 
 def product(
-    form: str,
-    a: Quantized,
-    b: Quantized,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    native: bool | None = None,
+    form: str, a: Quantized, b: Quantized, bias: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """One of the three products.
 
@@ -182,9 +176,8 @@ def product(
         a, b: the factors as stored; scales either [] on both, or one for each row and column of the result.
         bias: [N], rounded to bf16 and added before the result is rounded; only with bf16 results.
         out_dtype: of the result. FP32 results of a bf16 GEMM or a rowwise native product were rounded to bf16 once.
-        native: whether to use `torch._scaled_mm`; None to ask `is_native`.
     """
-    if is_native(a.codes.device) if native is None else native:
+    if is_native(a.codes.device):
         return _native(form, a, b, bias, out_dtype)
     dtype = gemm_dtype(a.codes.device.type)
     if bias is not None and torch._C._functorch.peek_interpreter_stack() is not None:

@@ -14,45 +14,15 @@ Hooks around the op (activation checkpointing, offload to the host) still see ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import traceback
 
 from mezzo.pytorch.kernels.plain import is_plain
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-is_recorded = traceback.has_preserved_node_meta
-"""Whether ops are being recorded into a graph whose nodes carry metadata."""
-
-
-@contextmanager
-def recomputed() -> Iterator[None]:
-    """Tag the ops that are recorded meanwhile for recomputation in backward.
-
-    A compiler decides what forward keeps. Over ATen's casts (``aot_eager``) its min-cut keeps the form that backward
-    reads, which is FP32, unless the widening cast has the tag that activation checkpointing uses
-    (``torch/_functorch/partitioners.py``, "materialized in backward"). Inductor keeps 16 bits without it too.
-    """
-    if not is_recorded():
-        yield
-        return
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    notes = traceback.current_meta
-    before = notes.get("recompute")
-    notes["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    try:
-        yield
-    finally:
-        if before is None:
-            del notes["recompute"]
-        else:
-            notes["recompute"] = before
 
 
 class Rounded:
@@ -67,11 +37,7 @@ class Rounded:
         self.reuse = Reuse(lambda low: low.to(compute).to(torch.float32))
         self.source = source
         self.low = source.to(compute)
-        if is_recorded():
-            with recomputed():
-                self.wide = self.low.to(torch.float32)
-        else:
-            self.wide = self.low.to(torch.float32)
+        self.wide = self.low.to(torch.float32)
 
 
 class Packing:

@@ -1,4 +1,4 @@
-"""Which tensors a kernel of ours may take whole: plain ones, no tracer's or transform's; and which lie in one piece."""
+"""Which tensors Mezzo's kernels may read directly: plain ones, not a tracer's or transform's; and which are dense."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # torch.autograd.grad
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether all are plain tensors outside `torch.func`, forward-mode differentiation and compilers: None counts as
-    plain.
+    """Whether all are plain tensors, or None, outside `torch.func`, forward-mode differentiation and compilers.
 
-    Everything else (subclasses such as DTensor and FakeTensor, wrappers of batches, graphs in the making) must be
-    given PyTorch operations, which it knows how to take apart.
+    Everything else (DTensor, FakeTensor, wrappers of batches, graphs being traced) needs PyTorch operations.
     """
     return (
         not torch.compiler.is_compiling()  # first: Dynamo reads no further

@@ -1,8 +1,7 @@
 """Python that PyTorch calls from C++ in the middle of an op, which Dynamo must run and not compile.
 
-Once a compiled function has broken its graph, Dynamo looks at every Python frame that begins before the function is
-over, whoever calls it: also at those that the dispatcher, the autograd engine and saved-tensor hooks call. Compiled,
-such a frame is another graph for every shape, and what it keeps for backward is told of a tensor's copy.
+After a graph break Dynamo compiles every Python frame until the function ends, also those that the dispatcher, autograd
+and saved-tensor hooks call. Such a frame would be another graph for every shape, and would keep copies for backward.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def unseen(function: _Function) -> _Function:
-    """`function` itself; its frames, and all that begin while one of them runs, are plain Python from now on.
+    """`function` itself; Dynamo skips its frames and those that begin while one runs.
 
-    It is still traced where a compiled function calls it by name. What `torch.compiler.disable` would do at each
-    call, done once to the code object, without a wrapper and without importing a compiler.
+    A compiled function that calls it by name still traces it. Does what `torch.compiler.disable` does at each call once
+    to the code object, without a wrapper and without importing a compiler.
     """
     pieces: Any = eval_frame
     skip = pieces._FrameAction.SKIP

@@ -53,17 +53,17 @@ def cross_entropy_loss(
         self: logits, [C], [N, C] or [N, C, d1, ...].
         target: classes (int64 or uint8; [], [N] or [N, d1, ...]), or probabilities of the logits' shape.
         weight: of each class, [C], FP32 or 16 bits.
-        reduction: 0 for none, 1 for the mean over the rows that count, by their classes' weight, 2 for the sum.
-        ignore_index: a class whose rows count for nothing.
+        reduction: 0 for none, 1 for the mean weighted by class over rows that are not ignored, 2 for the sum.
+        ignore_index: rows with this target are ignored.
         label_smoothing: from 0 to 1, the part of each target that is spread over all classes.
 
     Returns:
-        FP32: a number, or one for each row. It is within FP32's rounding of PyTorch's FP32 loss of the same logits. A
-        row with a NaN, +inf, or nothing but -inf has loss and gradient NaN, a class at -inf has probability 0; the mean
-        over no row is NaN, and its gradient 0. The gradient has the logits' dtype; what exceeds it is infinite.
+        FP32, a number or one per row, within FP32's rounding of PyTorch's FP32 loss. A row with a NaN, +inf, or only
+        -inf has loss and gradient NaN, a class at -inf has probability 0; the mean over no row is NaN, its gradient 0.
+        The gradient has the logits' dtype; beyond its range it is infinite.
 
     Raises:
-        IndexError: a class that there is not (on a GPU a device-side assertion, as PyTorch's).
+        IndexError: a class out of range (on a GPU a device-side assertion, as PyTorch's).
         RuntimeError: PyTorch's own, for shapes, dtypes and settings that it refuses.
     """
     settings = (reduction, ignore_index, label_smoothing)
@@ -84,7 +84,7 @@ def _aten(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Setti
 
 
 def _in_fp32(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings) -> Tensor:
-    """The naive code; whatever is wrong with the arguments, PyTorch says."""
+    """The naive code, which also refuses wrong arguments."""
     target = target.float() if target.dtype in _HALVES else target
     weight = weight.float() if weight is not None and weight.dtype in _HALVES else weight
     return _aten(logits.float(), target, weight, settings)

@@ -2,25 +2,24 @@
 
 PyTorch's `layer_norm` on a CPU sums the parameters' gradients in 16 bits (7 % off at 4,096 rows), and its `rms_norm`
 saves FP32 copies of a 16-bit input. Here the statistics, the arithmetic and all sums are FP32. For backward the 16-bit
-input itself is saved, and one FP32 number per row (`rms_norm`) or two. `torch.func`, compilers, forward-mode
-differentiation and tensor subclasses get casts around PyTorch's own op.
+input itself is saved, and one FP32 number per row (`rms_norm`) or two. Casts around PyTorch's own FP32 op serve where
+Numba is missing, and under `torch.func`, compilers, forward-mode differentiation, and for tensor subclasses.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mezzo.pytorch.kernels import backend
-from mezzo.pytorch.kernels.norms import reference
-from mezzo.pytorch.kernels.norms.reference import Form
 from mezzo.pytorch.kernels.plain import is_plain
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -28,6 +27,20 @@ __all__ = ["layer_norm", "rms_norm"]
 _HALVES = (torch.float16, torch.bfloat16)
 _PARAMETERS = (torch.float32, torch.float16, torch.bfloat16)
 _EPSILON = torch.finfo(torch.float32).eps
+
+
+class Form(NamedTuple):
+    """How rows are normalised.
+
+    Args:
+        shape: the sizes of the last dimensions, which form a row.
+        epsilon: added to the variance, or to the mean square.
+        is_centred: subtract the mean: layer_norm. Otherwise it is rms_norm, without a bias.
+    """
+
+    shape: tuple[int, ...]
+    epsilon: float
+    is_centred: bool
 
 
 def layer_norm(
@@ -60,11 +73,7 @@ def layer_norm(
     """
     if input.dtype not in _HALVES:
         return torch.layer_norm(input, normalized_shape, weight, bias, eps, cudnn_enable)
-    columns = _columns(input, normalized_shape, weight, bias)
-    if not columns:
-        wide, weight, bias = input.float(), _widened(weight), _widened(bias)
-        return torch.layer_norm(wide, normalized_shape, weight, bias, eps).to(input.dtype)
-    return _normalised(input, weight, bias, Form(columns, eps, True))
+    return _norm(input, weight, bias, Form(tuple(normalized_shape), eps, True))
 
 
 def rms_norm(
@@ -81,57 +90,55 @@ def rms_norm(
     """
     if input.dtype not in _HALVES:
         return torch.rms_norm(input, normalized_shape, weight, eps)
-    columns = _columns(input, normalized_shape, weight, None)
-    if not columns:
-        return torch.rms_norm(input.float(), normalized_shape, _widened(weight), eps).to(input.dtype)
-    return _normalised(input, weight, None, Form(columns, _EPSILON if eps is None else eps, False))
+    return _norm(input, weight, None, Form(tuple(normalized_shape), _EPSILON if eps is None else eps, False))
 
 
-def _columns(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-) -> int:
-    """The elements of a row, if these are plain tensors that fit together; else 0."""
-    if not is_plain(input, weight, bias):
-        return 0
-    shape = tuple(normalized_shape)
-    device, dims = input.device, len(shape)
-    if not dims or tuple(input.shape[-dims:]) != shape:
-        return 0
-    for parameter in (weight, bias):
-        if parameter is not None and (
-            parameter.shape != shape or parameter.dtype not in _PARAMETERS or parameter.device != device
-        ):
-            return 0
-    if input.layout is not torch.strided or device.type == "meta":
-        return 0
-    return shape[0] if dims == 1 else math.prod(shape)
-
-
-def _widened(parameter: Tensor | None) -> Tensor | None:
-    """A 16-bit parameter in FP32; others as they are."""
-    return parameter.float() if parameter is not None and parameter.dtype in _HALVES else parameter
-
-
-def _normalised(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
+def _norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
+    kernel = _kernel(os.environ.get(backend.KERNELS)) if _fits(input, weight, bias, form.shape) else None
+    if kernel is None:
+        return _naive(input, weight, bias, form)
     if torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        out: Tensor = _Normalised.apply(input, weight, bias, form)  # type: ignore[no-untyped-call,unused-ignore]
+        out: Tensor = _Normalised.apply(input, weight, bias, form, kernel)  # type: ignore[no-untyped-call,unused-ignore]
         return out
-    kernel = _kernel(input.device.type, os.environ.get(backend.KERNELS))
     found: Tensor = kernel.forward(input.contiguous(), _row(weight), _row(bias), form)[0]
     return found
 
 
 @functools.cache
-def _kernel(device_type: str, forced: str | None) -> ModuleType:
-    return backend.load(__name__, device_type)
+def _kernel(forced: str | None) -> ModuleType | None:
+    """The compiled loops, if there are any; `forced` is MEZZO_KERNELS."""
+    is_compiled = backend.implementation("cpu") == "numba"
+    return importlib.import_module(f"{__name__}.cpu") if is_compiled else None
+
+
+def _fits(input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> bool:
+    """Whether these are plain tensors on a CPU that fit together, with rows of at least one element."""
+    if not is_plain(input, weight, bias) or input.device.type != "cpu" or input.layout is not torch.strided:
+        return False
+    if not shape or input.shape[-len(shape) :] != shape or not math.prod(shape):
+        return False
+    for parameter in (weight, bias):
+        if parameter is not None and (
+            parameter.shape != shape or parameter.dtype not in _PARAMETERS or parameter.device.type != "cpu"
+        ):
+            return False
+    return True
+
+
+def _naive(input: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
+    """The definition; it also says what is wrong with the arguments."""
+    weight, bias = (p.float() if p is not None and p.dtype in _HALVES else p for p in (weight, bias))
+    if form.is_centred:
+        return torch.layer_norm(input.float(), form.shape, weight, bias, form.epsilon).to(input.dtype)
+    return torch.rms_norm(input.float(), form.shape, weight, form.epsilon).to(input.dtype)
 
 
 def _row(parameter: Tensor | None) -> Tensor | None:
-    """A parameter as the kernels take it: FP32, one element after the other."""
+    """A parameter as the kernels take it: FP32 and contiguous."""
     if parameter is None:
         return None
     return (parameter if parameter.dtype is torch.float32 else parameter.float()).contiguous()
@@ -139,44 +146,54 @@ def _row(parameter: Tensor | None) -> Tensor | None:
 
 class _Normalised(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> Tensor:
-        ctx.kernel = _kernel(x.device.type, os.environ.get(backend.KERNELS))
-        ctx.row, ctx.form = _row(weight), form
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form, kernel: ModuleType
+    ) -> Tensor:
+        ctx.row, ctx.form, ctx.kernel = _row(weight), form, kernel
         out: Tensor
-        out, statistics = ctx.kernel.forward(x.contiguous(), ctx.row, _row(bias), form)
-        ctx.save_for_backward(x, weight, statistics)
-        ctx.of_weight, ctx.of_bias = (None if p is None else (p.dtype, p.shape) for p in (weight, bias))
+        out, statistics = kernel.forward(x.contiguous(), ctx.row, _row(bias), form)
+        ctx.save_for_backward(x, weight, bias, statistics)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x, weight, statistics = ctx.saved_tensors
-        form = ctx.form
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x, weight, bias, statistics = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() or not is_plain(dy, x, weight):
-            # A second derivative, or a transform's tensors.
-            lines = x.reshape(-1, form.columns).float()
-            flat = None if weight is None else weight.reshape(form.columns).float()
-            statistics = reference.statistics(lines, form)
-            dx, dweight, dbias = reference.gradients(
-                dy.reshape(lines.shape).float(), lines, flat, *statistics
-            )
-            dx = dx.to(x.dtype).view(x.shape)
-        else:
-            wants_sums = needs_weight or needs_bias
-            dx, dweight, dbias = ctx.kernel.backward(
-                dy.contiguous(), x.contiguous(), ctx.row, statistics, form, needs_x, wants_sums
-            )
+            return *_twice(ctx, x, weight, bias, dy), None, None
+        dx, dweight, dbias = ctx.kernel.backward(
+            dy.contiguous(),
+            x.contiguous(),
+            ctx.row,
+            statistics,
+            ctx.form,
+            needs_x,
+            needs_weight or needs_bias,
+        )
         return (
-            dx if needs_x else None,
-            _like(dweight, *ctx.of_weight) if needs_weight else None,
-            _like(dbias, *ctx.of_bias) if needs_bias else None,
+            dx,
+            _like(dweight, weight) if needs_weight else None,
+            _like(dbias, bias) if needs_bias else None,
+            None,
             None,
         )
 
 
-def _like(gradient: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _twice(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor
+) -> list[Tensor | None]:
+    """Gradients by PyTorch operations, which can be differentiated again or batched."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out = _naive(x, weight, bias, ctx.form)
+    needs = ctx.needs_input_grad
+    wanted = [tensor for tensor, needed in zip((x, weight, bias), needs) if needed and tensor is not None]
+    found = iter(torch.autograd.grad(out, wanted, dy, create_graph=again))
+    return [next(found) if needed else None for needed in needs[:3]]
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A parameter's gradient in its own format and shape."""
-    gradient = gradient if dtype is torch.float32 else gradient.to(dtype)
-    return gradient if len(shape) == 1 else gradient.view(shape)
+    gradient = gradient if parameter.dtype is torch.float32 else gradient.to(parameter.dtype)
+    return gradient if parameter.dim() == 1 else gradient.view(parameter.shape)

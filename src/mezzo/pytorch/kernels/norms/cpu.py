@@ -20,7 +20,8 @@ import struct
 import sys
 from array import array
 from ctypes import addressof, c_int64
-from math import sqrt
+from math import prod, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,16 +47,16 @@ from mezzo.pytorch.kernels.cpu import load_bf16 as load_x  # bound
 from mezzo.pytorch.kernels.cpu import store_bf16 as store_x  # bound
 from mezzo.pytorch.kernels.cpu import yes as has_sums  # bound
 from mezzo.pytorch.kernels.cpu import yes as is_centred  # bound
-from mezzo.pytorch.kernels.norms.reference import Form
+
+if TYPE_CHECKING:
+    from mezzo.pytorch.kernels.norms import Form
 
 # The words of a job; 0 for a tensor that is not wanted. SUMS: FP32 [2, blocks, columns], of weight and bias (rms_norm
 # has none). EPSILON is an FP32's pattern.
 (
     COUNTER, TAKEN, ROWS, COLUMNS, X, WEIGHT, MEANS, RSTDS, BIAS, OUT, EPSILON,
-    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, DWEIGHT, DBIAS, JOB_WORDS,
-) = range(19)  # fmt: skip
-
-PIECE = 256  # columns whose sums over the blocks are added up at once
+    BLOCKS, BLOCK_ROWS, DY, DX, SUMS, JOB_WORDS,
+) = range(17)  # fmt: skip
 
 ALONE = 1 << 15
 """Elements up to which one thread is done before a second has begun."""
@@ -71,17 +72,25 @@ Statistics = tuple[Pointer, Pointer]
 
 
 def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
-    """The normalised rows and their statistics; see `reference.forward`."""
-    columns, epsilon, is_centred = form
+    """The normalised rows, and their statistics for backward.
+
+    Args:
+        x: contiguous, fp16 or bf16, with rows of `form.shape`.
+        weight: FP32, contiguous, of a row's size; None for ones.
+        bias: likewise; None for zeros.
+        form: see `Form`.
+
+    Returns:
+        of `x`'s shape and dtype; FP32 [2, rows], the means and the reciprocals of the deviations, or [1, rows] without
+        the means.
+    """
+    (*_, epsilon, is_centred), columns = form, prod(form.shape)
     rows = x.numel() // columns
     out = torch.empty_like(x)
     statistics = torch.empty((2 if is_centred else 1, rows), dtype=torch.float32)
     if rows:
-        scale, shift, means = (
-            _address(weight, columns, 1.0),
-            _address(bias, columns, -0.0),
-            statistics.data_ptr(),
-        )
+        scale, shift = _address(weight, columns, 1.0), _address(bias, columns, -0.0)
+        means = statistics.data_ptr()
         rstds = means + (4 * rows if is_centred else 0)
         taken = max(_shared(rows), _LEAST // columns)
         job = _Job(
@@ -101,28 +110,34 @@ def backward(
     wants_dx: bool,
     wants_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias; see `reference.backward`."""
-    columns, _, is_centred = form
+    """dx of `x`'s shape and dtype, dweight and dbias FP32 [columns]; None where not wanted.
+
+    Args:
+        dy: the gradient of the output, of `x`'s shape and dtype, contiguous.
+        x, weight, form: the arguments of `forward`.
+        kept: the statistics that `forward` returned.
+        wants_dx, wants_sums: whether the gradients of the input, and of the parameters, are wanted.
+    """
+    columns, is_centred = prod(form.shape), form.is_centred
     rows = x.numel() // columns
     block_rows = min(max(-(-rows // _BLOCKS), _LEAST_ROWS), _MOST_ROWS)
     blocks = -(-rows // block_rows)
-    size = blocks * columns
     dx = torch.empty_like(x) if wants_dx else None
-    sums = torch.empty(2 * size if is_centred else size, dtype=torch.float32) if wants_sums else None
-    dweight = torch.empty(columns, dtype=torch.float32) if wants_sums else None
-    dbias = torch.empty(columns, dtype=torch.float32) if wants_sums and is_centred else None
+    sums = torch.empty((1 + is_centred, blocks, columns), dtype=torch.float32) if wants_sums else None
     scale, means = _address(weight, columns, 1.0), kept.data_ptr()
     rstds = means + (4 * rows if is_centred else 0)
     job = _Job(
         *(0, _shared(blocks), rows, columns, x.data_ptr(), scale, means, rstds, 0, 0, 0),
-        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums, dweight, dbias))),
+        *(blocks, block_rows, dy.data_ptr(), *map(_pointer, (dx, sums))),
     )
     if rows:
         _run(_kernel("differentiate", x.dtype, wants_sums, is_centred), job, rows * columns)
-    if wants_sums:
-        job[COUNTER] = 0
-        _run(_kernel("add_up", torch.bfloat16, True, True), job, size)
-    return dx, dweight, dbias
+    if sums is None:
+        return dx, None, None
+    totals = (
+        sums[:, 0] if blocks == 1 else sums.sum(1)
+    )  # split between threads by columns, so always in order
+    return dx, totals[0], totals[1] if is_centred else None
 
 
 def _run(kernel: int, job: object, elements: int) -> None:
@@ -300,28 +315,3 @@ def differentiate(job: Pointer) -> None:
             sums = float32_at(at), float32_at(at + 4 * job[BLOCKS] * columns)
             start, stop = number * rows, min(number * rows + rows, job[ROWS])
             differentiate_rows(tensors, statistics, sums, start, stop, columns, job[DX] != 0)
-
-
-@loop
-def add_blocks(sums: Pointer, totals: Pointer, blocks: int, columns: int, count: int) -> None:
-    """The sums of some columns over all blocks."""
-    for i in range(count):
-        totals[i] = f32(0.0)
-    for block in range(blocks):
-        for i in range(count):
-            totals[i] = totals[i] + sums[block * columns + i]
-
-
-def add_up(job: Pointer) -> None:
-    """Take pieces of the parameters' gradients until none is left."""
-    columns, blocks = job[COLUMNS], job[BLOCKS]
-    while True:
-        start = take(job) * PIECE
-        if start >= columns:
-            break
-        count = min(PIECE, columns - start)
-        sums = job[SUMS] + 4 * start
-        add_blocks(float32_at(sums), float32_at(job[DWEIGHT] + 4 * start), blocks, columns, count)
-        if job[DBIAS] != 0:
-            of_bias = float32_at(sums + 4 * blocks * columns)
-            add_blocks(of_bias, float32_at(job[DBIAS] + 4 * start), blocks, columns, count)
