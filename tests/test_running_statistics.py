@@ -41,18 +41,24 @@ def steps_of(statistics: MovingBuffers, forward: Callable[[], Any], number: int)
         statistics.restore(False)
 
 
-def test_what_holds_still_is_not_copied_after_the_learning_steps() -> None:
-    still = Averages(lambda module, x: None, mask=zeros(7, 7), large=zeros(SMALL))
+def test_a_large_buffer_that_does_not_move_is_not_copied_after_the_learning_steps() -> None:
+    still = Averages(through_data, large=zeros(SMALL), codes=zeros(SMALL, 4))
+
+    def forward() -> None:
+        still(torch.randn(8, 4))
+        still.codes.data.add_(1.0)
+
     statistics = MovingBuffers(still)
-    steps_of(statistics, lambda: still(torch.randn(8, 4)), 2)
+    steps_of(statistics, forward, 2)
     with Ops() as ops:
-        steps_of(statistics, lambda: None, 3)
-    assert [name for name in ops.names if name != "detach"] == []
-    before = still.large
-    statistics.remember()
-    still.large = torch.ones(SMALL)  # replaced late: the old one needs no copy
+        statistics.remember()
+    assert ops.names.count("cat") == 1
+    assert not {"clone", "_to_copy"} & set(ops.names)
+    before = still.codes.clone()
+    forward()
+    assert {name.rpartition(".")[2] for name in statistics.state()} == {"mean", "codes"}
     statistics.restore(True)
-    assert still.large is before
+    assert torch.equal(still.codes, before)
 
 
 @pytest.mark.parametrize("layers", [1, 20])
