@@ -110,6 +110,18 @@ def test_equals_the_step_after_backward(
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_gradients_that_are_there_already_are_part_of_the_step(clip_norm: float | None) -> None:
+    sides = []
+    for release in (False, True):
+        mp = made("split", release=release, clip_norm=clip_norm)
+        for p in mp.model.parameters():
+            p.grad = torch.full_like(p, 0.5)
+        sides.append([run(mp).grad_norm, *everything(mp)])
+    assert sides[0][0] == pytest.approx(sides[1][0])
+    assert same(sides[0][1:], sides[1][1:])
+
+
 @pytest.mark.parametrize(
     ("mode", "clip_norm", "factor", "runs"),
     [("fp32", None, 1.0, 1), ("fp32", 1.0, 1.0, 2), ("fp16", None, 1.0, 2), ("fp16", 1.0, NAN, 1)],

@@ -1,9 +1,9 @@
 """The step engine: from the gradients of one optimizer to a step that is taken, or skipped without a trace.
 
-Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip: these
-parts are functions. `step_in_place` and `step_fused` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
-`mezzo run` use the parts, because there the script calls the steps. One rule (`take`) decides who knows of a skip:
-the host, where it can read `found_inf` without a wait or must know at once, else the device.
+Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip. Each part
+is a function. `step_in_place` and `step_fused` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
+`mezzo run` use the parts, because there the script calls the steps. One rule (`take`) decides who knows of a skip: the
+host, where it can read `found_inf` without a wait or must know at once, else the device.
 """
 
 from __future__ import annotations
