@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -42,10 +41,6 @@ def through_data(module: Any, x: Tensor) -> None:
     module.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
 
 
-def lerp_foreach(module: Any, x: Tensor) -> None:
-    torch._foreach_lerp_([module.mean], [x.mean(0)], 0.1)
-
-
 def with_out(module: Any, x: Tensor) -> None:
     torch.add(module.mean * 0.9, x.mean(0), alpha=0.1, out=module.mean)
 
@@ -62,11 +57,6 @@ def written_then_replaced(module: Any, x: Tensor) -> None:
 def counted(module: Any, x: Tensor) -> None:
     module.count += 1
     module.mean += (x.mean(0) - module.mean) / module.count
-
-
-def counter_replaced(module: Any, x: Tensor) -> None:
-    module.count = module.count + 1
-    in_place(module, x / module.count)
 
 
 def codebook(module: Any, x: Tensor) -> None:
@@ -129,12 +119,10 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: Averages(in_place),
     "not persistent": lambda: Averages(in_place, persistent=False),
     "through .data": lambda: Averages(through_data),
-    "foreach": lambda: Averages(lerp_foreach),
     "out=": lambda: Averages(with_out),
     "replaced": lambda: Averages(replaced),
     "written, then replaced": lambda: Averages(written_then_replaced),
     "counted": lambda: Averages(counted, count=torch.zeros((), dtype=torch.long)),
-    "counter replaced": lambda: Averages(counter_replaced, count=torch.zeros(())),
     "codebook": lambda: Averages(
         codebook, codes=zeros(3, 4), sums=zeros(3, 4), sizes=zeros(3), ready=torch.tensor(False)
     ),
@@ -144,10 +132,8 @@ OWN: dict[str, Callable[[], nn.Module]] = {
     "grows": lambda: Averages(grows, seen=zeros(1)),
     "bf16": lambda: Averages(bf16, low=torch.zeros(4, dtype=torch.bfloat16)),
     "fp8": lambda: Averages(eight_bits, low=torch.zeros(4).to(F8)),
-    "FP64": lambda: Averages(in_place, wide=torch.zeros(3, dtype=torch.float64)),
     "late": lambda: Averages(late, count=torch.zeros((), dtype=torch.long)),
     "beside a mask of -inf": lambda: Averages(in_place, mask=torch.full((4, 4), -INF).triu(1)),
-    "beside expanded positions": lambda: Averages(in_place, positions=torch.arange(1).expand(4)),
 }
 
 
@@ -160,35 +146,16 @@ def spread(dims: int) -> nn.Module:
     return nn.Sequential(image(dims), nn.Upsample(scale_factor=2))
 
 
-class Old:
-    """Normalisations of weights in the form of a hook, which newer PyTorch calls deprecated."""
-
-    @staticmethod
-    def weight_norm() -> nn.Module:
-        with pytest.warns(FutureWarning, match="weight_norm"):
-            layer: nn.Module = nn.utils.weight_norm(nn.Linear(4, 4))
-        return layer
-
-
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
     "BatchNorm1d, not affine": lambda: nn.BatchNorm1d(4, affine=False),
     "BatchNorm1d, no statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
     "BatchNorm2d": lambda: nn.Sequential(image(2), nn.BatchNorm2d(4), nn.Flatten()),
-    "BatchNorm3d": lambda: nn.Sequential(image(3), nn.BatchNorm3d(4), nn.Flatten()),
     "SyncBatchNorm": lambda: nn.Sequential(image(2), nn.SyncBatchNorm(4), nn.Flatten()),
     "LazyBatchNorm1d": lambda: nn.LazyBatchNorm1d(affine=False),
-    "LazyBatchNorm2d": lambda: nn.Sequential(image(2), nn.LazyBatchNorm2d(affine=False), nn.Flatten()),
-    "LazyBatchNorm3d": lambda: nn.Sequential(image(3), nn.LazyBatchNorm3d(affine=False), nn.Flatten()),
     "InstanceNorm1d": lambda: nn.Sequential(
         spread(1), nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.MaxPool1d(2), nn.Flatten()
-    ),
-    "InstanceNorm2d": lambda: nn.Sequential(
-        spread(2), nn.InstanceNorm2d(4, track_running_stats=True), nn.MaxPool2d(2), nn.Flatten()
-    ),
-    "InstanceNorm3d": lambda: nn.Sequential(
-        spread(3), nn.InstanceNorm3d(4, track_running_stats=True), nn.MaxPool3d(2), nn.Flatten()
     ),
     "LazyInstanceNorm1d": lambda: nn.Sequential(
         spread(1),
@@ -197,12 +164,6 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
         nn.Flatten(),
     ),
     "LayerNorm": lambda: nn.LayerNorm(4),
-    "RMSNorm": lambda: nn.RMSNorm(4),
-    "GroupNorm": lambda: nn.GroupNorm(2, 4),
-    "LocalResponseNorm": lambda: nn.Sequential(image(1), nn.LocalResponseNorm(2), nn.Flatten()),
     "spectral_norm, hook": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "weight_norm, hook": Old.weight_norm,
-    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
-    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 4)),
 }

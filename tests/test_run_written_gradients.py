@@ -74,40 +74,12 @@ WAYS: dict[str, tuple[str, str]] = {
         "",
         "a, b = tasks(x, y); put([p + q for p, q in zip(project(a, b), project(b, a))]); optimizer.step()",
     ),
-    "accumulated by hand": (
-        "",
-        "sums = None\nfor part in (slice(4), slice(4, 8)):\n"
-        "    optimizer.zero_grad(); loss_of(x[part], y[part]).backward()\n"
-        "    now = [p.grad for p in params]\n"
-        "    sums = now if sums is None else [s + n for s, n in zip(sums, now)]\n"
-        "put(sums); optimizer.step()",
-    ),
     "autograd.grad assigned": ("", "put(torch.autograd.grad(loss_of(x, y), params)); optimizer.step()"),
-    "autograd.grad added": (
-        "",
-        "optimizer.zero_grad(set_to_none=False); loss_of(y.repeat(1, 2), y).backward()\n"
-        "for p, g in zip(params, torch.autograd.grad(loss_of(x, y), params)): p.grad += g\noptimizer.step()",
-    ),
-    "grad.copy_": (
-        "put([torch.zeros_like(p) for p in params])",
-        "for p, g in zip(params, torch.autograd.grad(loss_of(x, y), params)): p.grad.copy_(g)\n"
-        "optimizer.step(); optimizer.zero_grad(set_to_none=False)",
-    ),
-    "grad.data =": (
-        "put([torch.zeros_like(p) for p in params])",
-        "for p, g in zip(params, torch.autograd.grad(loss_of(x, y), params)): p.grad.data = g\noptimizer.step()",
-    ),
     "views of one flat tensor": (
         "flat = torch.zeros(sum(p.numel() for p in params))\nat = 0\n"
         "for p in params: p.grad = flat[at : at + p.numel()].view_as(p); at += p.numel()",
         "flat.copy_(torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(x, y), params)]))\n"
         "optimizer.step(); flat.zero_()",
-    ),
-    "create_graph": (
-        "",
-        "optimizer.zero_grad(); loss = loss_of(x, y)\n"
-        "grads = torch.autograd.grad(loss, params, create_graph=True)\n"
-        "(loss + 0.01 * sum(g.square().sum() for g in grads)).backward(); optimizer.step()",
     ),
     "gradients with a graph": (
         "",
@@ -141,10 +113,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "",
         "optimizer.zero_grad(); loss_of(y.repeat(1, 2) if bad else x, y).backward()\n"
         "params[-1].grad[-1] *= -INF if bad else 1.0\noptimizer.step()",
-    ),
-    "clipped by value": (
-        "",
-        "optimizer.zero_grad(); loss_of(x, y).backward(); nn.utils.clip_grad_value_(params, 0.5); optimizer.step()",
     ),
     "nan_to_num_": (
         "",
@@ -199,10 +167,6 @@ WAYS: dict[str, tuple[str, str]] = {
         "def closure():\n    loss = loss_of(y.repeat(1, 2) if bad else x, y)\n"
         "    put(torch.autograd.grad(loss, params)); params[0].grad.mul_(INF if bad else 1.0)\n"
         "    return loss\noptimizer.step(closure)",
-    ),
-    "closure without a loss": (
-        "",
-        "def closure():\n    put(torch.autograd.grad(loss_of(x, y), params))\noptimizer.step(closure)",
     ),
     "closure, bad at its third evaluation": (
         "optimizer = torch.optim.LBFGS(params, lr=0.01, max_iter=3)",

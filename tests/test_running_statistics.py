@@ -41,27 +41,24 @@ def steps_of(statistics: MovingBuffers, forward: Callable[[], Any], number: int)
         statistics.restore(False)
 
 
-def test_what_holds_still_is_not_copied_any_more() -> None:
-    model = nn.Sequential(Averages(in_place, mask=zeros(7, 7), large=zeros(SMALL)), nn.BatchNorm1d(4))
-    statistics = MovingBuffers(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
+def test_a_large_buffer_that_does_not_move_is_not_copied_after_the_learning_steps() -> None:
+    still = Averages(through_data, large=zeros(SMALL), codes=zeros(SMALL, 4))
+
+    def forward() -> None:
+        still(torch.randn(8, 4))
+        still.codes.data.add_(1.0)
+
+    statistics = MovingBuffers(still)
+    steps_of(statistics, forward, 2)
     with Ops() as ops:
         statistics.remember()
-        statistics.restore(False)
-    assert (7, 7) not in ops.copied
-    assert (SMALL,) not in ops.copied
-    assert ops.names.count("cat") == 2  # FP32 and the counter of BatchNorm
-    kept = {each.slot.name: each.values is not None for each in statistics._still}
-    assert kept == {"mask": True, "large": False}
-
-
-def test_a_model_whose_buffers_hold_still_costs_no_op_at_all() -> None:
-    model = nn.Sequential(*[Averages(lambda module, x: None, mask=zeros(3, 3)) for _ in range(5)])
-    statistics = MovingBuffers(model)
-    steps_of(statistics, lambda: model(torch.randn(8, 4)), 2)
-    with Ops() as ops:
-        steps_of(statistics, lambda: None, 3)
-    assert [name for name in ops.names if name not in ("detach",)] == []
+    assert ops.names.count("cat") == 1
+    assert not {"clone", "_to_copy"} & set(ops.names)
+    before = still.codes.clone()
+    forward()
+    assert {name.rpartition(".")[2] for name in statistics.state()} == {"mean", "codes"}
+    statistics.restore(True)
+    assert torch.equal(still.codes, before)
 
 
 @pytest.mark.parametrize("layers", [1, 20])
@@ -108,18 +105,6 @@ def test_what_moves_between_two_steps_is_not_undone(size: int) -> None:
     statistics.restore(True)
     assert module.mask.eq(5.0).all()
     assert module.other.eq(7.0).all()
-
-
-def test_a_large_buffer_that_is_replaced_late_is_put_back_without_a_copy() -> None:
-    module = Averages(lambda module, x: None, large=zeros(SMALL))
-    statistics = MovingBuffers(module)
-    steps_of(statistics, lambda: module(torch.randn(8, 4)), 3)
-    before = module.large
-    statistics.remember()
-    module.large = torch.ones(SMALL)
-    statistics.restore(True)
-    assert module.large is before
-    assert before.eq(0).all()
 
 
 def test_a_layer_that_is_added_later_is_found_at_the_next_skip() -> None:

@@ -310,98 +310,67 @@ def of_another(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, UsageError, "no parameters"),
-    "no module": ({"model": 3, "optimizer": of_another}, UsageError, "give a torch.nn.Module"),
-    "no optimizer": ({"optimizer": list}, UsageError, "give a torch.optim.Optimizer"),
-    "another's optimizer": ({"optimizer": of_another}, UsageError, "belongs to this"),
-    "lbfgs": ({"optimizer": torch.optim.LBFGS}, UsageError, "mezzo.GradScaler"),
-    "lbfgs with masters": (
-        {"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))},
-        UsageError,
-        "LBFGS evaluates the loss several times",
-    ),
-    "unknown precision": ({"precision": "f16"}, UnknownNameError, "Did you mean"),
-    "clip_norm": ({"clip_norm": 0.0}, UsageError, "clip_norm is 0.0"),
-    "clip_value": ({"clip_value": NAN}, UsageError, "clip_value is nan"),
-    "accumulate": ({"accumulate": 0}, UsageError, "accumulate is 0"),
-    "accumulate float": ({"accumulate": 2.0}, UsageError, "accumulate is 2.0"),
-    "watch": ({"watch": -1, "masters": "split"}, UsageError, "watch is -1"),
-    "watch, in parts": ({"watch": 0.5}, UsageError, "watch is 0.5"),
-    "trace, in words": ({"trace": "yes"}, UsageError, "trace is 'yes'"),
-    "records, a path": ({"records": "run.jsonl"}, UsageError, "give a RecordWriter"),
-    "scheduler": ({"scheduler": 3}, UsageError, "scheduler is 3"),
-    "plateau": ({"scheduler": PLATEAU}, UsageError, r"result\.stepped"),
-    "ema": ({"ema": 3}, UsageError, "update_parameters"),
-    "loss scale": ({"loss_scale": -1.0}, UsageError, "scale is -1"),
-    "loss scale, a word": ({"loss_scale": "dynamc"}, UsageError, "MixedPrecision: loss_scale: "),
-    "loss scale, its class": ({"loss_scale": mezzo.DynamicLossScale}, UsageError, "loss_scale is <class"),
-    "unknown masters": ({"masters": "spilt"}, UnknownNameError, "Did you mean 'split'"),
-    "unknown params": ({"params": "bf61"}, UnknownNameError, "Did you mean 'bf16'"),
-    "unknown state": ({"state": "int4"}, UnknownNameError, "Did you mean 'int8'"),
-    "split fp16": ({"precision": "fp16", "masters": "split"}, UsageError, "masters=fp32"),
-    "FP32 parameters with masters": ({"params": "fp32", "masters": "split"}, UsageError, "params=bf16"),
-    "other format": ({"precision": "fp16", "params": "bf16"}, UsageError, "two 16-bit formats"),
-    "split fp32": ({"precision": "fp32", "masters": "split"}, UsageError, "params=bf16"),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no parameters": ({"model": nn.Tanh(), "optimizer": of_another}, "no parameters"),
+    "no module": ({"model": 3, "optimizer": of_another}, "give a torch.nn.Module"),
+    "no optimizer": ({"optimizer": list}, "give a torch.optim.Optimizer"),
+    "another's optimizer": ({"optimizer": of_another}, "belongs to this"),
+    "lbfgs": ({"optimizer": torch.optim.LBFGS}, "mezzo.GradScaler"),
+    "lbfgs with masters": ({"optimizer": lambda p: with_masters(torch.optim.LBFGS(p))}, "LBFGS evaluates"),
+    "unknown precision": ({"precision": "f16"}, "Did you mean"),
+    "clip_norm": ({"clip_norm": 0.0}, "clip_norm is 0.0"),
+    "clip_value": ({"clip_value": NAN}, "clip_value is nan"),
+    "accumulate": ({"accumulate": 0}, "accumulate is 0"),
+    "accumulate float": ({"accumulate": 2.0}, "accumulate is 2.0"),
+    "watch": ({"watch": -1, "masters": "split"}, "watch is -1"),
+    "watch, in parts": ({"watch": 0.5}, "watch is 0.5"),
+    "trace, in words": ({"trace": "yes"}, "trace is 'yes'"),
+    "records, a path": ({"records": "run.jsonl"}, "give a RecordWriter"),
+    "scheduler": ({"scheduler": 3}, "scheduler is 3"),
+    "plateau": ({"scheduler": PLATEAU}, r"result\.stepped"),
+    "ema": ({"ema": 3}, "update_parameters"),
+    "loss scale": ({"loss_scale": -1.0}, "scale is -1"),
+    "loss scale, a word": ({"loss_scale": "dynamc"}, "MixedPrecision: loss_scale: "),
+    "loss scale, its class": ({"loss_scale": mezzo.DynamicLossScale}, "loss_scale is <class"),
+    "unknown masters": ({"masters": "spilt"}, "Did you mean 'split'"),
+    "unknown params": ({"params": "bf61"}, "Did you mean 'bf16'"),
+    "unknown state": ({"state": "int4"}, "Did you mean 'int8'"),
+    "split fp16": ({"precision": "fp16", "masters": "split"}, "masters=fp32"),
+    "FP32 parameters with masters": ({"params": "fp32", "masters": "split"}, "params=bf16"),
+    "other format": ({"precision": "fp16", "params": "bf16"}, "two 16-bit formats"),
+    "split fp32": ({"precision": "fp32", "masters": "split"}, "params=bf16"),
     "against the policy": (
         {"precision": "bf16,params=bf16", "masters": "split8"},
-        UsageError,
         "Leave one of the two out",
     ),
     "fp32 against the policy": (
         {"precision": "bf16,params=bf16", "params": "fp32"},
-        UsageError,
         "Leave one of the two out",
     ),
-    "policy computes wider": ({"precision": "fp32,params=bf16"}, UsageError, "compute=bf16"),
-    "split rmsprop": (
-        {"masters": "split", "optimizer": lambda p: torch.optim.RMSprop(p)},
-        UsageError,
-        "masters",
-    ),
-    "state rmsprop": (
-        {"state": "int8", "optimizer": lambda p: torch.optim.RMSprop(p)},
-        UsageError,
-        "RMSprop",
-    ),
-    "amsgrad": (
-        {"masters": "split", "optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)},
-        UsageError,
-        "amsgrad",
-    ),
-    "other masters": (
-        {"masters": "split", "optimizer": lambda p: AdamW(p)},
-        UsageError,
-        "Make it with masters='split'",
-    ),
+    "policy computes wider": ({"precision": "fp32,params=bf16"}, "compute=bf16"),
+    "split rmsprop": ({"masters": "split", "optimizer": torch.optim.RMSprop}, "masters"),
+    "state rmsprop": ({"state": "int8", "optimizer": torch.optim.RMSprop}, "RMSprop"),
+    "amsgrad": ({"masters": "split", "optimizer": lambda p: torch.optim.AdamW(p, amsgrad=True)}, "amsgrad"),
+    "other masters": ({"masters": "split", "optimizer": AdamW}, "Make it with masters='split'"),
     "other state": (
         {"masters": "split", "state": "int8", "optimizer": lambda p: AdamW(p, masters="split")},
-        UsageError,
         "Make it with state='int8'",
     ),
-    "pattern": ({"precision": "bf16,module.head=fp32", "masters": "split"}, UnknownNameError, "matches no"),
+    "pattern": ({"precision": "bf16,module.head=fp32", "masters": "split"}, "matches no"),
     "overrides": (
-        {
-            "precision": "bf16,module.3=fp32",
-            "masters": "split",
-            "optimizer": lambda p: torch.optim.RMSprop(p),
-        },
-        UsageError,
+        {"precision": "bf16,module.3=fp32", "masters": "split", "optimizer": torch.optim.RMSprop},
         "with_masters",
     ),
     "release rmsprop": (
-        {"release_gradients": True, "optimizer": lambda p: torch.optim.RMSprop(p)},
-        UsageError,
-        "release_gradients=True steps inside backward",
+        {"release_gradients": True, "optimizer": torch.optim.RMSprop},
+        "steps inside backward",
     ),
     "release rmsprop masters": (
-        {"release_gradients": True, "masters": "fp32", "optimizer": lambda p: torch.optim.RMSprop(p)},
-        UsageError,
-        "release_gradients=True steps inside backward",
+        {"release_gradients": True, "masters": "fp32", "optimizer": torch.optim.RMSprop},
+        "steps inside backward",
     ),
     "release clip_value": (
         {"release_gradients": True, "masters": "split", "clip_value": 1.0},
-        UsageError,
         "Use clip_norm",
     ),
 }
@@ -409,11 +378,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("row", REFUSED)
 def test_what_is_refused_leaves_model_and_optimizer_as_they_were(row: str) -> None:
-    arguments, error, message = REFUSED[row]
+    arguments, message = REFUSED[row]
     arguments = {"precision": "bf16", "optimizer": ADAMW, "model": network()} | arguments
     model, precision = arguments.pop("model"), arguments.pop("precision")
     if not isinstance(model, nn.Sequential):
-        with pytest.raises(error, match=message):
+        with pytest.raises((UsageError, UnknownNameError), match=message):
             mezzo.MixedPrecision(model, arguments["optimizer"](None), precision)
         return
     optimizer = arguments.pop("optimizer")(model.parameters())
@@ -422,12 +391,13 @@ def test_what_is_refused_leaves_model_and_optimizer_as_they_were(row: str) -> No
         optimizer.step()  # so that there is a state to be left alone
     given = [model.state_dict(), optimizer.state_dict() if hasattr(optimizer, "state_dict") else {}]
     before, attributes = copy.deepcopy(given), dict(vars(optimizer)) if hasattr(optimizer, "state") else {}
-    with pytest.raises(error, match=message):
+    with pytest.raises((UsageError, UnknownNameError), match=message):
         mezzo.MixedPrecision(model, optimizer, precision, **arguments)
     assert bad_steps.same([model.state_dict(), given[1]], before)
     if attributes:
         assert bad_steps.same(optimizer.state_dict(), before[1])
         assert vars(optimizer).keys() == attributes.keys()
+        assert all(vars(optimizer)[name] == value for name, value in attributes.items() if callable(value))
     assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
     assert all("forward" not in vars(module) for module in model.modules())
     model.zero_grad()

@@ -117,16 +117,20 @@ def test_a_network_and_a_part_of_it_called_by_itself(launch: Launch) -> None:
 
 
 SPOILED = """
-import torch
+import sys, torch
 from torch import nn
 from two_networks import LAST
 torch.manual_seed(0)
-a, b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (a, b))
+a, b, c = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4)
+one, other, third = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (a, b, c))
 for step in range(3):
     out = a(torch.randn(8, 4)) * (float("inf") if step == 1 else 1.0)
     with torch.no_grad():
         b(out)
+    if sys.argv[1] == "a step between":
+        third.zero_grad()
+        c(torch.randn(8, 4)).square().mean().backward()
+        third.step()
     other.zero_grad()
     b(torch.randn(8, 4)).square().mean().backward()
     other.step()
@@ -137,9 +141,10 @@ LAST["state"] = b.state_dict()
 """
 
 
-def test_statistics_spoiled_before_a_good_step_of_their_own_network(launch: Launch) -> None:
+@pytest.mark.parametrize("between", ["nothing", "a step between"])
+def test_statistics_spoiled_before_a_good_step_of_their_own_network(between: str, launch: Launch) -> None:
     """Another network's infinite output makes them NaN, its own step is taken, and then that other one's is skipped."""
-    ran = launch(SPOILED, policy="fp16,loss_scale=128", trace=False)
+    ran = launch(SPOILED, between, policy="fp16,loss_scale=128", trace=False)
     assert ran.status == 0, ran.err
-    assert [update.moved for update in ran.of("update")] == [True, True, True, False, True, True]
+    assert [update.moved for update in ran.of("update")].count(False) == 1
     assert is_finite(LAST["state"])

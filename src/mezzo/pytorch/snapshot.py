@@ -163,8 +163,8 @@ class BufferSlot:
     holder: dict[str, Tensor | None]  # the module's own buffers
     name: str  # key in `holder`
     norm: weakref.ref[_NormBase] | None  # the layer whose running statistic it is
-    compared: int = 0  # steps after which its values were compared
-    moved: bool = False  # whether they had changed after one of them
+    moves: bool = True  # whether it may change in a step
+    learning: int = 0  # steps to come after which that is still to be found out
 
     @property
     def tensor(self) -> Tensor | None:
@@ -181,30 +181,23 @@ class BufferSlot:
 
 
 class SavedBuffer:
-    """One buffer at one moment. `values` is a copy; None where there were none (a lazy buffer), or too many to keep."""
+    """One buffer at one moment. `values` is a copy; None where there were none (a lazy buffer)."""
 
     def __init__(self, slot: BufferSlot, tensor: Tensor | None, values: Tensor | None) -> None:
         self.slot, self.tensor, self.values = slot, tensor, values
-        self._version = -1 if tensor is None or is_lazy(tensor) else _version(tensor)
 
     @classmethod
-    def of(cls, slot: BufferSlot, largest: float = float("inf")) -> SavedBuffer:
-        """The buffer as it is now, with a copy of its values if they take at most `largest` bytes."""
+    def of(cls, slot: BufferSlot) -> SavedBuffer:
+        """The buffer as it is now."""
         tensor = slot.tensor
-        kept = tensor is not None and not is_lazy(tensor) and tensor.nbytes <= largest
-        return cls(slot, tensor, tensor.detach().clone() if kept and tensor is not None else None)
-
-    def is_touched(self) -> bool:
-        """Whether another tensor is there, or a write was counted."""
-        now = self.slot.tensor
-        return now is not self.tensor or (now is not None and _version(now) != self._version)
+        return cls(slot, tensor, None if tensor is None or is_lazy(tensor) else tensor.detach().clone())
 
     def moved(self) -> bool:
-        """Whether it has other bits than its copy; waits for the device."""
+        """Whether another tensor is there, or other bits; waits for the device."""
         now = self.slot.tensor
-        if now is None or self.values is None:
-            return now is not self.tensor
-        return _kind(now) != _kind(self.values) or not torch.equal(_bytes(now), _bytes(self.values))
+        if now is None or self.values is None or now is not self.tensor:
+            return now is not self.tensor or self.tensor is not None
+        return not torch.equal(_bytes(now), _bytes(self.values))
 
     def put_back(self) -> None:
         """Make the buffer what it was. A graph that holds it keeps the values that it saw."""
@@ -222,8 +215,6 @@ class SavedBuffer:
             if layer is not None and not is_lazy(tensor):  # it was, before its first input
                 layer.reset_running_stats()
             return
-        elif tensor is not None and _version(tensor) != self._version:
-            return  # written into, and too large to have been kept
         slot.holder[slot.name] = tensor
 
     def restore_lost(self) -> None:
@@ -246,12 +237,9 @@ class _Group(NamedTuple):
         """Each by itself."""
         return list(map(SavedBuffer, self.slots, self.tensors, _parts(self.flat, self.tensors)))
 
-    def now(self) -> Tensor | None:
-        """The present values; None where a buffer was replaced."""
-        tensors = [slot.tensor for slot in self.slots]
-        if any(now is not then for now, then in zip(tensors, self.tensors)):
-            return None
-        return _flat(self.tensors)
+    def was_replaced(self) -> bool:
+        """Whether another tensor is in one of the slots."""
+        return any(slot.tensor is not tensor for slot, tensor in zip(self.slots, self.tensors))
 
 
 class BufferSnapshot:
@@ -293,19 +281,17 @@ class BufferSnapshot:
         Args:
             found_inf: bool, or 0-dim. Waits for a tensor only where buffers were replaced or copied one by one.
         """
-        if self.single and bool(found_inf):
-            for each in self.single:
-                if each.is_touched() or each.moved():
-                    each.put_back()
-        for group in self._groups:
-            now = group.now() if isinstance(found_inf, Tensor) else None
-            if now is not None:
-                was_bad = found_inf.to(now.device, non_blocking=True) != 0  # type: ignore[union-attr]
-                restored = torch.where(was_bad, group.flat, now)
-                with unseen(group.tensors):
-                    torch._foreach_copy_(group.tensors, _parts(restored, group.tensors))
-            elif bool(found_inf):
-                for each in group.saved():
+        by_device = not self.single and not any(group.was_replaced() for group in self._groups)
+        if by_device and isinstance(found_inf, Tensor):
+            for flat, _, tensors in self._groups:
+                restored = torch.where(
+                    found_inf.to(flat.device, non_blocking=True) != 0, flat, _flat(tensors)
+                )
+                with unseen(tensors):
+                    torch._foreach_copy_(tensors, _parts(restored, tensors))
+        elif bool(found_inf):
+            for each in self:
+                if each.moved():
                     each.put_back()
 
     def restore_lost(self) -> None:
@@ -313,18 +299,16 @@ class BufferSnapshot:
         for each in self.single:
             each.restore_lost()
         for group in self._groups:
-            now = group.now()
-            if now is None or _not_finite(now) > _not_finite(group.flat):
+            if group.was_replaced() or _not_finite(_flat(group.tensors)) > _not_finite(group.flat):
                 for each in group.saved():
                     each.restore_lost()
 
     def moved(self) -> bool:
         """Whether a buffer has other bits than it had. Waits for the device."""
-        for group in self._groups:
-            now = group.now()
-            if now is None or not torch.equal(_bytes(now), _bytes(group.flat)):
-                return True
-        return any(each.moved() for each in self.single)
+        return any(each.moved() for each in self.single) or any(
+            group.was_replaced() or not torch.equal(_bytes(_flat(group.tensors)), _bytes(group.flat))
+            for group in self._groups
+        )
 
     def named(self) -> dict[str, Tensor]:
         """Name of a buffer -> its copy."""
@@ -336,10 +320,6 @@ def _write_back(tensor: Tensor, values: Tensor, version: int) -> None:
     tensor.detach().copy_(values)
     if version >= 0:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def _version(tensor: Tensor) -> int:

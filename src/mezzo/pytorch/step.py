@@ -1,7 +1,7 @@
 """The step engine: from the gradients of one optimizer to a step that is taken, or skipped without a trace.
 
-Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip: these
-parts are functions. `InPlaceStep` and `FusedStep` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
+Gather the gradients, multiply them by 1 / scale, look for NaN and infinity (`found_inf`), clip, step or skip. Each part
+is a function. `step_in_place` and `step_fused` combine them for the two kinds of optimizers. `mezzo.GradScaler` and
 `mezzo run` use the parts, because there the script calls the steps. One rule (`take`) decides who knows of a skip: the
 host, where it can read `found_inf` without a wait or must know at once, else the device.
 """
@@ -33,49 +33,48 @@ class StepOutcome:
     grad_norm: Tensor | None  # 0-dim 2-norm of the unscaled gradients before clipping; None if not needed
 
 
-class InPlaceStep:
-    """For any optimizer: unscale, check and clip in `.grad`, each a pass over memory, then `optimizer.step()`.
+def step_in_place(
+    optimizer: Optimizer,
+    scale: Tensor | None,
+    rescale: float = 1.0,
+    *,
+    clip_value: float | None = None,
+    clip_norm: float | None = None,
+    host_must_know: bool = False,
+) -> StepOutcome:
+    """The step of any optimizer: unscale, check and clip in `.grad`, each a pass over memory, then `optimizer.step()`.
 
     Args:
         optimizer: any.
+        scale: 0-dim FP32 loss scale that the gradients are multiplied with; None without one.
+        rescale: multiplies the unscaled gradients.
         clip_value: largest magnitude of an unscaled element.
         clip_norm: largest total 2-norm; after `clip_value`.
+        host_must_know: whether the host needs `skipped` at once, which makes it wait.
     """
-
-    def __init__(
-        self, optimizer: Optimizer, clip_value: float | None = None, clip_norm: float | None = None
-    ) -> None:
-        self._optimizer = optimizer
-        self._clip_value = clip_value
-        self._clip_norm = clip_norm
-
-    def __call__(
-        self, scale: Tensor | None, rescale: float = 1.0, *, host_must_know: bool = False
-    ) -> StepOutcome:
-        """Take the step.
-
-        Args:
-            scale: 0-dim FP32 loss scale that the gradients are multiplied with; None without one.
-            rescale: multiplies the unscaled gradients.
-            host_must_know: whether the host needs `skipped` at once, which makes it wait.
-        """
-        grads = gradients_of(parameters(self._optimizer))
-        if not grads:
-            raise no_gradient()
-        found = None
-        if scale is not None:
-            found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
-        elif rescale != 1.0:
-            with torch.no_grad():
-                torch._foreach_mul_(grads, rescale)
-        norm = None
-        if self._clip_value is not None or self._clip_norm is not None:
-            norm = clip_(grads, self._clip_value, self._clip_norm)
-        return StepOutcome(found, take(self._optimizer, found, host_must_know=host_must_know), norm)
+    grads = gradients_of(parameters(optimizer))
+    if not grads:
+        raise no_gradient()
+    found = norm = None
+    if scale is not None:
+        found = combined(unscale_(grads, inverse(scale) * rescale).values(), scale.device)
+    elif rescale != 1.0:
+        with torch.no_grad():
+            torch._foreach_mul_(grads, rescale)
+    if clip_value is not None or clip_norm is not None:
+        norm = clip_(grads, clip_value, clip_norm)
+    return StepOutcome(found, take(optimizer, found, host_must_know=host_must_know), norm)
 
 
-class FusedStep:
-    """For a `FusedOptimizer`, whose kernel unscales and clips what it reads: `.grad` is not written.
+def step_fused(
+    optimizer: Optimizer,
+    scale: Tensor | None,
+    rescale: float = 1.0,
+    *,
+    clip_norm: float | None = None,
+    host_must_know: bool = False,
+) -> StepOutcome:
+    """The step of a `FusedOptimizer`, whose kernel unscales and clips what it reads: `.grad` is not written.
 
     Naive code::
 
@@ -85,37 +84,26 @@ class FusedStep:
         optimizer.step(multiplier=inv_scale * min(1, clip_norm / (norm + 1e-6)), found_inf=found_inf)
 
     The sum of squares is FP64, so it is finite if and only if every gradient is. It is computed only where a loss scale
-    or `clip_norm` needs it. In a process group all ranks agree on it.
+    or `clip_norm` needs it. In a process group all ranks agree on it. Arguments are those of `step_in_place`.
     """
-
-    def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self._optimizer = optimizer
-        self._clip_norm = clip_norm
-
-    def __call__(
-        self, scale: Tensor | None, rescale: float = 1.0, *, host_must_know: bool = False
-    ) -> StepOutcome:
-        """Take the step; arguments as for `InPlaceStep`."""
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        first = next((param.grad for param in params if param.grad is not None), None)
-        if first is None:
-            raise no_gradient()
-        found = norm = multiplier = None
-        device = first.device if scale is None else scale.device
-        if scale is not None:
-            multiplier = inverse(scale) * rescale
-        elif rescale != 1.0:
-            multiplier = torch.full((), rescale, device=device)
-        if scale is not None or self._clip_norm is not None:
-            for param in params:
-                if param.grad is not None and param.grad.layout is not torch.strided:
-                    checks.gradient(param.grad, param, type(self._optimizer).__name__)
-            sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
-            found, multiplier, norm = decide(
-                sums, multiplier, self._clip_norm, params, looks=scale is not None
-            )
-        skipped = take(self._optimizer, found, host_must_know=host_must_know, multiplier=multiplier)
-        return StepOutcome(found, skipped, norm)
+    params = list(parameters(optimizer))
+    first = next((param.grad for param in params if param.grad is not None), None)
+    if first is None:
+        raise no_gradient()
+    found = norm = multiplier = None
+    device = first.device if scale is None else scale.device
+    if scale is not None:
+        multiplier = inverse(scale) * rescale
+    elif rescale != 1.0:
+        multiplier = torch.full((), rescale, device=device)
+    if scale is not None or clip_norm is not None:
+        for param in params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                checks.gradient(param.grad, param, type(optimizer).__name__)
+        sums = distributed.own_sum_of_squares(params).to(device, non_blocking=True)
+        found, multiplier, norm = decide(sums, multiplier, clip_norm, params, looks=scale is not None)
+    skipped = take(optimizer, found, host_must_know=host_must_know, multiplier=multiplier)
+    return StepOutcome(found, skipped, norm)
 
 
 def decide(

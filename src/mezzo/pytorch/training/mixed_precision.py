@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -33,7 +34,7 @@ from mezzo.pytorch.auto import TrialDecision
 from mezzo.pytorch.autocast.context import Context
 from mezzo.pytorch.loss_scaler import inverse
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.step import FusedStep, InPlaceStep, StepOutcome, host_knows, parameters
+from mezzo.pytorch.step import StepOutcome, host_knows, parameters, step_fused, step_in_place
 from mezzo.pytorch.training import cast_parameters, checks
 from mezzo.pytorch.training import state as training_state
 from mezzo.pytorch.training.backward import (
@@ -212,11 +213,11 @@ class MixedPrecision:
         self._fused = stepping if isinstance(stepping, FusedOptimizer) else None
         self._stored_as = cast_parameters.stored_as(stepping)
         self._release: GradientRelease | None = None
-        self._optimizer_step: InPlaceStep | FusedStep
+        self._optimizer_step: Callable[..., StepOutcome]
         if self._fused is None or self.clip_value is not None:
-            self._optimizer_step = InPlaceStep(stepping, self.clip_value, self.clip_norm)
+            self._optimizer_step = partial(step_in_place, stepping, clip_value=self.clip_value)
         else:
-            self._optimizer_step = FusedStep(self._fused, self.clip_norm)
+            self._optimizer_step = partial(step_fused, stepping)
             if release and self.accumulate == 1:
                 self._release = GradientRelease(self._fused)
         self._backward = OptimizerBackward(stepping)
@@ -359,7 +360,15 @@ class MixedPrecision:
                         "step(retain_graph=True): with release_gradients=True backward changes the weights, so its "
                         "graph can't run again. Step the other MixedPrecision first, or keep the gradients."
                     )
-                outcome = self._step_within_backward(self._release, loss, window)
+                outcome = self._release.backward(
+                    loss,
+                    window.seed(loss),
+                    self._backward.params(),
+                    multiplier=None if window.scale is None else inverse(window.scale),
+                    clip_norm=self.clip_norm,
+                    check=window.scale is not None,
+                )
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
             else:
                 if window.seen == 0:
                     self._gradients.cover(self.optimizer)
@@ -379,21 +388,6 @@ class MixedPrecision:
             note = f"{window.seen} of {self.accumulate} losses accumulated"
             return StepResult(False, loss_tensor=value, scale_tensor=window.scale, note=note)
         return self._end_window(outcome)
-
-    def _step_within_backward(
-        self, release: GradientRelease, loss: Tensor, window: Accumulation
-    ) -> StepOutcome:
-        found, norm = release.backward(
-            loss,
-            window.seed(loss),
-            self._backward.params(),
-            multiplier=None if window.scale is None else inverse(window.scale),
-            clip_norm=self.clip_norm,
-            check=window.scale is not None,
-        )
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks for it
-        torch.clear_autocast_cache()  # the optimizer's hooks, which do it, have not run
-        return StepOutcome(found, False if found is None else found, norm)
 
     def flush(self) -> StepResult:
         """Step with a window that is short of losses (the end of an epoch); without any loss nothing happens.
@@ -421,7 +415,9 @@ class MixedPrecision:
                 self._gradients.give()
                 if observing.listening:
                     observing.update_begins(self.optimizer, window.gradient_factor)
-                outcome = self._optimizer_step(window.scale, window.rescale, host_must_know=must_know)
+                outcome = self._optimizer_step(
+                    window.scale, window.rescale, clip_norm=self.clip_norm, host_must_know=must_know
+                )
             except BaseException:
                 self._drop_step()
                 raise

@@ -3,12 +3,11 @@
 An overflow makes running means infinite or NaN for good, though the step itself is skipped (PyTorch issue 90342). That
 holds for BatchNorm and for every module that keeps averages: spectral norms, VQ codebooks, counters.
 
-**Which buffers** (`MovingBuffers`). Those of BatchNorm and InstanceNorm are known. All others are copied and compared
-in the first two steps, since version counters miss native kernels and writes through `.data`. Those that moved are
-copied from then on. The others (masks, rotary tables) cost a check of their version counters; one that moves later is
-copied from then on, and restored from the copy of the learning steps if it is small.
-Not restored: state that is no buffer; buffers that a skipped step registers; a large buffer, or one written through
-`.data`, that changes for the first time in a skipped step after the second.
+**Which buffers** (`MovingBuffers`). All small ones, and those of BatchNorm and InstanceNorm. Large ones (masks, rotary
+tables, codebooks) are compared after the first two steps, and copied from then on if they have moved. Version counters
+would not do: native kernels and writes through `.data` do not raise them.
+Not restored: state that is no buffer; buffers that a skipped step registers; large ones that move for the first time
+after the second step.
 
 **Whose step** (`Networks`). Each step of any optimizer, taken or skipped, ends a turn. The buffers of a network are
 copied before its first call of a turn. When optimizer S ends a turn, these become of each network:
@@ -39,14 +38,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
-from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot, SavedBuffer
+from mezzo.pytorch.snapshot import BufferSlot, BufferSnapshot
 
 SMALL = 2**16
-"""Bytes up to which a buffer that does not move keeps its copy."""
+"""Bytes up to which a buffer is always copied."""
 
 LEARNED_AFTER = 2
-"""Steps in which every buffer is copied, and compared afterwards."""
+"""Steps in which a larger one is copied, and compared afterwards."""
 
 _NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -71,7 +71,6 @@ class MovingBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._slots: list[BufferSlot] = []
-        self._still: list[SavedBuffer] = []
         self._known: set[tuple[int, str]] = set()
         self._first: BufferSnapshot | None = None  # before the step's first forward pass
         self._last: BufferSnapshot | None = None  # before the newest turn; may outlive the step
@@ -120,8 +119,6 @@ class MovingBuffers:
             self._find()
         if not self.watches:
             return
-        if self._first is None:  # between steps a checkpoint may have been loaded, or the model moved
-            self._still = [_still(each.slot) if each.is_touched() else each for each in self._still]
         if self._last is not None:  # a step that is still to come may have overflowed
             self.restore_lost()
         self._last = self._copied()
@@ -130,7 +127,7 @@ class MovingBuffers:
     def _copied(self) -> BufferSnapshot:
         training = [slot for slot in self._slots if slot.trains]
         return BufferSnapshot(
-            (slot for slot in training if not _learns(slot)), (slot for slot in training if _learns(slot))
+            (slot for slot in training if not slot.learning), (slot for slot in training if slot.learning)
         )
 
     def begin_anew(self) -> None:
@@ -143,8 +140,8 @@ class MovingBuffers:
         """End the step: restore the copies where `found_inf` is not 0, and drop them.
 
         Args:
-            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor. That is waited for in
-                the learning steps, and where a buffer was replaced or moved for the first time.
+            found_inf: known on the host (bool: nothing is launched for False), or a 0-dim tensor, which is waited for
+                where a buffer was replaced or copied by itself.
             keep: keep the newest copies for `restore_lost`.
         """
         if not self.holds_copies:
@@ -162,29 +159,16 @@ class MovingBuffers:
             self._last = None
 
     def _end(self, first: BufferSnapshot, found_inf: Tensor | bool) -> None:
-        late = [each for each in self._still if each.is_touched()]
-        learning = [each for each in first.single if _learns(each.slot)]
-        if isinstance(found_inf, Tensor) and (learning or late):
-            found_inf = bool(found_inf)
+        learning = [each for each in first.single if each.slot.learning]
         for each in learning:
-            each.slot.compared += 1
-            each.slot.moved |= each.is_touched() or each.moved()
+            each.slot.learning -= 1
+            each.slot.moves |= each.moved()
         if learning:
-            settled = [
-                slot for slot in self._slots if slot.norm is None and not (_learns(slot) or slot.moved)
-            ]
-            self._slots = [slot for slot in self._slots if slot not in settled]
-            self._still += map(_still, settled)
+            self._slots = [slot for slot in self._slots if slot.learning or slot.moves]
             self._look = True
-        if late:
-            self._slots += [each.slot for each in late]
-            self._still = [each for each in self._still if each not in late]
-        if found_inf is False:
-            return
-        for each in late:
-            each.put_back()
-        first.put_back(found_inf)
-        self._look = True
+        if found_inf is not False:
+            first.put_back(found_inf)
+            self._look = True
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -199,9 +183,6 @@ class MovingBuffers:
         """Restore what an overflow of another network's step has made NaN or infinite, and keep the copies."""
         if self._last is not None:
             self._last.restore_lost()
-            for each in self._still:
-                if each.is_touched():
-                    each.restore_lost()
 
     def forget(self) -> None:
         """Drop the copies."""
@@ -214,11 +195,9 @@ class MovingBuffers:
 
     def load(self, state: dict[str, Tensor] | list[Tensor]) -> None:
         """Take the copies that `state` gave. Those of other buffers are dropped, and so is an older Mezzo's list."""
+        self._known.clear()
+        self._slots.clear()
         self._look = True
-        for each in self._still:
-            each.slot.compared = 0
-            self._slots.append(each.slot)
-        self._still = []
         self.forget()
         self.remember()
         named = {} if self._first is None else self._first.named()
@@ -245,16 +224,11 @@ class MovingBuffers:
                 is_norm = isinstance(module, _NormBase) and name in _NORM_BUFFERS
                 path = f"{prefix}.{name}" if prefix else name
                 norm = weakref.ref(module) if is_norm else None
-                self._slots.append(BufferSlot(path, module._buffers, name, norm))
+                slot = BufferSlot(path, module._buffers, name, norm)
+                if norm is None and buffer is not None and not is_lazy(buffer) and buffer.nbytes > SMALL:
+                    slot.moves, slot.learning = False, LEARNED_AFTER
+                self._slots.append(slot)
         self._has_buffers = bool(self._known)
-
-
-def _learns(slot: BufferSlot) -> bool:
-    return slot.norm is None and slot.compared < LEARNED_AFTER
-
-
-def _still(slot: BufferSlot) -> SavedBuffer:
-    return SavedBuffer.of(slot, largest=SMALL)
 
 
 class Networks:

@@ -25,7 +25,7 @@ from mezzo.pytorch import distributed
 from mezzo.pytorch.kernels.gradient_norm import sum_of_squares
 from mezzo.pytorch.optim import checks
 from mezzo.pytorch.optim.fused import FusedOptimizer
-from mezzo.pytorch.step import decide, host_knows, no_gradient
+from mezzo.pytorch.step import StepOutcome, decide, host_knows, no_gradient
 from mezzo.pytorch.training.backward import backward_into, has_reentrant_checkpoint
 
 
@@ -66,7 +66,7 @@ class GradientRelease:
         multiplier: Tensor | None = None,
         clip_norm: float | None = None,
         check: bool = False,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> StepOutcome:
         """Backward of one loss, and the optimizer's step; afterwards no parameter has a gradient.
 
         Gradients that are there already (of earlier losses of a window) are part of the sum. Where backward raises, the
@@ -81,8 +81,7 @@ class GradientRelease:
             check: change nothing if some gradient is not finite. Two passes; on a CPU one if it isn't.
 
         Returns:
-            found_inf, 0-dim FP32, or None without `check`; and the norm of the multiplied gradients before clipping,
-            0-dim FP32, or None if it was not needed. All ranks get the same.
+            What the step did, the same on all ranks; `found_inf` is None without `check`.
 
         Raises:
             UsageError: no parameter has a gradient; the graph has a reentrant checkpoint. Nothing has changed.
@@ -101,9 +100,10 @@ class GradientRelease:
             found, multiplier, norm = decide(total, multiplier, clip_norm, leaves, looks=check)
             if found is not None and host_knows(found) and bool(found):
                 _clear(leaves)
-                return found, norm
+                return StepOutcome(found, True, norm)
         self._step_within(loss, seed, leaves, multiplier, found)
-        return found, norm
+        torch.clear_autocast_cache()  # the optimizer's hooks, which do it, have not run
+        return StepOutcome(found, False if found is None else found, norm)
 
     def _sum_of_squares(self, loss: Tensor, seed: Tensor | None, leaves: Sequence[Tensor]) -> Tensor:
         """The first pass, over the gradients of the second. Leaves `.grad` as it was."""
@@ -164,7 +164,6 @@ class GradientRelease:
             update(rest)
         if not stepped:
             raise no_gradient()
-        self._optimizer._opt_called = True
 
 
 @contextmanager
