@@ -34,7 +34,6 @@ from optimizer_steps import (
     run,
 )
 
-
 # Each rule in one mode, and each mode with one rule: kernels are compared with the reference in all of them.
 FOLLOWED = [*((rule, "split8", "int8") for rule in RULES), *((BY_NAME["AdamW"], *mode) for mode in MODES)]
 
