@@ -337,10 +337,9 @@ def test_nothing_to_learn_from_and_what_is_not_finite(chunks: str) -> None:
     assert rows.isnan().nonzero().flatten().tolist() == [4]
     low, plain = leaves(tensors, torch.bfloat16), leaves(tensors, torch.bfloat16)
     ours(low, target, None, {}).backward()
-    naive(
-        plain, target, None, {}
-    ).backward()  # oneDNN's bf16 products spread a NaN to the next row on some CPUs
-    assert torch.equal(low[0].grad.isnan(), plain[0].grad.isnan())  # type: ignore[union-attr]
+    naive(plain, target, None, {}).backward()
+    mine, theirs = ({*x[0].grad.isnan().any(1).nonzero().flatten().tolist()} for x in (low, plain))  # type: ignore[union-attr]
+    assert {4} <= mine <= theirs  # on some CPUs, oneDNN's bf16 products spread a NaN to the row before
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
