@@ -23,13 +23,10 @@ from optimizer_steps import (
     everything,
     parameters,
     run,
+    weights,
 )
 
 TORCH = [rule for rule in RULES if rule.theirs]
-
-
-def weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @pytest.mark.parametrize("rule", TORCH, ids=lambda rule: rule.name)

@@ -268,30 +268,6 @@ def test_a_scaler_divides_in_fp32_and_skips(scaler_class: Any, fmt: str) -> None
     assert same(masters(model, optimizer), list(exact.parameters()))
 
 
-def test_mezzo_s_scaler_undoes_a_closure_with_masters_and_state() -> None:
-    model = model_of()
-    lower_weights(model)
-    optimizer = with_masters(lbfgs(model.parameters()))
-    scaler = mezzo.GradScaler(init_scale=4.0)
-    calls = [0]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        calls[0] += 1
-        give_gradients(model, seed=calls[0], scale=4.0)
-        if calls[0] == 3:
-            model[0].weight.grad[0, 0] = NAN
-        loss = torch.tensor(NAN if calls[0] == 3 else float(calls[0]))
-        scaler.scale(loss)
-        return loss
-
-    before = masters(model, optimizer)
-    scaler.step(optimizer, closure)
-    assert scaler.was_skipped(optimizer)
-    assert calls[0] == 3
-    assert same(masters(model, optimizer), before)
-
-
 def test_sparse_gradients_reach_the_inner_optimizer() -> None:
     table, exact = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, sparse=True)
     exact.load_state_dict(table.state_dict())
@@ -346,6 +322,7 @@ def test_what_is_refused() -> None:
         (mezzo.optim.AdamW(model_of().parameters()), "AdamW has masters"),
         (adopted, "AdamW has masters"),
         ([1], "received list"),
+        (OPTIMIZERS["sgd"](model.parameters()), "WithMasters before, and now this WithMasters"),
         (differentiable, "differentiable=True"),
     ]
     for wrong, message in refused:
@@ -358,19 +335,6 @@ def test_what_is_refused() -> None:
         optimizer.set_master(stranger, torch.zeros(3))
     with pytest.raises(UsageError, match=r"\(3,\) .*\(16, 8\)"):
         optimizer.set_master(model[0].weight, torch.zeros(3))
-
-
-def test_a_weight_has_its_master_with_one_optimizer() -> None:
-    model, optimizer = trained("adamw")
-    plain = OPTIMIZERS["sgd"](model.parameters())
-    with pytest.raises(UsageError, match="WithMasters before, and now this WithMasters"):
-        with_masters(plain)
-    assert "step" not in vars(plain)
-    assert not plain.state
-    with pytest.raises(UsageError, match="WithMasters before, and now this AdamW"):
-        mezzo.optim.AdamW(model.parameters()).master(model[0].weight)
-    del optimizer
-    with_masters(plain)
 
 
 # States.
