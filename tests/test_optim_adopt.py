@@ -35,7 +35,8 @@ def test_an_adopted_optimizer_moves_as_the_one_that_was_made_so(rule: Rule, thro
     made, own = parameters(), parameters()
     user = rule.torch(made)
     fused, plain = adopt(user, masters="split", state="fp32"), rule.make(own, masters="split", state="fp32")
-    assert type(fused) is rule.ours
+    assert fused is user
+    assert isinstance(fused, rule.ours)
     assert isinstance(user, torch.optim.Optimizer)
     run(user if through == "alias" else fused, made, range(3))
     run(plain, own, range(3))
